@@ -36,6 +36,7 @@ from rematbench.workload import Model, Workload
 
 LLAMA = replace(contract.LLAMA, name="test-llama")
 GPT = replace(contract.GPT, name="test-gpt")
+ANY_LAYOUT = {"model_parallel": ("tp", "pp", "vpp"), "zero_stages": (0, 1, 2, 3)}
 
 
 @cache
@@ -59,11 +60,12 @@ def problem(
     system_changes: dict[str, Any] | None = None,
     **layout: Any,
 ) -> Problem:
-    """A problem on one-GPU nodes, so that any degrees are a legal layout."""
+    """A problem on one-GPU nodes and a stack without limits, so that any degrees are a legal
+    layout."""
     return Problem(
         Workload(model=model, seq_len=seq_len),
         replace(load_cluster("h800-80gb"), gpus_per_node=1),
-        replace(load_system(system), **(system_changes or {})),
+        replace(load_system(system), **ANY_LAYOUT, **(system_changes or {})),
         Layout(**layout),
         calibration(),
         attention,

@@ -115,17 +115,23 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 def load_method(
-    text: str | Path, folder: str | Path | None = None, **settings: Value
+    text: str | Path,
+    folder: str | Path | None = None,
+    *,
+    problem: ProblemSpec | None = None,
+    **settings: Value,
 ) -> Composition:
     """The method that a text names, with its parameters.  The text is what `simulate` takes: a name
     (`memo:alpha=0.3+mst`), a row's name of `compare`, or the path of a method file (`mine.py`).
 
-    Names are also looked up in `folder`.  `settings` are parameters, as `--set` gives them.  Raises
-    MethodError for an unknown method or a wrong parameter.
+    Names are also looked up in `folder`.  `settings` are parameters, as `--set` gives them.  With a
+    `problem`, operators of a policy that its stack lacks are left out, as on the command line.
+    Raises MethodError for an unknown method or a wrong parameter.
     """
     if str(text).endswith(".py"):
         return Composition((build(entry_of(Path(text)), settings),))
-    return discover([Path(folder)] if folder else ()).resolve(str(text), settings)
+    registry = discover([Path(folder)] if folder else ())
+    return registry.resolve(str(text), settings, _job(problem).problem if problem else None)
 
 
 def simulate(

@@ -18,6 +18,7 @@ DEMO = [
     *("--seq-len", "4096", "--global-batch", "8"),
 ]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
+SHARDED = ["--system", "torchtitan"]
 KEYS = {
     "allocator_retries",
     "band",
@@ -144,7 +145,15 @@ def test_names_of_commands_are_a_contract() -> None:
         (["simulate", "selective_recompute:mlp 2", *DEMO], "'2' behind the policy"),
         (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
         (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
-        (["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii"], "not zero 3"),
+        (
+            ["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii", *SHARDED],
+            "not zero 3",
+        ),
+        (
+            ["simulate", "keep_all", *DEMO, "--zero", "2"],
+            "no such ZeRO stage, but zero_stage = 2 (it has 0, 1)",
+        ),
+        (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
         (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha of all chunks"),
         (["simulate", "keep_all", *DEMO, "--estimator", "atc24"], "3 stages or more, not 1"),

@@ -55,6 +55,13 @@ def trust(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("evidence: "))
 
 
+def test_only_a_tight_plan_is_said_to_be_tight() -> None:
+    """Beside a plan with room the error of peaks would read as its verdict."""
+    for length, tight in (("4096", False), ("11264", True)):
+        told = typed("simulate", "keep_all", *DEMO, "--pp", "4", "--seq-len", length).out
+        assert ("FITS, TIGHT" in told) == tight == ("tight: published peaks" in told)
+
+
 def test_what_nobody_published_is_said_in_words() -> None:
     """Neither a long job nor a method of a minute ago has the evidence of a published cell."""
     job = ("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8")

@@ -34,6 +34,12 @@ CLUSTERS = {
         "generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, blackwell, cpu)"
     ),
     "non_torch_bytes: 90000000000": "non_torch_bytes: leaves no device memory to the framework",
+    "peak_flop_per_s: 1979": (
+        "peak_flop_per_s: 1979: expected FLOP/s of a GPU, from 1e+13 to 1e+17"
+    ),
+    "hbm_bytes: 80": "hbm_bytes: 80: expected bytes of a GPU, from 4.29e+09 to 2.2e+12",
+    "nics_per_node: 800": "nics_per_node: 800: expected NICs of a node, from 1 to 64",
+    "dram_bytes_per_s: 200": "dram_bytes_per_s: 200: expected bytes/s of a socket's memory",
     "pcie_gpus_per_link: 16": "pcie_gpus_per_link: more than the node's 8 GPUs",
 }
 

@@ -29,11 +29,11 @@ def test_a_published_layout_breaks_no_rule() -> None:
 
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     (
-        "dp 3 must divide by ulysses = 2 (it takes ranks from dp)",
+        "dp 3 must be a multiple of ulysses = 2 (it takes ranks from dp)",
         {"layout": {"dp": 3, "ulysses": 2, "global_batch": 6}, "system": "deepspeed"},
     ),
     (
-        "global_batch 9 must divide by replicas x micro_batch = 4",
+        "global_batch 9 must be a multiple of replicas x micro_batch = 4",
         {"layout": {"dp": 2, "micro_batch": 2, "global_batch": 9}},
     ),
     ("vpp = 2 needs pp > 1", {"layout": {"vpp": 2}}),
@@ -49,7 +49,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "80 layers cannot fill pp x vpp = 128 chunks",
         {"layout": {"pp": 16, "vpp": 8, "global_batch": 16}},
     ),
-    ("64 heads must divide by tp x ulysses = 3", {"layout": {"tp": 3}}),
+    ("64 heads must be a multiple of tp x ulysses = 3", {"layout": {"tp": 3}}),
     (
         "seq_len 4096 is more than the 2048 positions that llama-65b has learned",
         {"layout": {}, "model": {"position": "learned", "max_positions": 2048}},
@@ -58,13 +58,13 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         "8 KV heads and tp = 3: one must divide the other",
         {"layout": {"tp": 3}, "model": {"num_heads": 24, "num_kv_heads": 8}},
     ),
-    ("ffn 22018 must divide by tp = 4", {"layout": {"tp": 4}, "model": {"ffn": 22018}}),
+    ("ffn 22018 must be a multiple of tp = 4", {"layout": {"tp": 4}, "model": {"ffn": 22018}}),
     (
-        "seq_len 4098 must divide by 2 x cp = 4 (head/tail slices)",
+        "seq_len 4098 must be a multiple of 2 x cp = 4 (two slices)",
         {"layout": {"cp": 2}, "seq_len": 4098},
     ),
     (
-        "seq_len 4098 must divide by cp x tp = 4 (with sp)",
+        "seq_len 4098 must be a multiple of cp x tp = 4 (with sp)",
         {"layout": {"tp": 4}, "seq_len": 4098},
     ),
     (
@@ -80,7 +80,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"dp": 2, "ulysses": 2, "cp": 2}, "system": "rematbench"},
     ),
     (
-        "seq_len 4098 must divide by ulysses (x tp with sp) = 4",
+        "seq_len 4098 must be a multiple of ulysses (x tp with sp) = 4",
         {"layout": {"dp": 4, "ulysses": 4}, "seq_len": 4098, "system": "rematbench"},
     ),
     (

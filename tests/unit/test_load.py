@@ -69,7 +69,8 @@ def test_every_named_config_of_the_plan_exists() -> None:
 
 
 def numbers(data: dict[str, Any]) -> set[str]:
-    """Keys of a configuration whose value is a number or a switch (a section has one source)."""
+    """Keys of a configuration whose value is a number, some numbers or a switch (a section has one
+    source)."""
     sections = {
         key for key, value in data.items() if isinstance(value, dict) and "value" not in value
     }
@@ -77,7 +78,13 @@ def numbers(data: dict[str, Any]) -> set[str]:
     plain = {
         k: v["value"] if isinstance(v, dict) else v for k, v in data.items() if k not in sections
     }
-    return {key for key, value in plain.items() if isinstance(value, int | float)}
+    return {
+        key
+        for key, value in plain.items()
+        if any(
+            isinstance(one, int | float) for one in (value if isinstance(value, list) else [value])
+        )
+    }
 
 
 @pytest.mark.parametrize("kind", ["cluster", "system"])

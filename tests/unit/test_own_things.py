@@ -219,6 +219,10 @@ def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
         run = rematbench.simulate(PROBLEM, method)
         assert isinstance(method, Composition) or method.name == "recompute_mlp"
         assert run.outcome == run_method(run.job.problem, named)
+    policy = rematbench.load_method("selective_recompute:mlp", problem=PROBLEM)
+    by_name = rematbench.simulate(PROBLEM, "selective_recompute:mlp")
+    assert rematbench.simulate(PROBLEM, policy).outcome == by_name.outcome
+    assert by_name.outcome.status == "ok"
     tuned = rematbench.load_method("memo", alpha="0.25")
     assert rematbench.simulate(PROBLEM, tuned).method == "memo:alpha=0.25"
     with pytest.raises(rematbench.MethodError, match="did you mean 'memo'"):

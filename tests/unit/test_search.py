@@ -182,7 +182,7 @@ def test_what_is_asked_wrongly_is_one_line() -> None:
 
 WORDS = (
     "--model gpt-1.3b --cluster a800-80gb --gpus 4 --seq-len 2048 --global-batch 8 --tp 1 "
-    "--micro-batch 1 --method balanced_checkpointing --processes 1"
+    "--micro-batch 1 --method balanced_checkpointing --processes 1 --system rematbench"
 )
 
 
@@ -193,7 +193,7 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     assert answer.exit_code == 0, answer.output
     assert "proved gap: no plan of the space is faster" in answer.output
     kernels = "attention fa2, norm fused, loss in place, on ampere"
-    told = f"{kernels}; constants of cluster a800-80gb, stack megatron-core"
+    told = f"{kernels}; constants of cluster a800-80gb, stack default"
     assert f"assumes: {told}" in " ".join(answer.output.split())
     rows = list(csv.DictReader(target.open()))
     assert len(rows) == 3
@@ -384,10 +384,14 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     assert "no row of table 'Figure 99'" in str(wrong.exception)
 
 
-def test_pieces_free_what_a_family_seems_to_keep() -> None:
+def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
     """What the head keeps without pieces is no bound of plans with them."""
+    stack = tmp_path / "sharded.yaml"
+    stack.write_text(
+        "name: sharded\nbase: megatron-core\nzero_stages: {value: [3], source: mine}\n"
+    )
     spec = ProblemSpec(
-        model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core", gpus=8, cp=8,
+        model="llama-3.1-8b", cluster="h100-80gb", system=str(stack), gpus=8, cp=8,
         seq_len=1 << 20, global_batch=1,
     )  # fmt: skip
     only = ("full_recompute", "mst")

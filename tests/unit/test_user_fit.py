@@ -246,7 +246,7 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     band = band_of(problem, "full_recompute")
     assert "stack" not in band.outside
     assert band.half_width == found.scales.half_width
-    assert "its own calibrating rows" in trust(band, 1.0)[0]
+    assert "its own calibrating rows" in trust(band)[0]
 
 
 def test_the_stack_file_carries_the_band_of_its_rows(

@@ -84,7 +84,7 @@ def config(**more: object) -> Input:
         (run(seq_len="17179869184"), "more tokens a step than"),
         (run(gpus="1000000"), "the most simulated"),
         (run(global_batch="10000000"), "more passes than"),
-        (run(ulysses="4"), "dp 1 must divide by ulysses = 4"),
+        (run(ulysses="4"), "dp 1 must be a multiple of ulysses = 4"),
         (config(num_attention_heads=0), "num_attention_heads: expected int >= 1"),
         (config(num_hidden_layers=10**18), "num_hidden_layers: expected int <= 4096"),
         (config(hidden_size=10**400), "hidden_size: "),

@@ -114,9 +114,11 @@ def speeds(shown: ShownRun, evaluation: PlanEvaluation) -> RenderableType:
     flop = tokens * model_flop_per_token(problem.workload.model, problem.workload.seq_len)
     again = evaluation.recompute_flop
     table = Table.grid(padding=(0, 2))
+    speed, band = evaluation.tokens_per_s_per_gpu, shown_band(shown)
+    between = f" ({rounded(band.low(speed))} to {rounded(band.high(speed))})"
     rows = [
         ("step", seconds(evaluation.step_s)),
-        ("tokens/s/GPU", rounded(evaluation.tokens_per_s_per_gpu)),
+        ("tokens/s/GPU", rounded(speed) + between * (not nominal(problem))),
         ("MFU, causal attention", percent(evaluation.mfu_causal)),
         ("MFU, dense attention", percent(evaluation.mfu_dense)),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
@@ -220,7 +222,7 @@ def footer(shown: ShownRun, evaluation: PlanEvaluation) -> list[str]:
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
-        *([] if evaluation.not_timed else nominal(problem) or _trust(shown, evaluation)),
+        *([] if evaluation.not_timed else nominal(problem) or _trust(shown)),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
@@ -250,20 +252,23 @@ def _segments(shown: ShownRun) -> str:
     return f"{segments} segments, not the plan's addresses: {more}"
 
 
-def _trust(shown: ShownRun, evaluation: PlanEvaluation) -> list[str]:
-    return trust(shown_band(shown), evaluation.tokens_per_s_per_gpu)
+def _trust(shown: ShownRun) -> list[str]:
+    lines = trust(shown_band(shown))
+    if shown.outcome.status == "ok" and fits(shown) == "tight":
+        lines.append(
+            f"tight: published peaks lie up to {percent(peak_band())} above predicted ones (80 %)"
+        )
+    return lines
 
 
-def trust(band: Band, speed: float) -> list[str]:
-    """Lines on the uncertainty of speed and bytes."""
+def trust(band: Band) -> list[str]:
+    """Lines on the uncertainty of a speed."""
     learnt = f"{band.sources} sources whose rows no constant had seen"
     if not band.sources:
         learnt = "its own calibrating rows, or published stacks calibrated on as few (the wider)"
     return [
-        f"80 % band of the speed: {rounded(band.low(speed))} to {rounded(band.high(speed))} "
-        f"tokens/s/GPU, from errors of {learnt}",
+        f"80 % band of the speed: +-{percent(band.half_width)}, from errors of {learnt}",
         f"evidence: {band.evidence}",
-        f"tight: published peaks lie up to {percent(peak_band())} above predicted ones (80 %)",
     ]
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import AttentionChoice
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import ZeroStage
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.spec.system import ZeroStage
 from rematbench.workload import PositiveInt, Precision
 
 

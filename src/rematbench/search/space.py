@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from rematbench.plan import Plan
 from rematbench.problem import even_partition
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout, LayoutError, ZeroStage, check_layout
+from rematbench.spec.layout import Layout, LayoutError, check_layout
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System
+from rematbench.spec.system import System, ZeroStage
 from rematbench.workload import Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")

@@ -27,12 +27,28 @@ DTYPES = (1, 2, 4)
 """Bytes of an element of the dtypes of training."""
 GRADIENTS = (*DTYPES, 6)
 """Bytes of a gradient: in one dtype, or in bf16 beside a sum in fp32."""
+CPU = "cpu"
+"""The generation of clusters without GPUs, whose numbers mean nothing."""
 GENERATIONS = {
     "ampere": re.compile(r"\bA(100|800)\b"),
     "hopper": re.compile(r"\bG?H(20|100|200|800)\b"),
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
 }
 """GPUs by the words of a cluster's `gpu` that leave no doubt of their generation."""
+PLAUSIBLE: dict[str, tuple[float, float, str]] = {
+    "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
+    "hbm_bytes": (2**32, 2**41, "bytes of a GPU"),
+    "hbm_bytes_per_s": (1e11, 1e14, "bytes/s of a GPU's memory"),
+    "nvlink_bytes_per_s": (1e9, 1e13, "bytes/s between GPUs, one direction"),
+    "nics_per_node": (1, 64, "NICs of a node"),
+    "nic_bytes_per_s": (1e8, 1e12, "bytes/s of a NIC"),
+    "pcie_bytes_per_s": (1e9, 1e12, "bytes/s between GPU and host, one direction"),
+    "dram_bytes_per_s": (1e9, 1e13, "bytes/s of a socket's memory"),
+    "numa_nodes": (1, 32, "sockets of a node"),
+    "host_bytes": (2**33, 2**47, "bytes of a node's memory"),
+}
+"""The least and the most of each number of a GPU cluster, and its unit.  What lies outside has
+another unit (TFLOP/s, GB, Gbit/s) or belongs to another place (a node's NICs for a GPU's)."""
 LOSS = (
     "no key: yes/no facts say more than one name: fused_loss, or else loss_in_place, "
     "loss_keeps_logits and logits_fp32; tiled is what a plan does (mst:head_chunks=N), on any stack"
@@ -64,6 +80,11 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
         if told in GENERATIONS and told != generation and gpus.search(cluster.gpu):
             problem = f"{told}, where the gpu {cluster.gpu!r} is of {generation}"
             raise ConfigError(label, "generation", problem)
+    for key, (least, most, unit) in PLAUSIBLE.items() if told != CPU else ():
+        value = getattr(cluster, key)
+        if value is not None and not least <= value <= most:
+            problem = f"{value:g}: expected {unit}, from {least:.3g} to {most:.3g}"
+            raise ConfigError(label, key, problem)
     if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
         raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
     if cluster.pcie_gpus_per_link > cluster.gpus_per_node:

@@ -1,15 +1,18 @@
 """The layout: parallel degrees, micro-batch and batch, and the rules that a layout must obey."""
 
-from typing import Literal
-
 from msgspec import Struct
 
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import wrong_field
-from rematbench.spec.system import System
+from rematbench.spec.system import System, ZeroStage
 from rematbench.workload import PositiveInt, Workload
 
-ZeroStage = Literal[0, 1, 2, 3]
+DEGREE_WORDS = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "vpp": "interleaved pipelines",
+    "cp": "context parallelism",
+}
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
@@ -101,7 +104,7 @@ def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         ),
         (
             lay.dp % lay.ulysses != 0,
-            f"dp {lay.dp} must divide by ulysses = {lay.ulysses} (it takes ranks from dp)",
+            f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (it takes ranks from dp)",
         ),
     ]
 
@@ -111,20 +114,38 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
         *_model_rules(lay, work),
         (
             work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
-            f"seq_len {work.seq_len} must divide by 2 x cp = {2 * lay.cp} (head/tail slices)",
+            f"seq_len {work.seq_len} must be a multiple of 2 x cp = {2 * lay.cp} (two slices)",
         ),
         (
             lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
-            f"seq_len {work.seq_len} must divide by cp x tp = {lay.cp * lay.tp} (with sp)",
+            f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
         *_ulysses_rules(lay, work, system),
-        (
-            lay.cp > 1 and system.cp_kind == "none",
-            f"system {system.name} has no context parallelism, but cp = {lay.cp}",
-        ),
+        *_stack_rules(lay, system),
         (
             lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
             f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill nodes of {cluster.gpus_per_node}",
+        ),
+    ]
+
+
+def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
+    """The degrees and ZeRO stages that the stack has."""
+    stages, stage = ", ".join(map(str, system.zero_stages)), lay.zero_stage
+    has = {name: name in system.model_parallel for name in ("tp", "pp", "vpp")}
+    has["cp"] = system.cp_kind != "none"
+    return [
+        *(
+            (
+                getattr(lay, name) > 1 and not has[name],
+                f"system {system.name} has no {words}, but {name} = {getattr(lay, name)}",
+            )
+            for name, words in DEGREE_WORDS.items()
+        ),
+        (
+            lay.state_shards > 1 and stage not in system.zero_stages,
+            f"system {system.name} has no such ZeRO stage, but zero_stage = {stage} (it has "
+            f"{stages})",
         ),
     ]
 
@@ -144,7 +165,7 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
         ),
         (
             degree > 1 and work.seq_len % parts != 0,
-            f"seq_len {work.seq_len} must divide by ulysses (x tp with sp) = {parts}",
+            f"seq_len {work.seq_len} must be a multiple of ulysses (x tp with sp) = {parts}",
         ),
         (
             max(kv_heads, degree) % min(kv_heads, degree) != 0,
@@ -159,7 +180,8 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
     return [
         (
             lay.global_batch % max(per_pass, 1) != 0,
-            f"global_batch {lay.global_batch} must divide by replicas x micro_batch = {per_pass}",
+            f"global_batch {lay.global_batch} must be a multiple of replicas x micro_batch = "
+            f"{per_pass}",
         ),
         (lay.vpp > 1 and lay.pp == 1, f"vpp = {lay.vpp} needs pp > 1"),
         (
@@ -187,11 +209,11 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         ),
         (
             model.num_heads % (lay.tp * lay.ulysses) != 0,
-            f"{model.num_heads} heads must divide by tp x ulysses = {lay.tp * lay.ulysses}",
+            f"{model.num_heads} heads must be a multiple of tp x ulysses = {lay.tp * lay.ulysses}",
         ),
         (
             max(model.num_kv_heads, lay.tp) % min(model.num_kv_heads, lay.tp) != 0,
             f"{model.num_kv_heads} KV heads and tp = {lay.tp}: one must divide the other",
         ),
-        (model.ffn % lay.tp != 0, f"ffn {model.ffn} must divide by tp = {lay.tp}"),
+        (model.ffn % lay.tp != 0, f"ffn {model.ffn} must be a multiple of tp = {lay.tp}"),
     ]

@@ -14,6 +14,8 @@ Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 P2pOverlap = Literal["none", "interleaved", "always"]
 TpOverlap = Literal["none", "backward", "gemm"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
+ModelParallel = Literal["tp", "pp", "vpp"]
+ZeroStage = Literal[0, 1, 2, 3]
 DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
 Home = Literal["device", "host"]
@@ -94,6 +96,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     captured.
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
+    `model_parallel`: the degrees, beside those of context parallelism (`cp_kind`, `features`), that
+    the stack can raise above 1; `zero_stages`: the ZeRO stages that it has where states can be
+    sharded.
     `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
     `reported_peak`: what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
@@ -133,6 +138,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bucket_bytes: Bytes = 0
     step_scratch_bytes: StateBytes = 0
     cp_kind: CpKind = "none"
+    model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp")
+    zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
     cuda_graphs: bool = False
