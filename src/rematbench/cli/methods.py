@@ -1,7 +1,10 @@
 """The command `methods`: a list of the methods, and the check of a file against the contract."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -11,6 +14,9 @@ from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.plugins.contract import check_file
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
+
+CHECK_S = 60.0
+"""CPU seconds after which a check is given up: a plan on a tiny problem takes a blink."""
 
 
 def methods(
@@ -47,8 +53,26 @@ def _check(path: Path, registry: Registry) -> None:
     if not path.is_file():
         raise CommandError(f"--check {path}: no such file")
     try:
-        for passed in check_file(path, registry):
-            typer.echo(f"ok: {passed}")
+        with _limited(path):
+            for passed in check_file(path, registry):
+                typer.echo(f"ok: {passed}")
+                signal.setitimer(signal.ITIMER_PROF, CHECK_S)
     except MethodError as error:
         typer.echo(f"broken: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+@contextmanager
+def _limited(path: Path) -> Iterator[None]:
+    """MethodError where CHECK_S CPU seconds pass before the timer is set again."""
+
+    def late(*_: Any) -> None:
+        raise MethodError(f"{path}: a check took more than {CHECK_S:g} CPU seconds")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, CHECK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
