@@ -10,12 +10,13 @@ from rich.console import Console
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.choose.judged import judge
+from rematbench.choose.entry import Compared
+from rematbench.choose.judged import Judged, judge
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import Ranking, ShownTable
+from rematbench.cli.ranking import Ranking, ShownTable, runnable
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.packages.flags import Engines
-from rematbench.plan import Unsupported
+from rematbench.plan import Plan, Unsupported
 from rematbench.published.closed_forms import closed_form
 from rematbench.published.rule80 import rule_table, scored_cells
 from rematbench.published.sheets import read_sheet
@@ -128,15 +129,40 @@ def asked_of(**problem: Any) -> Request:
     return request(RunOptions(method="keep_all", problem={"system": "megatron-core", **problem}))
 
 
-@pytest.mark.parametrize("width", [80, 100, 160])
-def test_the_table_is_not_cut(width: int) -> None:
-    """No cell loses letters at the width of a terminal or of a pipe."""
+def compared() -> tuple[Request, Compared, list[Judged]]:
+    """A comparison of few rows."""
     options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
     numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
     asked = asked_of(**{**options, **numbers})
     config = replace(load_compare(), policies=load_compare().policies[-2:])
     found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
-    judged = judge(found, asked.problem)
+    return asked, found, judge(found, asked.problem)
+
+
+def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() -> None:
+    _, _, judged = compared()
+    fitting = [one for one in judged if one.entry.status == "ok" and not one.entry.same_as]
+    first, second = fitting[:2]
+
+    class Fewer:
+        def of(self, plan: Plan) -> tuple[str, ...]:
+            return () if plan == first.entry.plan else ("ours",)
+
+    class Nothing:
+        def of(self, plan: Plan) -> tuple[str, ...]:
+            return ()
+
+    named = runnable(judged, Fewer())  # type: ignore[arg-type]
+    assert named.startswith(f"FASTEST that runs: {second.entry.name}, ")
+    assert runnable(judged, Nothing()) == ""  # type: ignore[arg-type]
+    assert runnable(fitting[1:], Fewer()) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_table_is_not_cut(width: int) -> None:
+    """No cell loses letters at the width of a terminal or of a pipe."""
+    asked, found, judged = compared()
+    config = load_compare()
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     shown = ShownTable(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
     printed = Ranking(out, shown)
@@ -170,8 +196,8 @@ def test_long_contexts_fit_where_a_composition_does(
     path = tmp_path / "compare.csv"
     ran = typed("compare", *LONG, "--seq-len", seq_len, "--limit", "60", "-o", str(path))
     assert ran.code == 0
-    first = ran.out.splitlines()[4]
-    assert first.startswith("FASTEST: ")
+    assert "\nFASTEST: " in ran.out
+    assert "faster attention on hopper than fa2: cudnn, fa3" in ran.out
     best = read_sheet(path)[0]
     assert (best["status"], best["origin"]) == ("ok", "variant")
     assert float(best["step_s"]) < faster_than

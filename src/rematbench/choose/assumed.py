@@ -20,6 +20,25 @@ def assumed(problem: Problem) -> str:
     return f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
 
 
+def faster_attention(problem: Problem) -> str:
+    """The attention kernels of the GPU generation whose published rates are above those of the
+    kernel in use, in one line; empty where there are none, or none are published."""
+    if problem.kernel == "unfused":
+        return ""
+    rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
+    own = rates[problem.kernel]
+    faster = [
+        name
+        for name, one in rates.items()
+        if one.forward.efficiency > own.forward.efficiency
+        and one.backward.efficiency > own.backward.efficiency
+    ]
+    if not faster:
+        return ""
+    named = ", ".join(sorted(faster))
+    return f"faster attention on {problem.cluster.generation} than {problem.kernel}: {named}"
+
+
 def _loss(system: System) -> str:
     """`fused`, `in place` (the saved softmax becomes the gradient) or `eager`."""
     if system.fused_loss:

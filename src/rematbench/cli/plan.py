@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
@@ -174,12 +174,16 @@ def _show_plan(asked: Request, made: Plan, rank: int) -> None:
     out = console()
     for line in (*heading(asked), *_facts(made, rank)):
         out.print(plain(line))
+    alike: dict[tuple[str, str], tuple[list[int], Table]] = {}
     for chunk in range(len(made.partition[rank])):
-        for phases, table in _fate_tables(asked, made, rank, chunk):
-            out.print()
-            where = f"rank {rank}, chunk {chunk}, {' and '.join(phases)}"
-            out.print(plain(f"{where}: MiB of one micro-batch"))
-            out.print(table)
+        for phases, lines in _fate_lines(asked, made, rank, chunk):
+            key = (" and ".join(phases), repr(lines))
+            alike.setdefault(key, ([], _fate_table(lines)))[0].append(chunk)
+    for (phases_told, _), (chunks, table) in alike.items():
+        out.print()
+        told = f"chunk{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}"
+        out.print(plain(f"rank {rank}, {told}, {phases_told}: MiB of one micro-batch"))
+        out.print(table)
 
 
 def _facts(made: Plan, rank: int) -> Iterable[str]:
@@ -198,10 +202,14 @@ def _span(layers: tuple[int, ...]) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
-def _fate_tables(
+Lines: TypeAlias = dict[tuple[str, str, Resolved], int]
+"""The numbers of layers with an activation of one fate, by part, name and fate."""
+
+
+def _fate_lines(
     asked: Request, made: Plan, rank: int, chunk: int
-) -> list[tuple[list[Phase], Table]]:
-    """The fate tables of a chunk; phases with equal fates share a table."""
+) -> list[tuple[list[Phase], Lines]]:
+    """The fates of a chunk; phases with equal fates share them."""
     ops = ChunkOps(asked.problem, rank, chunk, made.partition[rank][chunk])
     found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
     for phase in PHASES:
@@ -211,14 +219,17 @@ def _fate_tables(
             found.append(([phase], fates))
         else:
             same.append(phase)
-    return [(phases, _fate_table(fates)) for phases, fates in found]
+    counted: list[tuple[list[Phase], Lines]] = []
+    for phases, fates in found:
+        lines: Lines = {}
+        for (part, _, name), fate in fates.items():
+            lines[(part, name, fate)] = lines.get((part, name, fate), 0) + 1
+        counted.append((phases, lines))
+    return counted
 
 
-def _fate_table(fates: dict[Any, Resolved]) -> Table:
+def _fate_table(lines: Lines) -> Table:
     """The fates of a chunk as a table; activations of equal name and fate share a row."""
-    lines: dict[tuple[str, str, Resolved], int] = {}
-    for (part, _, name), fate in fates.items():
-        lines[(part, name, fate)] = lines.get((part, name, fate), 0) + 1
     table = left(grid("part", "activation", "layers", "kept", "offloaded", "rebuilt", "scope"), 1)
     for (part, name, fate), count in lines.items():
         sizes = (fate.keep_bytes, fate.offload_bytes, fate.recompute_bytes)

@@ -89,14 +89,15 @@ class Ranking:
 
     def table(self, judged: Sequence[Judged]) -> None:
         """Print heading, verdict and table."""
-        for text in heading(self.shown.asked)[:3]:
+        for text in heading(self.shown.asked)[:-1]:
             self.out.print(plain(text))
         self.out.print()
         if judged:
             self.said = verdict(judged)
             self.out.print(plain(self.said), style="bold")
-            if line := safest(judged):
-                self.out.print(plain(line))
+            for line in (safest(judged), runnable(judged, self.shown.engines)):
+                if line:
+                    self.out.print(plain(line))
             self.out.print()
         self._print(self._rows(judged))
 
@@ -189,6 +190,15 @@ def safest(judged: Sequence[Judged]) -> str:
         return ""
     most = max(tie, key=lambda item: item.entry.verdict.headroom_bytes if item.entry.verdict else 0)
     return "" if most is tie[0] else f"SAFEST within the tie: {_said(most)}"
+
+
+def runnable(judged: Sequence[Judged], engines: Engines) -> str:
+    """The fastest plan that an engine here runs, in one line; empty if it is the fastest of all, or
+    if none runs."""
+    fitting = [item for item in judged if item.entry.status == "ok" and not item.entry.same_as]
+    runs = (item for item in fitting if item.entry.plan and engines.of(item.entry.plan))
+    first = next(runs, None)
+    return "" if first is None or first is fitting[0] else f"FASTEST that runs: {_said(first)}"
 
 
 def _said(item: Judged) -> str:

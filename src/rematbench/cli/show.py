@@ -4,7 +4,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.assumed import assumed
+from rematbench.choose.assumed import assumed, faster_attention
 from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
 from rematbench.cli.result import ShownRun, fits, retries_of, shown_band
@@ -47,6 +47,8 @@ def show(out: Console, shown: ShownRun) -> None:
         return
     if not evaluation.not_timed:
         out.print()
+        if shown.outcome.status == "oom":
+            out.print(plain("with enough memory it would take:"))
         out.print(speeds(shown, evaluation))
     out.print()
     show_whole(out, stages(shown, evaluation))
@@ -68,11 +70,12 @@ def proved(proof: Proof) -> str:
 
 
 def heading(request: Request) -> list[str]:
-    """Lines with model and devices, layout, assumed kernels and constants, and method."""
+    """Lines with model and devices, layout, assumed kernels and constants, and last the method."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
+    faster = faster_attention(problem)
     return [
         f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
@@ -80,6 +83,7 @@ def heading(request: Request) -> list[str]:
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         f"assumes: {assumed(problem)}",
+        *([f"{faster} (--attention, if the stack has it)"] if faster else []),
         f"method {request.method.name}{_typed(request)}",
     ]
 
