@@ -178,6 +178,18 @@ def test_a_missing_dp_follows_from_the_gpus() -> None:
     assert "dp empty" in found[3]["pred_reason"]
 
 
+def test_rows_without_a_prediction_are_named(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    wrong = {**ROW, "seq_len": "long"}
+    write_sheet(rows, [ROW, *[wrong] * 4])
+    ran = typed("predict", str(rows), "-o", str(out), "--processes", "1")
+    first, *named, more = ran.out.splitlines()
+    assert "5 rows (4 failed, 1 ok)" in first
+    told = "failed: column seq_len: 'long' is not a number"
+    assert named == [f"row {n}: {told}" for n in (2, 3, 4)]
+    assert more == "and 1 more rows (pred_reason)"
+
+
 def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
     write_sheet(rows, [{**ROW, "model": "llama7b"}, {**ROW, "model": "llama-7b"}])

@@ -22,9 +22,10 @@ from rematbench.spec.configfile import closest
 from rematbench.spec.load import calibration, load_system, names
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
-
-
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
+PREDICTED = ("ok", "oom")
+NAMED = 3
+"""Most rows without a prediction that are named on the terminal."""
 
 
 def predict(
@@ -74,10 +75,20 @@ def predict(
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
+    for line in not_predicted(found):
+        typer.echo(line)
     for name in dict.fromkeys(row["model"] for row in found if ASSUMED in row["pred_reason"]):
         near = closest(name, names("model"))
         told = "shapes are the row's, the rest is a relative's (pred_reason)"
         typer.echo(f"unknown model {name!r}{near}: {told}")
+
+
+def not_predicted(rows: list[Cell]) -> list[str]:
+    """Lines that name the first NAMED rows without a prediction, with the reasons."""
+    missed = [(n, row) for n, row in enumerate(rows, 1) if row["pred_status"] not in PREDICTED]
+    lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]
+    more = len(missed) - len(lines)
+    return lines + ([f"and {more} more rows (pred_reason)"] if more else [])
 
 
 def predicted(
