@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.lowering.schedule import passes
+from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.search import answer, questions
@@ -461,3 +462,21 @@ def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
     bands = {True: 0.0, False: math.log(slower) + 0.01}
     monkeypatch.setattr(answer, "ratio_band", lambda *, one_layout: bands[one_layout])
     assert [found.tied for found in answer.judged(made, [one, same, other])] == [False, False, True]
+
+
+def test_the_simplest_plan_of_the_tie_is_named() -> None:
+    """Fewest methods first, then fewest host bytes; what does not tie is no choice."""
+    made = SearchJob(asked())
+    (best,) = answer.judged(made, last(asked()).near(1))
+    assert best.methods == len(best.tried.method.split("+"))
+    assert best.runs_on == Engines(best.job.problem).of(
+        made.registry.resolve(best.tried.method, None, best.job.problem).plan(best.job.problem)  # type: ignore[arg-type]
+    )
+    best = replace(best, methods=2)
+    slower, simple = replace(best, methods=0), replace(best, methods=1, tied=True)
+    assert answer.simplest([best, slower, simple]) is simple
+    assert answer.simplest([best, slower]) is None
+    assert answer.simplest([]) is None
+    told = RUN.invoke(app, ["search", *shlex.split(WORDS)]).output
+    assert re.search(r"\nFASTEST: balanced_checkpointing at dp 4, [\d,]+ tokens/s/GPU \(", told)
+    assert "runs on: M megatron_core" in told

@@ -143,7 +143,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         show_space(out, made)
     at, ended = _run(asked, top, processes)
     found = judged(made, at.near(top))
-    rows = [line(place, one) for place, one in enumerate(found, 1)]
+    rows = [
+        line(place, one) | {"runs_on": " ".join(one.runs_on)} for place, one in enumerate(found, 1)
+    ]
     changes = _changes(asked, at, processes) if ended and not found else ()
     if json:
         proved = {

@@ -21,16 +21,18 @@ from rematbench.host.console import (
     show_whole,
 )
 from rematbench.published.bands import ratio_band
-from rematbench.search.answer import Found, difference, line
+from rematbench.search.answer import Found, difference, line, simplest
 from rematbench.search.halves import Progress
 from rematbench.search.job import SearchJob
+from rematbench.search.space import DEGREES
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
     Head("dp"), Head("zero"), Head("mb"), Head("step s"), Head("tokens/s\n/GPU"),
-    Head("80 % band", given_up=5), Head("MFU %\ncausal", given_up=4),
-    Head("MFU %\ndense", given_up=6), Head("left\nGiB"), Head("host\nGiB", given_up=3),
-    Head("fits", words=True, given_up=2), Head("what binds", words=True, given_up=1),
+    Head("80 % band", given_up=6), Head("MFU %\ncausal", given_up=5),
+    Head("MFU %\ndense", given_up=7), Head("left\nGiB"), Head("host\nGiB", given_up=4),
+    Head("fits", words=True, given_up=3), Head("runs\non", words=True, given_up=2),
+    Head("what binds", words=True, given_up=1),
 )  # fmt: skip
 
 
@@ -62,9 +64,15 @@ def show_assumed(out: Console, made: SearchJob) -> None:
 
 
 def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
-    """Print the plans' table with the columns that have room; no cell is cut."""
+    """Print the fastest plan and the simplest of its tie, then the plans' table with the columns
+    that have room; no cell is cut."""
     if not found:
         return
+    out.print(plain(f"FASTEST: {_said(found[0])}"), style="bold")
+    if (simple := simplest(found)) is not None:
+        place = found.index(simple) + 1
+        out.print(plain(f"SIMPLEST within the tie (place {place}): {_said(simple)}"))
+    out.print()
     longest = 0 if out.width < WIDE else LONGEST
     rows = []
     for place, one in enumerate(found, 1):
@@ -84,6 +92,18 @@ def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
         out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
 
 
+def _said(found: Found) -> str:
+    """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
+    lay, row = found.tried.choice.layout, line(0, found)
+    degrees = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
+    low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
+    return (
+        f"{row['name']} at {' '.join(degrees) or '1 GPU'}, {speed} tokens/s/GPU "
+        f"({low} to {high}), {gib(row['headroom_bytes'])} GiB left, "
+        f"{row['host_node_bytes'] / GIB:.0f} GiB of a node's host memory"
+    )
+
+
 def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     lay = found.tried.choice.layout
     more = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
@@ -96,7 +116,7 @@ def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
     yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
     yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
-    yield from (found.fits, found.binds)
+    yield from (found.fits, " ".join(name[0].upper() for name in found.runs_on) or "-", found.binds)
 
 
 def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
@@ -108,6 +128,7 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
             f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
             f"{100 * at.gap:.2f} % ({at.simulations} of {at.plans:,} joint plans simulated)"
         )
+        yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
             yield (

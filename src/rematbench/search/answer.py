@@ -9,7 +9,9 @@ from msgspec.structs import replace
 
 from rematbench.choose.job import WORDS, Job
 from rematbench.lowering.lower import lower
+from rematbench.packages.flags import Engines
 from rematbench.plan import Unsupported
+from rematbench.plugins.registry import IDENTITY
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice, partitions
@@ -22,7 +24,8 @@ from rematbench.spec.problemspec import ProblemSpec
 class Found(Struct, frozen=True, kw_only=True):
     """A plan that fits.  `band`: the error of its predicted speed; `fits`: how tightly its bytes
     fit; `tied`: the error of speed ratios cannot tell the plan from the best one; `parts_s`:
-    seconds of the parts of its step, which add up to the step."""
+    seconds of the parts of its step, which add up to the step; `methods`: how many change the plan
+    (0: everything is kept); `runs_on`: the engines that can run it."""
 
     tried: Tried
     job: Job
@@ -30,6 +33,8 @@ class Found(Struct, frozen=True, kw_only=True):
     fits: str
     tied: bool
     parts_s: dict[str, float]
+    methods: int
+    runs_on: tuple[str, ...]
 
     @property
     def binds(self) -> str:
@@ -61,6 +66,8 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
                 fits=fits_word(one.verdict.headroom_bytes, problem.usable_bytes),
                 tied=one is not tried[0] and one.step_s <= limit,
                 parts_s=parts_of(problem, lower(plan, problem), one.step_s),
+                methods=sum(method.name != IDENTITY for method in composed.methods),
+                runs_on=Engines(problem).of(plan),
             )
         )
     return found
@@ -69,6 +76,19 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
 def _parallel(choice: Choice) -> Choice:
     """A choice without its micro-batch, which the error of ratios at one layout covers."""
     return replace(choice, layout=replace(choice.layout, micro_batch=1))
+
+
+def simplest(found: Sequence[Found]) -> Found | None:
+    """The plan of the tie with the fewest methods, of these that with the fewest host bytes; None
+    where that is the fastest."""
+    tie = [one for one in found if one.tied or one is found[0]]
+    least = min(tie, key=lambda one: (one.methods, _host_bytes(one)), default=None)
+    return None if least is None or least is tie[0] else least
+
+
+def _host_bytes(found: Found) -> int:
+    assert found.tried.evaluation is not None
+    return found.tried.evaluation.host_node_bytes
 
 
 def line(place: int, found: Found) -> dict[str, Any]:
