@@ -12,18 +12,18 @@ from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 
 
-def check(job: PackageJob, policy: DeepSpeed) -> None:
-    """Raise NotRunnable with the first reason why DeepSpeed, or this baseline, runs no such job."""
-    for reason in holding(policy.limits(setup_of(job.run))):
-        raise NotRunnable(f"deepspeed: {reason}")
-
-
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
 """The settings of a policy that a configuration says: tiles are code."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OFFLOADED = ("offload_optimizer", "offload_param")
 CODE = ("optimizer", "scheduler")
 """Objects that this baseline gives to `deepspeed.initialize` itself: AdamW, and no schedule."""
+
+
+def check(job: PackageJob, policy: DeepSpeed) -> None:
+    """Raise NotRunnable with the first reason why DeepSpeed, or this baseline, runs no such job."""
+    for reason in holding(policy.limits(setup_of(job.run))):
+        raise NotRunnable(f"deepspeed: {reason}")
 
 
 def read(text: str) -> dict[str, Any]:

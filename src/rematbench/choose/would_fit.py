@@ -27,14 +27,15 @@ STEP_BYTES = 32 * MIB
 def would_fit(problem: Problem, entries: Sequence[Entry], registry: Registry) -> list[str]:
     """The changes with which some entry would fit, one line of words each; empty where none helps.
     Tried are more bytes where they are short, optimizer states on the host, and twice the GPUs."""
-    near = sorted((e for e in entries if e.status == "oom" and e.plan), key=_short_bytes)
+    near = sorted((e for e in entries if e.status == "oom" and e.plan), key=_missing_bytes)
     found: list[str] = []
     for way in (_more_bytes, _states_on_host):
         found += next(((line,) for entry in near if (line := way(problem, entry))), ())
     return found + _twice_the_gpus(problem, near[:NEAREST], registry)
 
 
-def _short_bytes(entry: Entry) -> int:
+def _missing_bytes(entry: Entry) -> int:
+    """Missing bytes of a device and of a host together."""
     assert entry.verdict is not None
     room = entry.verdict
     return max(0, -room.headroom_bytes) + max(0, -room.host_headroom_bytes)

@@ -18,8 +18,13 @@ from scipy.optimize import least_squares
 from rematbench.cost.kernel_rates import Evidence, Outlier
 from rematbench.published.kernel_rows import KernelRow, Match
 
+Array: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = Sequence[KernelRow]
+
 TOLERANCE = 0.10
 """Largest relative deviation of a row from its curve without a reason."""
+AT_BOUND = 1e-4
+"""The share of a parameter's start within which the parameter is at its bound."""
 
 Of = Literal["hbm", "nvlink", "nic", "pcie", "one", "against"]
 
@@ -196,14 +201,6 @@ def outliers(
         )
         for reason, lines in by_reason.items()
     )
-
-
-Array: TypeAlias = NDArray[np.float64]
-Rows: TypeAlias = Sequence[KernelRow]
-
-
-AT_BOUND = 1e-4
-"""The share of a parameter's start within which the parameter is at its bound."""
 
 
 def rounded(value: float, least: float = 1e-6) -> float:
