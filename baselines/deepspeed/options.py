@@ -11,7 +11,6 @@ from rematbench.packages.limits import holding, overruled, setup_of
 from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 
-
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
 """The settings of a policy that a configuration says: tiles are code."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
