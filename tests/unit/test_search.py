@@ -367,6 +367,20 @@ def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.Monk
     assert "ANSWER" not in answer.output
 
 
+def test_a_search_interrupted_at_once_counts_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first round nobody knows how many joint plans there are."""
+
+    def stopped(*_: Any, **__: Any) -> Iterator[Progress]:
+        yield from ()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rematbench.cli.search.rounds", stopped)
+    answer = RUN.invoke(app, ["search", *shlex.split(WORDS)])
+    assert answer.exit_code == 130
+    assert "stopped before anything was bounded or simulated" in answer.output
+    assert "0 of 0" not in answer.output
+
+
 @pytest.mark.full
 def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""

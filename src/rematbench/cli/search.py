@@ -108,7 +108,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
-    --find context: the longest sequence that fits, from --seq-len on
+    --find context: the longest sequence that fits, from --seq-len on, with a plan that fits
     --find batch --step S: the most times --global-batch whose step takes S seconds at most
     --find memory --lose P: the least device memory within P percent of the best
 

@@ -136,7 +136,7 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
                 f"({near} on one layout, {far} between layouts)"
             )
     elif not ended:
-        yield f"stopped: {at.simulations} of {at.plans:,} joint plans simulated, none fits so far"
+        yield _stopped(at)
     elif at.short_bytes < inf:
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
     else:
@@ -157,6 +157,13 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
         yield f"outside of what was published: {'; '.join(outside)}"
     date = found[0].job.problem.calibration.date if found else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
+
+
+def _stopped(at: Progress) -> str:
+    """What was done before Ctrl-C; the joint plans are counted by the first round."""
+    if not at.plans:
+        return "stopped before anything was bounded or simulated"
+    return f"stopped: {at.simulations} of {at.plans:,} joint plans simulated, none fits so far"
 
 
 def show_difference(out: Console, found: list[Found], places: tuple[int, int]) -> None:

@@ -132,6 +132,11 @@ class Search:
             return inf if self.queue else 0.0
         return max(0.0, 1.0 - self.bound_s / self.best_s)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the search is over although plans are left."""
+        return False
+
     def run(self) -> Iterator[Tried | None]:
         """Work until the queue is empty.  Yields after each entry: the plan that the entry
         simulated, or None."""
@@ -209,7 +214,7 @@ class Search:
                 bound = max(bound_s, float(first.step_s[0, at]))
                 self._push(bound, Item("expand", place, None, arm))
             return
-        if pieces < _pieces(arm) and (not found or found[1] > 1):
+        if pieces < most_pieces(arm) and (not found or found[1] > 1):
             self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)
 
     def _ask_pieces(
@@ -224,7 +229,7 @@ class Search:
             return
         fewer = max((had for one, had in place.judged if one == arm and had < pieces), default=0)
         over = known.host_bytes[:, at] > shard.problem.cost.host_room_bytes
-        for more in range(pieces + 1, _pieces(arm) + 1):
+        for more in range(pieces + 1, most_pieces(arm) + 1):
             high = over
             if fewer:
                 peak_bytes = shard.in_more_pieces(arm, fewer, pieces, more)[:, at]
@@ -371,7 +376,7 @@ class Search:
         reason: then the reason depends on neither the step nor the pieces."""
         assert place.problem is not None
         arm = item.arm
-        other = arm.text(place.shard.steps(arm), _pieces(arm))
+        other = arm.text(place.shard.steps(arm), most_pieces(arm))
         if not reason.startswith(NO_PLAN) or other == arm.text(item.step, item.pieces):
             return False
         return planned_at(place.choice, place.problem, other, self.registry) == reason
@@ -393,7 +398,7 @@ class Search:
         found = self._least(place, arm, item.pieces, bound_s, item.step)
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
-        if item.pieces < _pieces(arm) and (arm.line or (arm, 1) not in place.flat):
+        if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         elif not found:
             self._push(bound_s, Item("expand", place, None, arm))
@@ -403,7 +408,7 @@ def _in_one_piece(arm: Arm) -> Arm:
     return arm.without(arm.pieces) if arm.pieces else arm
 
 
-def _pieces(arm: Arm) -> int:
+def most_pieces(arm: Arm) -> int:
     """The number of values of an arm's pieces; 1 for an arm without pieces."""
     scalar = arm.pieces.scalar if arm.pieces else None
     return len(scalar.values) if scalar else 1

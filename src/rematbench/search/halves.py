@@ -70,7 +70,7 @@ class Part:
         for found in self.steps:
             if found is not None:
                 tried.append(found)
-            if search.work >= end:
+            if search.work >= end or search.ended:
                 break
         return _state(search, tried)
 

@@ -21,6 +21,7 @@ from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
 from rematbench.search.arms import Arm, Given, Single, Tree, rebuilds, singles
+from rematbench.search.fits import AnyFit
 from rematbench.search.frontier import Search
 from rematbench.search.probe import Known, Probe
 from rematbench.search.shard import Shard, key
@@ -45,7 +46,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     more methods; `engine`: keep only plans that this package (or `ours`) has options for;
     `reserve_gib`: device memory that plans leave free (None: the usual reserve); `within`: the gap
     to prove, a share of the best step.  With `faster_than_s` the search counts the layouts that
-    have a plan with a shorter step, each with the first such plan, and proves no best plan."""
+    have a plan with a shorter step, each with the first such plan, and proves no best plan.  With
+    `any_fit` it looks for any plan that fits, and bounds no step."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -55,6 +57,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     reserve_gib: float | None = None
     within: float = 0.005
     faster_than_s: float = inf
+    any_fit: bool = False
 
 
 class SearchJob:
@@ -120,18 +123,27 @@ class SearchJob:
 
     def search(self, part: int = 0, parts: int = 1) -> Search:
         """The search of every `parts`-th shard, from shard `part` on."""
-        shards = {index: self._shard(index) for index in range(part, len(self._cuts), parts)}
-        asked = self.asked
+        asked, shards = self.asked, [self._shard(index) for index in self._own(part, parts)]
         keeping = not asked.only or IDENTITY in asked.only
         tree = Tree(self._samples(), load_compare().most_methods, keeping=keeping)
-        return Search(
-            list(shards.values()),
+        kind = AnyFit if asked.any_fit else Search
+        return kind(
+            shards,
             tree,
             self.registry,
             engine=asked.engine,
             within=asked.within,
             faster_than_s=asked.faster_than_s,
         )
+
+    def _own(self, part: int, parts: int) -> list[int]:
+        """The shards of one part.  A search for any plan that fits has layouts that differ in the
+        micro-batch alone in one part."""
+        if not self.asked.any_fit:
+            return list(range(part, len(self._cuts), parts))
+        alike = [key(cut[0])._replace(micro_batch=1) for cut in self._cuts]
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(alike))}
+        return [index for index, one in enumerate(alike) if numbers[one] % parts == part]
 
     def search_of(self, arms: Sequence[Arm], least_pp: int = 1) -> Search:
         """The search for the best layout of given arms, of those with `least_pp` pipeline ranks."""

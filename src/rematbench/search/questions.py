@@ -31,6 +31,9 @@ MOST_ROUNDS, HALVINGS = MINUTE, 3
 """Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
 A plan that is found fits; where the search finds no plan, a plan may still exist."""
 
+LOOK = 1
+"""Rounds of a short look for a plan that fits."""
+
 EIGHTHS = (5, 6, 7)
 """Eighths of a power of two that are tried as numbers of GPUs: 40, 48 and 56 for 64."""
 
@@ -69,7 +72,9 @@ def reached(
     asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
 ) -> Tried | None:
     """A plan whose step takes at most `step_s`; None where the search proves that no plan does,
-    ends with its gap proved, or finds no such plan in `most_rounds`."""
+    ends with its gap proved, or finds no such plan in `most_rounds`.  Of a step that may take any
+    time no seconds are bounded: any plan that fits will do."""
+    asked = replace(asked, any_fit=step_s == inf)
     try:
         going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
         with closing(going) as found:
@@ -110,12 +115,34 @@ def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[A
 
 def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
     """Answers for sequence lengths from the problem's on: doubled until no plan fits, then
-    bisected."""
+    bisected.  Of the lengths without a plan only the shortest has a proof and an answer: until then
+    a length on which a short look finds no plan is taken to have none, and asked again where the
+    proof finds a plan."""
 
-    def fits(seq_len: int) -> Tried | None:
-        return reached(replace(asked, spec=replace(asked.spec, seq_len=seq_len)), inf, processes)
+    def fits(seq_len: int, most_rounds: int | None = None) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, seq_len=seq_len))
+        return reached(there, inf, processes, most_rounds)
 
-    yield from _largest(fits, asked.spec.seq_len, GRANULE)
+    known: dict[int, Tried | None] = {}
+
+    def look(seq_len: int) -> Tried | None:
+        if seq_len not in known:
+            known[seq_len] = fits(seq_len, LOOK)
+        return known[seq_len]
+
+    said: set[int] = set()
+    while True:
+        short = inf
+        for answer in _largest(look, asked.spec.seq_len, GRANULE):
+            if answer.tried is None:
+                short = min(short, answer.value)
+            elif answer.value not in said:
+                said.add(answer.value)
+                yield answer
+        known[int(short)] = fits(int(short))
+        if known[int(short)] is None:
+            yield Answer(int(short), None)
+            return
 
 
 def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answer]:

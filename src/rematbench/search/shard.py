@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
 from math import fsum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,15 +45,27 @@ the first kernel of a kind may wait for its launch."""
 SHARED = 0.998
 """The factor for an arm with a line or pieces: tensors are split at whole rows."""
 
-Key = tuple[int, bool, int, int, int, bool, bool, tuple[int, int]]
+
+class Key(NamedTuple):
+    """What the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose passes
+    gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
+
+    tp: int
+    sp: bool
+    cp: int
+    ulysses: int
+    micro_batch: int
+    single: bool
+    hosted: bool
+    zero: tuple[int, int]
 
 
 def key(choice: Choice) -> Key:
-    """The key that the layouts of one shard share.  Layouts with ZeRO 2 or 3, whose passes gather
-    or reduce among data-parallel ranks, share a shard only at equal stage and dp."""
+    """The key of a choice's shard."""
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
-    return (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.pp == 1, choice.hosted, zero)
+    alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch)
+    return Key(*alike, lay.pp == 1, choice.hosted, zero)
 
 
 class Shard:
@@ -223,6 +235,18 @@ class Shard:
     def states_over_bytes(self) -> Array:
         """Bytes by which the states of the fullest device exceed what the device may hold."""
         return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
+
+    @cached_property
+    def lean_shares(self) -> Array:
+        """About the share of its device that each layout's leanest plan fills, before any probe: it
+        keeps what enters a layer, and has one layer whole."""
+        tables = self.problem.layer_kinds
+        whole = max(sum(each.nbytes for each in one.activations.values()) for one in tables)
+        kept = _nothing()
+        entering = tables[0].activations["layer_input"].nbytes
+        kept = kept._replace(forward=kept.forward._replace(net_bytes=entering))
+        line = Line(0, _with_high(_nothing(), whole), kept)
+        return np.asarray(peak_bound(self.columns, Facts(line, line, line)) / self.usable_bytes)
 
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
         """Device bytes that every arm of a family needs: the bytes that its lean arm keeps, and

@@ -1,0 +1,121 @@
+"""A search for any plan that fits: it says no only where trying everything says no."""
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.search import questions
+from rematbench.search.fits import leaner
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.space import Fixed
+from rematbench.search.trial import Tried, planned_at
+from rematbench.simulate.evaluate import evaluate
+from rematbench.spec.problemspec import ProblemSpec
+
+GIB = 2**30
+
+
+def asked(**changes: Any) -> Asked:
+    """A job on four devices."""
+    spec = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 4}
+    return Asked(
+        spec=ProblemSpec(**{**spec, "seq_len": 32768, "global_batch": 8, **changes}),
+        only=("balanced_checkpointing", "memo", "mst"),
+        fixed=Fixed(tp=1, zero_stage=1),
+    )
+
+
+def short_bytes(one: Asked) -> float:
+    """What the whole search, best first by seconds, lacks: 0 where a plan fits."""
+    *_, end = rounds(replace(one, within=0.0), shown=1, processes=1)
+    return 0.0 if end.found else end.short_bytes
+
+
+@pytest.mark.parametrize(
+    "only", ["balanced_checkpointing", pytest.param("pp_offload", marks=pytest.mark.full)]
+)
+def test_a_plan_is_found_where_the_search_by_seconds_finds_one(only: str) -> None:
+    """On both sides of the least memory in which any plan fits, however near."""
+    hbm, fits = 11 * GIB, set()
+    for _ in range(4):
+        one = replace(asked(seq_len=2048, hbm_bytes=hbm), only=(only,))
+        short = short_bytes(one)
+        found = questions.reached(one, inf, 1)
+        assert (found is None) == (short > 0), f"{hbm / GIB:.2f} GiB"
+        fits.add(found is not None)
+        hbm = int(hbm - 3 * GIB // 2 if found else hbm + max(short, GIB // 8))
+    assert fits == {True, False}
+
+
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full), 4])
+def test_more_sequences_in_a_micro_batch_need_no_fewer_bytes(pp: int) -> None:
+    """Of every method and its compositions, where as many passes are in flight."""
+    made = SearchJob(asked(seq_len=2048, global_batch=32))
+    texts = ("keep_all", "full_recompute", "balanced_checkpointing", "memo:alpha=0.5", "pp_offload",
+             "mst:mlp_chunks=4,head_chunks=4", "selective_recompute",
+             "balanced_checkpointing+memo:alpha=1.0+mst:mlp_chunks=8,head_chunks=8")  # fmt: skip
+    compared = 0
+    for choice in made.space.choices:
+        lay, one = choice.layout, leaner(choice)
+        if (lay.pp, lay.cp, lay.micro_batch) != (pp, 1, 2) or one is None or not choice.even:
+            continue
+        for text in texts:
+            few, many = (_bytes(made, each, text) for each in (one, choice))
+            compared += few is not None
+            assert (few is None) == (many is None)
+            assert few is None or many is None or max(few) <= max(many), (text, choice)
+    assert compared
+
+
+def _bytes(made: SearchJob, choice: Any, text: str) -> tuple[int, ...] | None:
+    problem = made.problem(choice)
+    plan = planned_at(choice, problem, text, made.registry)
+    return None if isinstance(plan, str) else tuple(evaluate(problem, plan).peak_device_bytes)
+
+
+def test_few_micro_batches_are_not_compared() -> None:
+    """One micro-batch adds up no gradients, and fewer than ranks are not all in flight."""
+    for choice in SearchJob(asked()).space.choices:
+        one, lay = leaner(choice), choice.layout
+        assert (one is None) == (lay.micro_batch == 1 or lay.num_micro_batches <= lay.pp)
+        assert one is None or one.layout.num_micro_batches > lay.num_micro_batches
+
+
+def test_the_longest_context_is_proved_where_a_short_look_was_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The shortest length without a plan is proved, and no other; lengths that a look missed are
+    asked again."""
+    longest, missed, proofs = 11 * 1024, {8192, 10240}, []
+
+    def reached(one: Asked, step_s: float, processes: int, rounds: int | None = None) -> Any:
+        seq_len = one.spec.seq_len
+        if rounds is None:
+            proofs.append(seq_len)
+        return seq_len if seq_len <= longest and (rounds is None or seq_len not in missed) else None
+
+    monkeypatch.setattr(questions, "reached", reached)
+    found: Iterator[questions.Answer] = questions.longest_context(asked(seq_len=2048), 1)
+    answers = list(found)
+    assert max(answer.value for answer in answers if answer.tried) == longest
+    assert [answer.value for answer in answers if not answer.tried] == [12 * 1024]
+    assert proofs[-1] == 12 * 1024
+    assert len(proofs) == len(set(proofs))
+
+
+def test_a_search_for_any_plan_ends_with_the_first() -> None:
+    """A process does not look for a second one."""
+    search = SearchJob(replace(asked(), any_fit=True)).search()
+    tried: list[Tried] = []
+    for found in search.run():
+        tried += [found] if found else []
+        if search.ended:
+            break
+    assert tried[-1].evaluation is not None
+    assert all(one.evaluation is None for one in tried[:-1])
+    assert search.queue
+    assert search.bound_s == 0.0
