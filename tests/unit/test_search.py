@@ -494,3 +494,11 @@ def test_the_simplest_plan_of_the_tie_is_named() -> None:
     told = RUN.invoke(app, ["search", *shlex.split(WORDS)]).output
     assert re.search(r"\nFASTEST: balanced_checkpointing at dp 4, [\d,]+ tokens/s/GPU \(", told)
     assert "runs on: M megatron_core" in told
+
+
+def test_a_number_of_gpus_without_a_layout_reaches_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The error stays in this process; a worker's would read as a lack of memory."""
+    assert questions.reached(asked(gpus=5), math.inf, processes=2) is None
+    assert "Traceback" not in capfd.readouterr().err

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.search.halves import MINUTE, Progress, rounds
-from rematbench.search.job import Asked
+from rematbench.search.job import Asked, SearchJob
 from rematbench.search.trial import Tried
 from rematbench.solve.search import brackets, middle, twice
 from rematbench.spec.cluster import Cluster
@@ -76,6 +76,7 @@ def reached(
     time no seconds are bounded: any plan that fits will do."""
     asked = replace(asked, any_fit=step_s == inf)
     try:
+        SearchJob(asked).ready()  # without a layout the error is here, and not in a worker
         going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
         with closing(going) as found:
             for at in found:

@@ -85,7 +85,7 @@ def space(
             check_layout(layout, work, cluster, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
-            refused[re.sub(r"\b[1-9]\d*\b", "N", rule)] += 1
+            refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
             continue
         found = list(partitions(layout, work.model.num_layers))
         choices += found
