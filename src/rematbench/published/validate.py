@@ -283,9 +283,11 @@ def _floor(
     if group.metric != SPEED:
         return None
     fitted = [row for row in rows if is_scored(row) and _is_fitted(row, group, calibration)]
-    own = [row for row in fitted if row["source"] in {test["source"] for test in tested}]
-    same = [row for row in own if row["cluster"] in {test["cluster"] for test in tested}]
-    alike = [row for row in fitted if _generation(row) in {_generation(test) for test in tested}]
+    sources, clusters = ({test[key] for test in tested} for key in ("source", "cluster"))
+    own = [row for row in fitted if row["source"] in sources]
+    same = [row for row in own if row["cluster"] in clusters]
+    generations = {_generation(test) for test in tested}
+    alike = [row for row in fitted if _generation(row) in generations]
     base = _mfus(same or own or alike)
     published = _mfus(tested)
     if not base or not published:

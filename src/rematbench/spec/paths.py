@@ -11,6 +11,7 @@ IN_CHECKOUT: dict[DataKind, str] = {
     "baselines": "baselines",
     "published": "results/published",
 }
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def data_dir(kind: DataKind) -> Path:
@@ -19,8 +20,7 @@ def data_dir(kind: DataKind) -> Path:
     A wheel carries `rematbench/_data`; a checkout (editable install) has none and uses its
     top-level directories, so that an edited file counts at once.
     """
-    package = Path(__file__).resolve().parents[1]
-    packaged = package / "_data"
+    packaged = _PACKAGE / "_data"
     if packaged.is_dir():
         return packaged / kind
-    return package.parents[1] / IN_CHECKOUT[kind]
+    return _PACKAGE.parents[1] / IN_CHECKOUT[kind]
