@@ -133,17 +133,18 @@ def _both(program: Program, total: int) -> float:
     beside = 0
     for rank in program.ranks:
         beside += _trailing_bytes(rank)
-        copies = [step for step in rank.steps if rank.blocks[step.block].label in ("D2H", "H2D")]
-        sizes = {step.block: _block_bytes(rank, step.block) for step in copies}
+        labels = {
+            at: block.label for at, block in enumerate(rank.blocks) if block.label in ("D2H", "H2D")
+        }
+        copies = [step for step in rank.steps if step[0] in labels] if labels else []
+        sizes = {at: _block_bytes(rank, at) for at in labels}
         met = {
             at + side
             for at, (one, other) in enumerate(pairwise(copies))
-            if one.block != other.block
-            and rank.blocks[one.block].label != rank.blocks[other.block].label
-            and one[1:] != other[1:]
+            if labels[one[0]] != labels[other[0]] and one[1:] != other[1:]
             for side in (0, 1)
         }
-        beside += sum(sizes[copies[at].block] for at in met)
+        beside += sum(sizes[copies[at][0]] for at in met)
     return beside / total
 
 
