@@ -74,7 +74,8 @@ def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[Pas
     found: dict[PassKind, Pass] = {}
     phase = phases(order)
     for item in order:
-        found.setdefault(_kind(item, phase, windows), item)
+        if item.forward:  # its backward is of the same kind
+            found.setdefault(_kind(item, phase, windows), item)
     return found
 
 
@@ -102,7 +103,9 @@ class _Walk:
         self.phase = phases(facts.order)
         classes = dict(facts.classes)
         self.class_of = {
-            item[1:]: classes[_kind(item, self.phase, facts.windows)] for item in facts.order
+            item[1:]: classes[_kind(item, self.phase, facts.windows)]
+            for item in facts.order
+            if item.forward
         }
         self.started: set[int] = set()  # chunks that have had a forward
         self.final = set(last_backwards(facts.order).values())
@@ -127,7 +130,8 @@ class _Walk:
 
     def _add(self, key: Key, item: Pass) -> None:
         index = self.index.setdefault(key, len(self.index))
-        self.steps.append(Step(index, item.micro_batch, item.chunk))
+        # Steps are many, and this makes one in half the time of Step(...).
+        self.steps.append(tuple.__new__(Step, (index, item[1], item[2])))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
         """The positions at which each backward's H2D copies are issued: those of a whole chunk when
@@ -203,8 +207,9 @@ class _Walk:
 
     def _release_due(self, position: int) -> None:
         due = [r for r in self.releases if r[0] <= position]
-        if due:
-            self.releases = [r for r in self.releases if r[0] > position]
+        if not due:
+            return
+        self.releases = [r for r in self.releases if r[0] > position]
         for _, what, item in due:
             self._release(what, item)
 
