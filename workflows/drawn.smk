@@ -1,8 +1,12 @@
 """Figures that are drawn from tables alone, and the figure of small models on one node."""
 
 DRAWN_FROM = {
+    "accuracy": ["cells"],
     "calibrated": ["calibrated"],
+    "convergence": ["convergence"],
     "fastest": ["matrix_fastest"],
+    "figure7_memory": ["cells"],
+    "figure9_scaling": ["cells"],
     "matrix_bytes": ["matrix_same_layout"],
     "matrix_context": ["matrix_best_layout"],
     "matrix_longest": ["matrix_longest"],
@@ -26,7 +30,7 @@ rule drawn_tables:
         pdf=expand("results/paper/figures/{figure}.pdf", figure=DRAWN_FROM),
         png=report(
             expand("results/paper/figures/{figure}.png", figure=DRAWN_FROM),
-            category="matrix",
+            category="figures",
         ),
     log:
         "results/paper/logs/drawn_tables.log",

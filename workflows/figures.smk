@@ -1,23 +1,4 @@
-"""Figures (PDF and PNG) from the tables, and from the records and timelines of single runs."""
-
-
-rule table_figure:
-    input:
-        script="figures/{figure}.py",
-        style="figures/style.py",
-        cells="results/{suite}/tables/cells.csv",
-    output:
-        pdf="results/{suite}/figures/{figure}.pdf",
-        png=report("results/{suite}/figures/{figure}.png", category="figures"),
-    log:
-        "results/{suite}/logs/{figure}.log",
-    wildcard_constraints:
-        figure="figure7_memory|figure9_scaling|accuracy",
-    localrule: True
-    conda:
-        "../environment.yml"
-    shell:
-        "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
+"""Figures (PDF and PNG) from the records and timelines of single runs."""
 
 
 rule stages:

@@ -59,20 +59,3 @@ rule curves:
         folder=lambda wildcards, output: Path(output.lines).parent,
     shell:
         "rematbench curves results/measured/convergence -o {params.folder} > {log} 2>&1"
-
-
-rule convergence_figure:
-    input:
-        script="figures/convergence.py",
-        style="figures/style.py",
-        curves="results/paper/tables/convergence.csv",
-    output:
-        pdf="results/paper/figures/convergence.pdf",
-        png="results/paper/figures/convergence.png",
-    log:
-        "results/paper/logs/convergence.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    shell:
-        "python {input.script} {input.curves} {output.pdf} > {log} 2>&1"
