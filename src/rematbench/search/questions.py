@@ -71,10 +71,10 @@ class Price(Struct, frozen=True):
 def reached(
     asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
 ) -> Tried | None:
-    """A plan whose step takes at most `step_s`; None where the search proves that no plan does,
-    ends with its gap proved, or finds no such plan in `most_rounds`.  Of a step that may take any
-    time no seconds are bounded: any plan that fits will do."""
-    asked = replace(asked, any_fit=step_s == inf)
+    """A plan whose step takes at most `step_s`; None where the search proves that no plan does, or
+    finds none in `most_rounds`.  Of a step that may take any time no seconds are bounded: any plan
+    that fits will do."""
+    asked = replace(asked, any_fit=step_s == inf, within=0.0)
     try:
         SearchJob(asked).ready()  # without a layout the error is here, and not in a worker
         going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
