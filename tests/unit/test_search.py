@@ -272,7 +272,7 @@ def test_the_fewest_gpus_make_the_speed() -> None:
     """Twice as many each time; a speed that nothing reaches is said."""
     assert "NOTHING reaches that" in ask("--find", "gpus", "--speed", "1e12")
     few = ask("--find", "gpus", "--speed", "1000").splitlines()
-    assert few[-1].startswith("ANSWER: 1 GPUs")
+    assert few[-1].startswith("ANSWER: 1 GPU: ")
 
 
 @pytest.mark.full

@@ -76,7 +76,9 @@ def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]
 
 def _line(find: str, answer: Answer) -> str:
     value = f"{answer.value / GIB:.1f}" if find == "memory" else f"{answer.value:,}"
-    return f"{value} {UNITS[find]}: {told(answer.tried) if answer.tried else 'no plan'}"
+    unit = "GPU" if value == "1" and find == "gpus" else UNITS[find]
+    none = "no plan fits" if find == "context" else "no plan reaches that"
+    return f"{value} {unit}: {told(answer.tried) if answer.tried else none}"
 
 
 def told(tried: Tried) -> str:
