@@ -143,7 +143,12 @@ def methods_of(family: str) -> frozenset[str]:
     return frozenset(family.split("+")) - {IDENTITY}
 
 
-NO_SPEED = frozenset(("name", "version", "sources", "constants", "non_torch_bytes", "scales"))
+NO_SPEED = frozenset(
+    (
+        *("name", "version", "sources", "constants", "non_torch_bytes", "scales"),
+        *("model_parallel", "zero_stages"),
+    )
+)
 """Fields of a stack that are not compared: they do not change the seconds of a step, except
 `constants`, which are compared by value, and `scales`, which have a band of their own."""
 
