@@ -196,7 +196,10 @@ def test_a_job_with_gpus_that_torch_does_not_see_starts_no_cell(
 ) -> None:
     """It would run on CPUs until its limit; here, and without GPUs asked for, that is meant."""
     cluster = Path(center_file(tmp_path, gres=gres))
-    cluster.write_text(cluster.read_text().replace("gpu: cpu\ngeneration: cpu\n", H800))
+    text = cluster.read_text().replace("gpu: cpu\ngeneration: cpu\n", H800)
+    for slow, fast in (("1.0e11", "1.0e15"), ("1.0e10", "1.0e12")):  # as a GPU's are
+        text = text.replace(f"value: {slow}", f"value: {fast}")
+    cluster.write_text(text)
     bundles.twice(cluster=str(cluster))
 
     def facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list[NodeFacts]:
