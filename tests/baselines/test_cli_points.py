@@ -189,7 +189,10 @@ def test_a_base_plan_that_no_package_runs_is_refused(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["megatron_core", "--zero", "3"], "megatron_core: zero_stage 3 is Megatron-FSDP"),
+        (
+            ["megatron_core", "--zero", "3", "--system", "rematbench"],
+            "megatron_core: zero_stage 3 is Megatron-FSDP",
+        ),
         (
             ["deepspeed", "--zero", "0", "--set", "offload_param=true"],
             "deepspeed: offload_param needs zero_stage 3, not 0",

@@ -9,6 +9,7 @@ from typer import Option
 
 from rematbench.choose.outcome import run_method
 from rematbench.cli.options import (
+    DEFAULT_SYSTEM,
     Request,
     RunOptions,
     Timeout,
@@ -54,11 +55,14 @@ def list_baselines() -> None:
 
 def of_baseline(options: RunOptions) -> Request:
     """The request of a run's options, with the baseline's policy as its method.  IDENTITY stands in
-    for the policy while the problem is made.  CommandError for an order or partition that no
-    baseline runs."""
+    for the policy while the problem is made; a package's own stack for the default one.
+    CommandError for an order or partition that no baseline runs."""
     method = policy(options.method, settings_of(options.settings))
+    problem = dict(options.problem)
+    if problem["system"] == DEFAULT_SYSTEM:
+        problem["system"] = getattr(method.methods[0], "system", DEFAULT_SYSTEM)
     plain_options = RunOptions(
-        **{**vars(options), "method": IDENTITY, "settings": None},
+        **{**vars(options), "method": IDENTITY, "settings": None, "problem": problem},
     )
     made = request(plain_options)
     if made.base != made.problem.base_plan:

@@ -25,6 +25,7 @@ from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
 from rematbench.spec.problemspec import ProblemSpec, flag
 
+DEFAULT_SYSTEM = "megatron-core"
 MOST_S = 7 * 86_400.0
 """One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
 
@@ -169,7 +170,7 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(ProblemSpec) | named
     for field in fields(ProblemSpec):
         default = None if field.required else field.default
-        default = "megatron-core" if field.name == "system" else default
+        default = DEFAULT_SYSTEM if field.name == "system" else default
         kind = hints[field.name] if default is not None else hints[field.name] | None
         option = Annotated[kind, OPTIONS[field.name]]  # type: ignore[valid-type]  # typer reads it
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)

@@ -12,7 +12,7 @@ from typer import Option
 
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask, told
-from rematbench.cli.options import OPTIONS
+from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS
 from rematbench.cli.search_shown import (
     assumed_of,
     notes,
@@ -45,7 +45,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     gpus: Annotated[int, OPTIONS["gpus"]],
     seq_len: Annotated[int, OPTIONS["seq_len"]],
     global_batch: Annotated[int, OPTIONS["global_batch"]],
-    system: Annotated[str, OPTIONS["system"]] = "megatron-core",
+    system: Annotated[str, OPTIONS["system"]] = DEFAULT_SYSTEM,
     tp: Degree = None,
     cp: Degree = None,
     ulysses: Degree = None,

@@ -42,6 +42,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     TiledFusedLogitsLoss (1: not tiled)."""
 
     name: ClassVar[str] = "deepspeed"
+    system: ClassVar[str] = "deepspeed"
     checkpointing: Literal["none", "plain", "partitioned", "cpu", "partitioned_cpu"] = "none"
     offload_optimizer: bool = False
     offload_param: bool = False
