@@ -502,3 +502,12 @@ def test_a_number_of_gpus_without_a_layout_reaches_nothing(
     """The error stays in this process; a worker's would read as a lack of memory."""
     assert questions.reached(asked(gpus=11), math.inf, processes=2) is None
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_default_stack_of_an_engine_is_its_own() -> None:
+    """DeepSpeed runs no stack of Megatron; a stack that is given stays."""
+    job = "--model gpt-1.3b --cluster a800-80gb --gpus 2 --seq-len 2048 --global-batch 4 --top 1"
+    words = ["search", *shlex.split(job), "--engine", "deepspeed", "--processes", "1"]
+    assert "(a800-80gb), stack deepspeed" in RUN.invoke(app, words).output
+    given = RUN.invoke(app, [*words, "--system", "huggingface-deepspeed"]).output
+    assert "stack huggingface-deepspeed" in given

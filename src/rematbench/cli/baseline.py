@@ -26,7 +26,7 @@ from rematbench.cli.points import (
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Out, need_file
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
-from rematbench.packages.process import baselines, policy
+from rematbench.packages.process import baselines, own_system, policy
 from rematbench.packages.stack import packaged
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -60,7 +60,7 @@ def of_baseline(options: RunOptions) -> Request:
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
     if problem["system"] == DEFAULT_SYSTEM:
-        problem["system"] = getattr(method.methods[0], "system", DEFAULT_SYSTEM)
+        problem["system"] = own_system(options.method, DEFAULT_SYSTEM)
     plain_options = RunOptions(
         **{**vars(options), "method": IDENTITY, "settings": None, "problem": problem},
     )

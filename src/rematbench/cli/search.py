@@ -23,6 +23,7 @@ from rematbench.cli.search_shown import (
 )
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console, plain
+from rematbench.packages.process import own_system
 from rematbench.problem import AttentionChoice
 from rematbench.published.sheets import write_sheet
 from rematbench.search.answer import judged, line
@@ -121,8 +122,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain))
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
+    stack = own_system(engine, system) if system == DEFAULT_SYSTEM else system
     spec = ProblemSpec(
-        model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
+        model=model, cluster=cluster, system=stack, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
         optimizer=optimizer,
     )  # fmt: skip

@@ -111,6 +111,12 @@ def policy(name: str, settings: Mapping[str, Value] | None = None) -> Compositio
     return Composition((build(known[name], settings or {}),))
 
 
+def own_system(name: str, default: str) -> str:
+    """The stack of a baseline's package where it names one (`system`), else `default`."""
+    entry = baselines().get(name)
+    return getattr(entry.cls, "system", default) if entry else default
+
+
 def job(
     problem: Problem,
     method: Composition,
