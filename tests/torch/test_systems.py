@@ -19,7 +19,7 @@ from rematbench.torch.case import Case, RankResult
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
 from rematbench.worlds.measure import measured_ranks
-from tests.problems import FULL, make_problem, rule
+from tests.problems import ANY_LAYOUT, FULL, make_problem, rule
 from tests.torch import cases, grid, laws
 
 SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "torchtitan")
@@ -83,8 +83,8 @@ KEEPING = ("megatron-core", "deepspeed", "torchtitan")
 def of_a_large_vocabulary(system: str) -> Problem:
     """Two layers: the head and the loss, which stacks run differently, are most of it."""
     model = replace(load_model("llama3-8b"), num_layers=2)
-    lay = Layout(tp=4, global_batch=1)
-    return make_problem(model=model, cluster="h100-80gb", system=system, layout=lay, seq_len=8192)
+    lay, stack = Layout(tp=4, global_batch=1), replace(load_system(system), **ANY_LAYOUT)
+    return make_problem(model=model, cluster="h100-80gb", system=stack, layout=lay, seq_len=8192)
 
 
 @cache
