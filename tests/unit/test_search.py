@@ -483,7 +483,7 @@ def test_the_simplest_plan_of_the_tie_is_named() -> None:
     made = SearchJob(asked())
     (best,) = answer.judged(made, last(asked()).near(1))
     assert best.methods == len(best.tried.method.split("+"))
-    assert best.runs_on == Engines(best.job.problem).of(
+    assert answer.with_engines(best).runs_on == Engines(best.job.problem).of(
         made.registry.resolve(best.tried.method, None, best.job.problem).plan(best.job.problem)  # type: ignore[arg-type]
     )
     best = replace(best, methods=2)

@@ -6,9 +6,10 @@ from functools import cached_property
 from math import inf
 from typing import Literal, NamedTuple
 
-from msgspec import Struct, json
+from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.choose.candidates import same_plan
 from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -195,7 +196,7 @@ _LATELY: deque[tuple[Problem, bytes, Lowered]] = deque(maxlen=8)
 def lately(problem: Problem, plan: Plan) -> Lowered:
     """The lowered plan.  The last few are kept: a method weighs plans before it asks for the
     seconds of one of them, and notes in `fit` how it chose."""
-    key = json.encode(replace(plan, fit={}))
+    key = same_plan(plan)
     for of, content, lowered in _LATELY:
         if of is problem and content == key:
             return lowered

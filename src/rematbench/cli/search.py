@@ -26,7 +26,7 @@ from rematbench.host.console import CommandError, console, plain
 from rematbench.packages.process import own_system
 from rematbench.problem import AttentionChoice
 from rematbench.published.sheets import write_sheet
-from rematbench.search.answer import judged, line
+from rematbench.search.answer import judged, line, with_engines
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.questions import would_fit
@@ -144,7 +144,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if not json:
         show_space(out, made)
     at, ended = _run(asked, top, processes)
-    found = judged(made, at.near(top))
+    found = [with_engines(one) for one in judged(made, at.near(top))]
     rows = [
         line(place, one) | {"runs_on": " ".join(one.runs_on)} for place, one in enumerate(found, 1)
     ]

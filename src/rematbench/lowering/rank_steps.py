@@ -130,8 +130,7 @@ class _Walk:
 
     def _add(self, key: Key, item: Pass) -> None:
         index = self.index.setdefault(key, len(self.index))
-        # Steps are many, and this makes one in half the time of Step(...).
-        self.steps.append(tuple.__new__(Step, (index, item[1], item[2])))
+        self.steps.append(Step(index, item.micro_batch, item.chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
         """The positions at which each backward's H2D copies are issued: those of a whole chunk when

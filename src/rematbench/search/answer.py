@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.choose.job import WORDS, Job
 from rematbench.lowering.lower import lower
 from rematbench.packages.flags import Engines
-from rematbench.plan import Unsupported
+from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.search.job import Asked, SearchJob
@@ -25,7 +25,7 @@ class Found(Struct, frozen=True, kw_only=True):
     """A plan that fits.  `band`: the error of its predicted speed; `fits`: how tightly its bytes
     fit; `tied`: the error of speed ratios cannot tell the plan from the best one; `parts_s`:
     seconds of the parts of its step, which add up to the step; `methods`: how many change the plan
-    (0: everything is kept); `runs_on`: the engines that can run it."""
+    (0: everything is kept); `runs_on`: the engines that can run it (`with_engines`)."""
 
     tried: Tried
     job: Job
@@ -33,8 +33,9 @@ class Found(Struct, frozen=True, kw_only=True):
     fits: str
     tied: bool
     parts_s: dict[str, float]
+    plan: Plan
     methods: int
-    runs_on: tuple[str, ...]
+    runs_on: tuple[str, ...] = ()
 
     @property
     def binds(self) -> str:
@@ -66,8 +67,8 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
                 fits=fits_word(one.verdict.headroom_bytes, problem.usable_bytes),
                 tied=one is not tried[0] and one.step_s <= limit,
                 parts_s=parts_of(problem, lower(plan, problem), one.step_s),
+                plan=plan,
                 methods=sum(method.name != IDENTITY for method in composed.methods),
-                runs_on=Engines(problem).of(plan),
             )
         )
     return found
@@ -76,6 +77,11 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
 def _parallel(choice: Choice) -> Choice:
     """A choice without its micro-batch, which the error of ratios at one layout covers."""
     return replace(choice, layout=replace(choice.layout, micro_batch=1))
+
+
+def with_engines(found: Found) -> Found:
+    """The plan with the engines that can run it; looking them up takes longer than all else."""
+    return replace(found, runs_on=Engines(found.job.problem).of(found.plan))
 
 
 def simplest(found: Sequence[Found]) -> Found | None:

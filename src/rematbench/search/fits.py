@@ -52,8 +52,7 @@ class AnyFit(Search):
     @cached_property
     def _lean(self) -> set[Arm]:
         """The leanest arm of each family, with its pieces."""
-        families = self.tree.families
-        return {Arm((*lean.parts, *(cut.parts if cut else ()))) for lean, cut in families}
+        return {_cut(lean, cut) for lean, cut in self.tree.families}
 
     def _push(self, bound_s: float, item: Item) -> None:
         if item.stage == "expand" and not self.tree.grows:
@@ -127,8 +126,7 @@ class AnyFit(Search):
         if arm == KEEP:
             for lean, cut in self.tree.families:
                 if self._may_fit(place, lean, cut):
-                    parts = (*lean.parts, *(cut.parts if cut else ()))
-                    self._push(0.0, Item("made", place, None, Arm(parts)))
+                    self._push(0.0, Item("made", place, None, _cut(lean, cut)))
         super()._expand(bound_s, place, arm)
 
     def _alone_s(self, place: Place, part: object) -> float:
@@ -145,6 +143,11 @@ class AnyFit(Search):
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         self._doubts[place.choice].append(item.arm)
         super()._go_on(bound_s, place, item, tried)
+
+
+def _cut(lean: Arm, cut: Arm | None) -> Arm:
+    """The leanest arm of a family with its pieces, where it has any."""
+    return Arm((*lean.parts, *(cut.parts if cut else ())))
 
 
 def leaner(choice: Choice) -> Choice | None:
