@@ -9,7 +9,8 @@ from rematbench.lowering.lower import lower
 from rematbench.program.action import STREAM_INDEX, Action
 from rematbench.program.program import parse_program
 from rematbench.simulate.max_plus import macro_of, simulate_chunks
-from rematbench.simulate.step import HOST, DeadlockError, compile_block, simulate
+from rematbench.simulate.rows import rows_of
+from rematbench.simulate.step import HOST, DeadlockError, simulate
 from tests.problems import layers, problem, slots
 
 
@@ -39,7 +40,7 @@ def test_a_block_is_a_max_plus_map() -> None:
         "F0.0 compute L0.b r=L0.x n=2\n"
     )
     (block,) = parse_program(text).ranks[0].blocks
-    macro = macro_of(compile_block(block, 0, lambda action, rank: float(action.nbytes)))
+    macro = macro_of(rows_of(block, 0, lambda action, rank: float(action.nbytes)))
     compute, d2h, event = STREAM_INDEX["compute"], STREAM_INDEX["d2h"], HOST + 1
     assert macro.waits == ("h2d",)
     assert {target: dict(terms) for target, terms in macro.streams} == {

@@ -15,7 +15,8 @@ from rematbench.program.program import Program, parse_program
 from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import DIRECTION, ActionCosts, action_seconds
-from rematbench.simulate.step import STILL, TIMELESS, simulate
+from rematbench.simulate.step import simulate
+from rematbench.simulate.timing import STILL, TIMELESS, Timing
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
@@ -133,13 +134,12 @@ class Whimsical:
         """Seconds on the action's stream."""
         return self._draw("device", action, rank)
 
-    def issue_s(self, action: Action, rank: int) -> float:
-        """Seconds of the host."""
-        return self._draw("host", action, rank)
-
-    def held(self, action: Action) -> bool:
-        """A third of all waits, and of what is waited for."""
-        return random.Random(f"held {action.wait} {action.event}").random() < 1 / 3
+    def timing(self, action: Action, rank: int) -> Timing:
+        """A third of all waits, and of what is waited for, hold the host."""
+        held = random.Random(f"held {action.wait} {action.event}").random() < 1 / 3
+        if action.kind in STILL:
+            return Timing(0.0, 0.0, held)
+        return Timing(self(action, rank), self._draw("host", action, rank), held)
 
     def alike(self, rank: int) -> int:
         """No two ranks."""
@@ -172,13 +172,9 @@ class Hand:
         """Seconds on the action's stream."""
         return float(action.nbytes)
 
-    def issue_s(self, action: Action, rank: int) -> float:
-        """Seconds of the host."""
-        return 2.0
-
-    def held(self, action: Action) -> bool:
-        """Whether the host waits for the action."""
-        return action.event == "seen"
+    def timing(self, action: Action, rank: int) -> Timing:
+        """`seen` holds the host."""
+        return Timing(self(action, rank), 2.0, held=action.event == "seen")
 
     def alike(self, rank: int) -> int:
         """No two ranks."""

@@ -11,7 +11,8 @@ from rematbench.plan import Keep, Rule, Select
 from rematbench.simulate.breakdown import Spared
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import RankedSeconds, simulate
+from rematbench.simulate.step import simulate
+from rematbench.simulate.timing import RankedSeconds
 from tests.problems import BALANCED, half, on, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -26,7 +27,7 @@ class Apart(Spared):
 
     def __init__(self, costs: ActionCosts) -> None:
         super().__init__(costs, frozenset())
-        self.issue_s, self.held = costs.issue_s, costs.held  # type: ignore[method-assign]
+        self.timing = costs.timing  # type: ignore[method-assign]
 
     def alike(self, rank: int) -> int:
         """Only the rank itself."""

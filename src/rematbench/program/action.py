@@ -8,6 +8,7 @@ memory.
 
 import re
 from enum import Enum
+from functools import cache
 
 from msgspec import Struct
 
@@ -195,6 +196,7 @@ def local_event(number: int) -> str:
     return f"{_LOCAL}{number}"
 
 
+@cache
 def is_local(event: str) -> bool:
     """Whether an event is local to its block; other events belong to a (micro-batch, chunk)."""
     return event.startswith(_LOCAL) and event[len(_LOCAL) :].isdigit()

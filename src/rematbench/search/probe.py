@@ -30,8 +30,10 @@ from rematbench.program.ledger import Profile, pool_bytes, program_profiles
 from rematbench.program.program import Block, Program
 from rematbench.simulate.contention import KERNELS
 from rematbench.simulate.max_plus import COMPUTE, macro_of
+from rematbench.simulate.rows import rows_of
 from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import HOST, TimedBlock, compile_block
+from rematbench.simulate.step import HOST
+from rematbench.simulate.timing import TIMELESS
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
 
@@ -371,31 +373,37 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
     return found
 
 
-def _called_s(block: TimedBlock) -> float:
-    """Seconds until the last kernel ends, if it begins as soon as the host has issued it."""
+def _kernels(block: Block, rank: int, costs: ActionCosts) -> tuple[float, float]:
+    """Seconds of a block's kernels, and seconds until the last of them ends if it begins as soon as
+    the host has issued it."""
     issued = end = 0.0
-    for item in block.items:
-        issued += item.issue
-        if item.stream == COMPUTE and item.seconds:
-            end = issued + item.seconds
-    return end
+    kernels = []
+    for action in block.actions:
+        if action.kind in TIMELESS:
+            continue
+        taken = costs.timing(action, rank)
+        issued += taken.issue
+        if action.stream == "compute" and taken.seconds:
+            end = issued + taken.seconds
+        if action.kind in KERNELS:
+            kernels.append(taken.seconds)
+    return fsum(kernels), end
 
 
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
-    timed = compile_block(block, rank, costs)
-    macro = macro_of(timed)
+    macro = macro_of(rows_of(block, rank, costs))
+    kernel_s, called_s = _kernels(block, rank, costs)
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
     landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
-    kernels = (item.seconds for item in timed.items if item.action.kind in KERNELS)
     return PassCost(
         compute_s=compute.get(COMPUTE, 0.0),
         issued_s=compute.get(HOST, 0.0),
-        called_s=_called_s(timed),
+        called_s=called_s,
         landed_s=compute.get(landed, 0.0),
         host_s=ends.get(HOST, {}).get(HOST, 0.0),
-        kernel_s=fsum(kernels),
+        kernel_s=kernel_s,
         net_bytes=profile.device_net,
         high_bytes=profile.device_high,
     )

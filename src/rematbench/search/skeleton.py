@@ -19,8 +19,8 @@ from rematbench.problem import Problem
 from rematbench.program.program import Block
 from rematbench.search.probe import ChunkCost, Facts, Line, PassCost
 from rematbench.simulate.max_plus import COMPUTE, macro_of
+from rematbench.simulate.rows import rows_of
 from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import compile_block
 
 Node = tuple[int, bool, int, int]
 """(rank, forward, micro-batch, chunk)."""
@@ -130,7 +130,7 @@ def _first_backward(order: tuple[Pass, ...]) -> int:
 
 def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
     """Seconds by which some blocks move the compute clock of a rank."""
-    macro = macro_of(*(compile_block(block, rank, costs) for block in blocks))
+    macro = macro_of(*(rows_of(block, rank, costs) for block in blocks))
     ends = dict(macro.streams)
     return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
 

@@ -17,7 +17,8 @@ from rematbench.program.action import HOST_UPDATE, Action, Kind
 from rematbench.program.program import Program
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import RankedSeconds, Seconds, Simulation
+from rematbench.simulate.step import Simulation
+from rematbench.simulate.timing import STILL, RankedSeconds, Seconds, Timing
 
 TRAFFIC: dict[str, frozenset[str]] = {
     "copies": frozenset({"d2h", "h2d", HOST_UPDATE}),
@@ -92,15 +93,11 @@ class Spared:
             return 0.0
         if action.beside in self.streams:
             action = replace(action, beside="")
-        return self.seconds(action, rank)
+        return self.seconds.timing(action, rank).seconds
 
-    def issue_s(self, action: Action, rank: int) -> float:
-        """Always 0: the host issues at once."""
-        return 0.0
-
-    def held(self, action: Action) -> bool:
-        """Always False: the host waits for no action."""
-        return False
+    def timing(self, action: Action, rank: int) -> Timing:
+        """The seconds on the stream; the host issues at once and waits for no action."""
+        return Timing(0.0 if action.kind in STILL else self(action, rank), 0.0, held=False)
 
     def alike(self, rank: int) -> Hashable:
         """The key of the costs with all traffic: ranks alike there are alike here."""

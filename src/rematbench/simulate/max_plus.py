@@ -14,26 +14,23 @@ from typing import NamedTuple
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, is_local
 from rematbench.program.program import Program, RankProgram, Step
+from rematbench.simulate.rows import NEVER, Row, RowBlock, rows_of
 from rematbench.simulate.step import (
     HOST,
     Clock,
     MessageKey,
-    Seconds,
     Simulation,
-    Timed,
-    TimedBlock,
     busy,
     compile_program,
     drive,
 )
+from rematbench.simulate.timing import Seconds
 
 Affine = dict[int, float]
 """A maximum of (input + constant): the constant by input index.  Inputs are the streams, the host,
 then external events."""
 
 COMPUTE = STREAM_INDEX["compute"]
-NEVER = float("-inf")
-"""The identity of max: a time before every time."""
 
 AffineTerms = tuple[tuple[int, float], ...]
 """The (input index, constant) pairs of an Affine, as tuples for the inner loop."""
@@ -80,74 +77,75 @@ def _frozen(value: Shifted) -> AffineTerms:
     return tuple([(key, at + shift) for key, at in terms.items()])
 
 
-def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) -> Shifted:
-    """The time of an event; a new external input where no earlier action recorded the event."""
-    if event not in seen:
-        externals[event] = HOST + 1 + len(externals)
-        seen[event] = ({externals[event]: 0.0}, 0.0)
-    return seen[event]
-
-
 class _Run:
     """The symbolic run of blocks: when streams and the host are free, and the events so far."""
 
     def __init__(self) -> None:
         self.free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
-        self.seen: dict[str, Shifted] = {}
+        self.touched: set[int] = set()
         self.externals: dict[str, int] = {}
         self.events: dict[str, Shifted] = {}
         self.sends: list[tuple[str, Shifted]] = []
-        self.touched: set[int] = set()
 
-    def take(self, item: Timed) -> None:
-        """Issue and run one action."""
-        before = self.free[item.stream]
-        end = self._start(item, before)
-        if item.begin:
-            self.seen[item.begin] = end
-        if item.seconds:
-            end = (end[0], end[1] + item.seconds)
-        if item.event:
-            self.seen[item.event] = end
-        if item.shared:
-            self.events[item.event] = end
-        if item.send:
-            self.sends.append((item.send, end))
-        if end is not before:
-            self._set(item.stream, end)
-        if item.held:
-            self._set(HOST, _join(self.free[HOST], end))
+    def block(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
+        """Issue and run the rows of a block; `seen`: the times of the events so far, to which the
+        block's are added.  The loop is plain because every simulation spends its time here."""
+        free = self.free
+        for stream, seconds, issue, late, held, wait, begin, event, _, send in rows:
+            end = free[stream]
+            if issue:
+                end = self._issued(end, issue, late)
+            if wait:
+                end = _join(end, self._awaited(wait, seen))
+            if begin:
+                seen[begin] = end
+            if seconds:
+                end = (end[0], end[1] + seconds)
+            if end is not free[stream]:
+                free[stream] = end
+                self.touched.add(stream)
+            if event:
+                seen[event] = end
+            if send:
+                self.sends.append((send, end))
+            if held:
+                self._held(end)
 
-    def _start(self, item: Timed, start: Shifted) -> Shifted:
-        """The start of an action: its stream is free, its host has issued it, and the event that
-        it waits for has happened."""
-        if item.issue:
-            terms, shift = self.free[HOST]
-            self._set(HOST, (terms, shift + item.issue))
-            start = _join(start, self.free[HOST])
-        if item.wait:
-            start = _join(start, _awaited(item.wait, self.seen, self.externals))
-        return start
+    def _issued(self, start: Shifted, issue: float, late: float) -> Shifted:
+        """The start of a row that the host issues."""
+        terms, shift = self.free[HOST]
+        self.free[HOST] = (terms, shift + issue)
+        self.touched.add(HOST)
+        return _join(start, (terms, shift + late))
 
-    def _set(self, stream: int, end: Shifted) -> None:
-        self.touched.add(stream)
-        self.free[stream] = end
+    def _held(self, end: Shifted) -> None:
+        """The host waits until a row has ended."""
+        self.free[HOST] = _join(self.free[HOST], end)
+        self.touched.add(HOST)
+
+    def _awaited(self, event: str, seen: dict[str, Shifted]) -> Shifted:
+        """The time of an event; a new external input where no earlier row recorded the event."""
+        if event not in seen:
+            self.externals[event] = HOST + 1 + len(self.externals)
+            seen[event] = ({self.externals[event]: 0.0}, 0.0)
+        return seen[event]
 
 
-def macro_of(*blocks: TimedBlock) -> Macro:
+def macro_of(*blocks: RowBlock) -> Macro:
     """The macro of blocks that are issued one after the other.  Local events are known only inside
     their block."""
     run = _Run()
+    seen: dict[str, Shifted] = {}
     for block in blocks:
-        run.seen = {name: value for name, value in run.seen.items() if not is_local(name)}
-        for item in block.items:
-            run.take(item)
+        seen = {name: value for name, value in seen.items() if not is_local(name)}
+        run.block(block.rows, seen)
+        run.events |= {row.event: seen[row.event] for row in block.rows if row.shared}
     return Macro(
-        streams=tuple(Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)),
-        events=tuple((name, _frozen(value)) for name, value in run.events.items()),
-        sends=tuple((name, _frozen(value)) for name, value in run.sends),
+        streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),
+        events=tuple([(name, _frozen(value)) for name, value in run.events.items()]),
+        sends=tuple([(name, _frozen(value)) for name, value in run.sends]),
         waits=tuple(run.externals),
-        receives=tuple(name for block in blocks for name in block.receives),
+        receives=tuple([name for block in blocks for name in block.receives]),
     )
 
 
@@ -235,7 +233,7 @@ MacroSteps = tuple[list[Motion | None], Runs]
 
 
 def rank_macros(
-    rank: RankProgram, code: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]
+    rank: RankProgram, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
     """A rank's steps as motions, without events that no other macro waits for.
 
@@ -264,7 +262,7 @@ def _runs(steps: tuple[Step, ...], starts: tuple[bool, ...]) -> Runs:
     return Runs(tuple(keys), tuple(runs))
 
 
-def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
+def _fused(blocks: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
     key = tuple(id(block) for block in blocks)
     if key not in known:
         known[key] = macro_of(*blocks)
@@ -273,7 +271,7 @@ def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) ->
 
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     """Chunk-level times of a program (equal to `simulate` up to rounding)."""
-    code = compile_program(program, seconds)
+    code = compile_program(program, seconds, lambda b, rank: rows_of(b, rank, seconds))
     known: dict[tuple[int, ...], Macro] = {}
     steps = [rank_macros(r, c, known) for r, c in zip(program.ranks, code, strict=True)]
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]

@@ -11,7 +11,7 @@ from rematbench.problem import Problem
 from rematbench.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.program.program import Program
 from rematbench.simulate.contention import crowd
-from rematbench.simulate.step import RankedSeconds
+from rematbench.simulate.timing import STILL, RankedSeconds, Timing
 
 DIRECTION: dict[Kind, Direction] = {
     Kind.FORWARD: "forward",
@@ -31,6 +31,7 @@ class ActionCosts:
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._issues: dict[tuple[object, ...], float] = {}
+        self._timings: dict[tuple[object, ...], Timing] = {}
         system, vpp = problem.system, problem.layout.vpp
         whole = system.cuda_graphs or system.compiled
         begins = _graph_begins if system.cuda_graphs else _region_begins
@@ -58,6 +59,22 @@ class ActionCosts:
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
+
+    def timing(self, action: Action, rank: int) -> Timing:
+        """What an action takes on its stream and of the host.  A kernel's timing is kept for all
+        layers and micro-batches, and for all ranks unless a collective runs beside the kernel."""
+        kind = action.kind
+        if kind not in DIRECTION:
+            still = kind in STILL
+            seconds = 0.0 if still else self(action, rank)
+            issue = 0.0 if still else self.issue_s(action, rank)
+            return Timing(seconds, issue, self.held(action))
+        where = (kind, action.part[:1], action.variant, action.op, action.offset > 0.0)
+        key = (*where, action.fraction, action.columns, action.beside, rank if action.beside else 0)
+        if key not in self._timings:
+            issue = self.issue_s(action, rank)
+            self._timings[key] = Timing(self(action, rank), issue, self.held(action))
+        return self._timings[key]
 
     def issue_s(self, action: Action, rank: int) -> float:
         """Seconds that the host takes to issue an action: a launch for each kernel, or one for a

@@ -7,51 +7,30 @@ message's arrival.  The host is one more clock of a rank: it issues the rank's a
 other, runs ahead of the device, and waits for the device only where the stack says so.
 """
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local
 from rematbench.program.program import Block, Program, RankProgram
+from rematbench.simulate.timing import (
+    NOTHING,
+    STILL,
+    TIMELESS,
+    RankedSeconds,
+    Seconds,
+    Timing,
+    timings,
+)
 
+Compiled = TypeVar("Compiled")
 EventKey = tuple[str, int, int]
 MessageKey = tuple[str, int, int]
-Seconds = Callable[[Action, int], float]
-"""(action, rank) -> seconds of the action on its stream."""
-
-
-@runtime_checkable
-class RankedSeconds(Protocol):
-    """Costs of actions that also say which ranks have equal costs (those ranks share compiled
-    blocks), and what the host's issuing takes."""
-
-    def __call__(self, action: Action, rank: int) -> float:
-        """Seconds of the action on its stream."""
-        ...
-
-    def alike(self, rank: int) -> Hashable:
-        """A key that is equal for ranks on which every action takes the same time."""
-        ...
-
-    def issue_s(self, action: Action, rank: int) -> float:
-        """Seconds that the host takes to issue the action."""
-        ...
-
-    def held(self, action: Action) -> bool:
-        """Whether the host waits until the action has ended."""
-        ...
-
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
 """Index of the host's clock, after the clocks of the streams."""
-TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
-"""Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
-
-
-STILL = (Kind.WAIT, Kind.EVENT)
-"""Kinds of actions that order streams but take no time themselves."""
 
 
 class DeadlockError(RuntimeError):
@@ -112,15 +91,11 @@ class Clock:
 
 
 class Timed(NamedTuple):
-    """A compiled action: its stream and its seconds; the seconds that the host takes to issue it,
-    and whether the host then waits for its end (`held`).  `wait`, `begin` and `event` are the
-    action's.  `shared`: whether another block may wait for the event.  `send`: the direction of a
-    message."""
+    """A compiled action: its stream and its timing.  `wait`, `begin` and `event` are the action's.
+    `shared`: whether another block may wait for the event.  `send`: the direction of a message."""
 
     stream: int
-    seconds: float
-    issue: float
-    held: bool
+    timing: Timing
     wait: str
     begin: str
     event: str
@@ -130,54 +105,49 @@ class Timed(NamedTuple):
 
 
 class TimedBlock(NamedTuple):
-    """A compiled block: its timed actions, and the events of messages that it waits for."""
+    """A compiled block: its timed actions, the events of messages that it waits for, and the
+    seconds in which it keeps each stream busy."""
 
     items: tuple[Timed, ...]
     receives: tuple[str, ...]
+    busy_s: tuple[float, ...]
     label: str
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
-    """Compile a block: its actions with their seconds.  `record` keeps the actions that only
+    """Compile a block: its actions with their timings.  `record` keeps the actions that only
     allocate or free too, at the compute stream's time when they are issued."""
-    host = seconds if isinstance(seconds, RankedSeconds) else None
+    timing = timings(seconds)
     items = []
+    busy = [0.0] * len(STREAMS)
     for action in block.actions:
         if action.kind in TIMELESS:
             if record:
-                items.append(Timed(COMPUTE, 0.0, 0.0, False, "", "", "", False, "", action))
+                items.append(Timed(COMPUTE, NOTHING, "", "", "", False, "", action))
             continue
-        items.append(
-            Timed(
-                STREAM_INDEX[action.stream],
-                0.0 if action.kind in STILL else seconds(action, rank),
-                host.issue_s(action, rank) if host and action.kind not in STILL else 0.0,
-                host is not None and host.held(action),
-                action.wait,
-                action.begin,
-                action.event,
-                bool(action.event) and not is_local(action.event),
-                action.op if action.kind is Kind.SEND else "",
-                action,
-            )
-        )
+        stream, taken = STREAM_INDEX[action.stream], timing(action, rank)
+        busy[stream] += taken.seconds
+        event, shared = action.event, bool(action.event) and not is_local(action.event)
+        send = action.op if action.kind is Kind.SEND else ""
+        items.append(Timed(stream, taken, action.wait, action.begin, event, shared, send, action))
     receives = tuple(item.wait for item in items if item.wait.startswith("recv_"))
-    return TimedBlock(tuple(items), receives, block.label)
+    return TimedBlock(tuple(items), receives, tuple(busy), block.label)
 
 
 def compile_program(
-    program: Program, seconds: Seconds, record: bool = False
-) -> list[list[TimedBlock]]:
-    """Every rank's blocks compiled; ranks that are alike share the object of a shared block."""
-    known: dict[tuple[int, Hashable], TimedBlock] = {}
-    code: list[list[TimedBlock]] = []
+    program: Program, seconds: Seconds, compiled: Callable[[Block, int], Compiled]
+) -> list[list[Compiled]]:
+    """Every rank's blocks compiled by `compiled` (block, rank); ranks that are alike share the
+    object of a shared block."""
+    known: dict[tuple[int, Hashable], Compiled] = {}
+    code: list[list[Compiled]] = []
     for rank in program.ranks:
         kind = seconds.alike(rank.rank) if isinstance(seconds, RankedSeconds) else rank.rank
         code.append([])
         for block in rank.blocks:
             key = (id(block), kind)
             if key not in known:
-                known[key] = compile_block(block, rank.rank, seconds, record)
+                known[key] = compiled(block, rank.rank)
             code[-1].append(known[key])
     return code
 
@@ -186,7 +156,9 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
     """The op-level simulation of a program.  DeadlockError where ranks wait for each other for
     ever.  `record` keeps the intervals."""
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
-    code = compile_program(program, seconds, record)
+    code = compile_program(
+        program, seconds, lambda b, rank: compile_block(b, rank, seconds, record)
+    )
     messages: dict[MessageKey, float] = {}
     intervals: list[Interval] | None = [] if record else None
 
@@ -202,14 +174,23 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
     )
 
 
-def busy(program: Program, code: list[list[TimedBlock]]) -> tuple[tuple[float, ...], ...]:
+class Busy(Protocol):
+    """A compiled block that knows the seconds in which it keeps each stream busy."""
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds by stream."""
+        ...
+
+
+def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
     """Busy seconds by rank and stream."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)
         for block, count in zip(code[rank.rank], rank.runs, strict=True):
-            for item in block.items:
-                seconds[item.stream] += item.seconds * count
+            for stream, busy_s in enumerate(block.busy_s):
+                seconds[stream] += busy_s * count
         totals.append(tuple(seconds))
     return tuple(totals)
 
@@ -274,7 +255,7 @@ def _run(
 ) -> None:
     """Run one block; `local` has the times of events inside it, at entry those of its messages."""
     free, events = clock.free, clock.events
-    for stream, seconds, issue, held, wait, begin, event, shared, send, action in block.items:
+    for stream, (seconds, issue, held), wait, begin, event, shared, send, action in block.items:
         start = free[stream]
         if issue:
             free[HOST] += issue
