@@ -59,8 +59,8 @@ def models(draw: st.DrawFn, num_layers: int) -> Model:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """A small problem whose layout is legal."""
+def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
+    """A small problem whose layout is legal; `deeper`: more layers."""
     system = draw(st.sampled_from(SYSTEMS))
     pp = draw(st.integers(1, 3))
     vpp = draw(st.integers(1, 2)) if pp > 1 else 1
@@ -81,7 +81,7 @@ def problems(draw: st.DrawFn) -> Problem:
     }
     if system == "deepspeed" and dp == 2 and draw(st.booleans()):
         layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
-    model = draw(models(pp * vpp + draw(st.integers(0, 2))))
+    model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
     attention = "flash" if layout["cp"] > 1 else draw(st.sampled_from(["flash", "unfused"]))
     return problem(model=model, system=system, attention=attention, **layout)
 
@@ -191,9 +191,9 @@ def orders(draw: st.DrawFn, num_micro_batches: int) -> tuple[Pass, ...]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
-    """A problem and a plan for it."""
-    given = draw(problems())
+def cases(draw: st.DrawFn, deeper: int = 0) -> tuple[Problem, Plan]:
+    """A problem and a plan for it; `deeper`: more layers than the smallest."""
+    given = draw(problems(deeper))
     lay = given.layout
     partition = draw(partitions(given))
     plan = replace(

@@ -1,5 +1,6 @@
 """A rank's model chunk as a list of units and operators, with storage names and fates."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class ChunkOps:
         *,
         at_once: bool = False,
     ) -> None:
-        self.mini_sequences = mini_sequences
+        self.mini_sequences, self.held = mini_sequences, held
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.at_once = at_once  # each backward of the chunk directly follows its own forward
@@ -61,6 +62,14 @@ class ChunkOps:
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without(problem.head, "logits_held") if pieces else problem.head
             self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
+
+    def of_layers(self, places: Sequence[int]) -> "ChunkOps":
+        """The chunk with only its layers at some places."""
+        layers = tuple([self.layers[place] for place in places])
+        pieces, held = self.mini_sequences, self.held
+        return ChunkOps(
+            self.problem, self.stage, self.chunk, layers, pieces, held, at_once=self.at_once
+        )
 
     @cached_property
     def shape(self) -> tuple[object, ...]:

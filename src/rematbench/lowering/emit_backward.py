@@ -55,6 +55,7 @@ class BackwardEmitter:
         self._arrive()
         order = list(reversed(chunk.units))
         for position, unit in enumerate(order):
+            w.begin_unit()
             self.reload.before(order, position)
             if self.gatherer:
                 self.gatherer.before(w, order, position)

@@ -38,6 +38,7 @@ class ForwardEmitter:
         if not chunk.first:
             w.wait(COMPUTE, "recv_f")
         for position, unit in enumerate(chunk.units):
+            w.begin_unit()
             if self.gatherer:
                 self.gatherer.before(w, chunk.units, position)
             self._enter_slot(unit, position)

@@ -22,6 +22,7 @@ from rematbench.lowering.rank_steps import (
     pass_kinds,
     rank_steps,
 )
+from rematbench.lowering.repeat import block_of
 from rematbench.lowering.schedule import passes
 from rematbench.lowering.step_blocks import (
     Storages,
@@ -269,32 +270,39 @@ class _RankLowering:
         raise AssertionError(f"no block of {key}")
 
     def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool) -> Block:
-        parameter = self.plan.state("parameter")
-        gatherer = None
-        if gather:
-            release = parameter.release == "forward"
-            ends = parameter.keeps_ends
-            gatherer = ParameterGatherer(
-                parameter,
-                self.problem.system,
-                self._tied(chunk),
-                release=release,
-                keeps_ends=ends,
-            )
-        return ForwardEmitter(chunk, fates, self.plan.transfers, gatherer).block()
+        plan, system = self.plan, self.problem.system
+        parameter = plan.state("parameter")
+        release, ends = parameter.release == "forward", parameter.keeps_ends
+
+        def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
+            gatherer = None
+            if gather:
+                tied = self._tied(chunk)
+                gatherer = ParameterGatherer(
+                    parameter, system, tied, release=release, keeps_ends=ends
+                )
+            return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
+
+        ahead = parameter.prefetch_layers if self.layerwise else len(chunk.units)
+        return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
 
     def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:
-        gatherer, reducer = None, None
-        if self.layerwise:
-            parameter = self.plan.state("parameter")
-            gatherer = ParameterGatherer(
-                parameter, self.problem.system, self._tied(chunk), release=True
-            )
-        if reduce:
-            gradient, optimizer = self.plan.state("gradient"), self.plan.state("optimizer")
-            lay, tied = self.problem.layout, self._tied(chunk)
-            reducer = GradReducer(gradient, optimizer, self.problem.system, lay, tied)
-        return BackwardEmitter(chunk, fates, self.plan.transfers, gatherer, reducer).block()
+        plan, problem = self.plan, self.problem
+        parameter = plan.state("parameter")
+        states = plan.state("gradient"), plan.state("optimizer")
+
+        def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
+            gatherer, reducer, tied = None, None, self._tied(chunk)
+            if self.layerwise:
+                gatherer = ParameterGatherer(parameter, problem.system, tied, release=True)
+            if reduce:
+                reducer = GradReducer(*states, problem.system, problem.layout, tied)
+            return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
+
+        if reduce and not self.leaving_gradients and not self.update_in_backward:
+            return emitter(chunk, fates).block()  # buckets fill over many layers
+        ahead = parameter.prefetch_layers if self.layerwise else 0
+        return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:
         """The embedding's unit where the head of the same rank uses its weight; else None."""

@@ -1,11 +1,12 @@
 """Writes the actions of one block: events, waits, collectives, and frees derived from liveness."""
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import msgspec
 
 from rematbench.operators.ops import Comm, Op
-from rematbench.program.action import COMM_KIND, STALL, Action, Alloc, Kind, local_event
+from rematbench.program.action import COMM_KIND, STALL, Action, Alloc, Kind, by_number, local_event
 
 COMPUTE = "compute"
 
@@ -20,13 +21,23 @@ class Share(NamedTuple):
 WHOLE = Share(1.0)
 
 
+class Place(NamedTuple):
+    """Where a unit begins in a block: the index of its first action, the number of its first
+    event."""
+
+    action: int
+    event: int
+
+
 class BlockWriter:
-    """Collects a block's actions in issue order; its events are local to the block."""
+    """Collects a block's actions in issue order; its events are local to the block.  `places`:
+    where each unit begins."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
         self.slots: dict[str, str] = {}  # storage -> staging slot
+        self.places: list[Place] = []
         self._events = 0
         self._waited_at: dict[str, int] = {}
         self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
@@ -39,6 +50,10 @@ class BlockWriter:
             action = msgspec.structs.replace(action, allocs=allocs)
         self.actions.append(action)
         return len(self.actions) - 1
+
+    def begin_unit(self) -> None:
+        """Note that the next unit begins."""
+        self.places.append(Place(len(self.actions), self._events))
 
     def new_event(self) -> str:
         self._events += 1
@@ -170,16 +185,24 @@ class BlockWriter:
 
         `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor read by
         another stream is freed where the compute stream has waited for that stream.  A temporary of
-        an operator that is recomputed twice has two lifetimes under one name.
+        an operator that is recomputed twice has two lifetimes under one name.  `places` then count
+        the FREEs too.
         """
         frees: dict[int, list[str]] = {}
-        for at, name in sorted(self._ends(survivors, arrivals)):
+        for at, name in self._ends(survivors, arrivals):
             frees.setdefault(at, []).append(name)
         out: list[Action] = []
         for index, action in enumerate(self.actions):
             out.append(action)
             if index in frees:
-                out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(frees[index])))
+                names = frees[index]
+                if len(names) > 1:
+                    names.sort(key=by_number)
+                out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(names)))
+        inserted = sorted(frees)
+        self.places = [
+            Place(p.action + bisect_left(inserted, p.action), p.event) for p in self.places
+        ]
         return tuple(out)
 
     def _ends(self, survivors: set[str], arrivals: set[str]) -> list[tuple[int, str]]:

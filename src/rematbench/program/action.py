@@ -8,7 +8,7 @@ memory.
 
 import re
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 
 from msgspec import Struct
 
@@ -200,6 +200,41 @@ def local_event(number: int) -> str:
 def is_local(event: str) -> bool:
     """Whether an event is local to its block; other events belong to a (micro-batch, chunk)."""
     return event.startswith(_LOCAL) and event[len(_LOCAL) :].isdigit()
+
+
+_NUMBERED = re.compile(rf"({GRADIENT}L|L)(\d+)(.*)|({_LOCAL})(\d+)")
+
+
+@lru_cache(maxsize=1 << 15)
+def numbered(name: str) -> tuple[str, int, str] | None:
+    """The words around the number in the name of a layer's storage or part (`d:L`, 3, `.q`), or of
+    an event that only its block uses (`e`, 12, empty); None for any other name."""
+    found = _NUMBERED.fullmatch(name)
+    if found is None:
+        return None
+    before, number, after, local, own = found.groups()
+    return (local, int(own), "") if local else (before, int(number), after)
+
+
+def is_own_event(name: tuple[str, int, str]) -> bool:
+    """Whether a name in words (`numbered`) is that of an event, not of a layer's storage."""
+    return name[0] == _LOCAL
+
+
+def later_event(event: str, by: int) -> str:
+    """The event's name with its number higher by `by`; an event that other blocks know stays."""
+    return local_event(int(event[len(_LOCAL) :]) + by) if is_local(event) else event
+
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def by_number(name: str) -> list[str | int]:
+    """A sort key of names: numbers in them count by value, so that the storages of layers 9 and 10
+    have the order of those of layers 8 and 9."""
+    words: list[str | int] = [*_NUMBER.split(name)]
+    words[1::2] = map(int, words[1::2])
+    return words
 
 
 LAYER_SLOT = "slot/layer"

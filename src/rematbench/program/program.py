@@ -26,11 +26,24 @@ class Step(NamedTuple):
     chunk: int
 
 
+class Turns(NamedTuple):
+    """Equal turns inside a block, one for each of some equal layers: `times` turns of `length`
+    actions from `start`.  Turns take equally long; the events of each have numbers that are higher
+    by `events` than those of the turn before."""
+
+    start: int
+    length: int
+    times: int
+    events: int
+
+
 class Block(Struct, frozen=True, gc=False):
-    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...)."""
+    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `turns`: which
+    of them repeat, where that is known."""
 
     label: str
     actions: tuple[Action, ...]
+    turns: Turns | None = None
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):

@@ -87,11 +87,11 @@ class _Run:
         self.events: dict[str, Shifted] = {}
         self.sends: list[tuple[str, Shifted]] = []
 
-    def block(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
-        """Issue and run the rows of a block; `seen`: the times of the events so far, to which the
-        block's are added.  The loop is plain because every simulation spends its time here."""
+    def part(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
+        """Issue and run the rows of a part; `seen`: the times of the events so far, to which the
+        part's are added.  The loop is plain because every simulation spends its time here."""
         free = self.free
-        for stream, seconds, issue, late, held, wait, begin, event, _, send in rows:
+        for stream, seconds, issue, late, held, wait, begin, event, send in rows:
             end = free[stream]
             if issue:
                 end = self._issued(end, issue, late)
@@ -138,8 +138,10 @@ def macro_of(*blocks: RowBlock) -> Macro:
     seen: dict[str, Shifted] = {}
     for block in blocks:
         seen = {name: value for name, value in seen.items() if not is_local(name)}
-        run.block(block.rows, seen)
-        run.events |= {row.event: seen[row.event] for row in block.rows if row.shared}
+        for rows, carried in block.parts:
+            seen |= [(name, seen[before]) for name, before in carried]
+            run.part(rows, seen)
+        run.events |= {name: seen[name] for name in block.shared}
     return Macro(
         streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),
         events=tuple([(name, _frozen(value)) for name, value in run.events.items()]),

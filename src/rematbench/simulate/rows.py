@@ -7,11 +7,12 @@ before the row + h1 + ... + hj; so the row starts no earlier than that clock + t
 (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its actions one by one.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rematbench.program.action import STREAM_INDEX, STREAMS, Kind, is_local
+from rematbench.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local, later_event
 from rematbench.program.program import Block
-from rematbench.simulate.timing import TIMELESS, Seconds, timings
+from rematbench.simulate.timing import TIMELESS, Seconds, Timing, timings
 
 NO_STREAM = -1
 NEVER = float("-inf")
@@ -22,8 +23,8 @@ class Row(NamedTuple):
     """Actions in a row on one stream.  `seconds`: on the stream; `issue`: of the host; `late`: the
     seconds between the host's clock before the row and the earliest start that the host allows (as
     if all waiting for the host came first).  `held`: whether the host waits for the row's end.
-    `wait`, `begin` and `event`: the events before the row, of its start and of its end; `shared`:
-    whether another block may wait for `event`; `send`: the direction of a message."""
+    `wait`, `begin` and `event`: the events before the row, of its start and of its end; `send`: the
+    direction of a message."""
 
     stream: int
     seconds: float
@@ -33,27 +34,95 @@ class Row(NamedTuple):
     wait: str
     begin: str
     event: str
-    shared: bool
     send: str
 
 
-class RowBlock(NamedTuple):
-    """A compiled block: its rows, the events of messages that it waits for, and the seconds in
-    which it keeps each stream busy."""
+class RowPart(NamedTuple):
+    """Rows of a block in order.  `carried`: (name, name before) of the block's own events that the
+    rows wait for and that the part before knows by another name, because turns that repeat share
+    their rows."""
 
     rows: tuple[Row, ...]
+    carried: tuple[tuple[str, str], ...] = ()
+
+
+class RowBlock(NamedTuple):
+    """A compiled block: its rows in parts, the events of messages that it waits for, the events
+    that another block may wait for, and the seconds in which it keeps each stream busy."""
+
+    parts: tuple[RowPart, ...]
     receives: tuple[str, ...]
+    shared: tuple[str, ...]
     busy_s: tuple[float, ...]
 
 
 def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
-    """Compile a block into rows.  The loop is plain because every simulation spends its time
-    here."""
-    timing = timings(seconds)
+    """Compile a block into rows.  Turns that repeat are compiled once."""
+    timing, turns = timings(seconds), block.turns
+    if turns is None:
+        rows, busy = _rows(block.actions, rank, timing)
+        parts = [RowPart(tuple(rows))]
+    else:
+        start, length, times, events = turns
+        head, busy = _rows(block.actions[:start], rank, timing)
+        turn, turn_s = _rows(block.actions[start : start + length], rank, timing)
+        tail, tail_s = _rows(block.actions[start + times * length :], rank, timing)
+        between, behind = _carried(turn, tail, times, events)
+        again = RowPart(tuple(turn), between)
+        first = RowPart(again.rows)
+        parts = [RowPart(tuple(head)), first, *[again] * (times - 1), RowPart(tuple(tail), behind)]
+        busy = [a + times * b + c for a, b, c in zip(busy, turn_s, tail_s, strict=True)]
+    distinct = [*parts[:2], parts[-1]] if turns else parts
+    rows = [row for part in distinct for row in part.rows]
+    receives = tuple([row.wait for row in rows if row.wait.startswith("recv_")])
+    shared = tuple([row.event for row in rows if row.event and not is_local(row.event)])
+    return RowBlock(tuple(parts), receives, shared, tuple(busy))
+
+
+Carried = tuple[tuple[str, str], ...]
+
+
+def _carried(
+    turn: Sequence[Row], tail: Sequence[Row], times: int, events: int
+) -> tuple[Carried, Carried]:
+    """What is carried from turn to turn, and from the last turn to the tail.  Each turn's events
+    have the names of the first turn's, so an event that a turn knows as number n was, one turn
+    earlier, number n + `events`; where the turn does not record that event, the turn before it
+    did."""
+    recorded = {name for row in turn for name in (row.begin, row.event)}
+    back = (times - 1) * events
+    behind = [(name, later_event(name, -back)) for name in _awaited(tail)]
+    between: dict[str, str] = {}
+    for wanted in [*_awaited(turn), *(before for _, before in behind)]:
+        name = wanted
+        for _ in range(times):
+            if name in recorded or name in between:
+                break
+            between[name] = later_event(name, events)
+            name = between[name]
+    return tuple(between.items()), tuple(behind)
+
+
+def _awaited(rows: Sequence[Row]) -> set[str]:
+    """The block's own events that rows wait for and that no earlier one of them records."""
+    known: set[str] = set()
+    found: set[str] = set()
+    for row in rows:
+        if row.wait and row.wait not in known and is_local(row.wait):
+            found.add(row.wait)
+        known.update((row.begin, row.event))
+    return found
+
+
+def _rows(
+    actions: Sequence[Action], rank: int, timing: Callable[[Action, int], Timing]
+) -> tuple[list[Row], list[float]]:
+    """The rows of some actions, and the seconds in which they keep each stream busy.  The loop is
+    plain because every simulation spends its time here."""
     rows: list[Row] = []
     busy = [0.0] * len(STREAMS)
     open_stream, total, issued, late, wait, begin = NO_STREAM, 0.0, 0.0, NEVER, "", ""
-    for action in block.actions:
+    for action in actions:
         if action.kind in TIMELESS:
             continue
         taken, issue, held = timing(action, rank)
@@ -61,7 +130,7 @@ def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
         busy[stream] += taken
         if stream != open_stream or action.wait or action.begin:
             if open_stream != NO_STREAM:
-                row = Row(open_stream, total, issued, late, False, wait, begin, "", False, "")
+                row = Row(open_stream, total, issued, late, False, wait, begin, "", "")
                 rows.append(row)
             open_stream, total, issued, late = stream, 0.0, 0.0, NEVER
             wait, begin = action.wait, action.begin
@@ -71,12 +140,8 @@ def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
         total += taken
         event, send = action.event, action.op if action.kind is Kind.SEND else ""
         if event or held or send or begin:
-            shared = bool(event) and not is_local(event)
-            rows.append(
-                Row(open_stream, total, issued, late, held, wait, begin, event, shared, send)
-            )
+            rows.append(Row(open_stream, total, issued, late, held, wait, begin, event, send))
             open_stream = NO_STREAM
     if open_stream != NO_STREAM:
-        rows.append(Row(open_stream, total, issued, late, False, wait, begin, "", False, ""))
-    receives = tuple([row.wait for row in rows if row.wait.startswith("recv_")])
-    return RowBlock(tuple(rows), receives, tuple(busy))
+        rows.append(Row(open_stream, total, issued, late, False, wait, begin, "", ""))
+    return rows, busy

@@ -1,0 +1,215 @@
+"""Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
+
+Deep in a chunk of equal layers every layer's actions are those of the layer before, with the next
+number in each storage name and later events.  So a chunk of 80 equal layers needs no 80 emissions:
+a chunk without most of the equal layers is written, and the actions of one *turn* in its middle
+(one layer, or as many as there are rounding buffers, which layers use in turn) are repeated.  Three
+neighbouring turns must be alike, and nothing may cross the missing layers but a storage of the
+chunk's ends, as the residual's gradient is; else the whole chunk is written.  Tests compare the
+result with the whole chunk's own block.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.emit_forward import Fates
+from rematbench.lowering.writer import BlockWriter, Place
+from rematbench.plan import Group, Transfers
+from rematbench.program.action import Action, Alloc, is_own_event, numbered
+from rematbench.program.program import Block, Turns
+
+LEAST_SHARE = 0.5
+"""The least share of a chunk's layers that a repetition must save to be worth its checks."""
+
+
+class Emitter(Protocol):
+    """What writes a chunk's block."""
+
+    w: BlockWriter
+
+    def block(self) -> Block:
+        """The block."""
+        ...
+
+
+class Short(NamedTuple):
+    """A chunk without most of its equal layers, and its fates.  `first`: the number of the turn's
+    first layer; `turn`: layers of a turn; `margin`: equal layers on each side of the turn; `reach`:
+    layers by which copies and gathers run ahead or behind; `dropped`: layers that the chunk lacks,
+    a multiple of `turn`."""
+
+    chunk: ChunkOps
+    fates: Fates
+    first: int
+    turn: int
+    margin: int
+    reach: int
+    dropped: int
+
+    @property
+    def low(self) -> int:
+        """The last layer that is below all layers near the turn."""
+        return self.first - self.margin
+
+    @property
+    def high(self) -> int:
+        """The first layer that is above all layers near the turn."""
+        return self.first + self.turn + self.margin
+
+    def shift(self, layers: int, events: int, above: int) -> "Shift":
+        """New names: layers near the turn move up by `layers`, those above by `above`."""
+        return Shift(layers, events, self.low, self.high, above)
+
+
+def block_of(
+    chunk: ChunkOps,
+    fates: Fates,
+    transfers: Transfers,
+    ahead: int,
+    emitter: Callable[[ChunkOps, Fates], Emitter],
+    *,
+    forward: bool,
+) -> Block:
+    """A chunk's block by its emitter, from a short chunk where that gives the same.  `ahead`:
+    layers by which gathers of parameters run ahead."""
+    short = shortened(chunk, fates, transfers, ahead)
+    if short is not None:
+        writer = emitter(short.chunk, short.fates)
+        found = repeated(short, writer.block(), writer.w.places, forward=forward)
+        if found is not None:
+            return found
+    return emitter(chunk, fates).block()
+
+
+def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
+    """The short chunk to write in place of a long one; None where too few layers are equal."""
+    start, stop = _longest_equal(chunk, fates)
+    slots = transfers.reload_slots if transfers.granularity == "layer" else 0
+    turn = max(1, slots)
+    reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
+    margin = -(-(reach + turn + 1) // turn) * turn
+    dropped = (stop - start - 2 * margin - turn) // turn * turn
+    if dropped < LEAST_SHARE * len(chunk.layers):
+        return None
+    cut = start + 2 * margin + turn
+    left = [*range(cut), *range(cut + dropped, len(chunk.layers))]
+    place = {number: index for index, number in enumerate(left)}
+    kept = {
+        (part, place[number] if part == "layer" else number, name): fate
+        for (part, number, name), fate in fates.items()
+        if part != "layer" or number in place
+    }
+    return Short(chunk.of_layers(left), kept, start + margin, turn, margin, reach, dropped)
+
+
+def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
+    """The longest run [first, last + 1) of layers with one operator table and equal fates.  A layer
+    that is rebuilt with a group, or beside a collective of another layer, equals no other."""
+    kinds: list[object] = []
+    for unit in chunk.layer_unit.values():
+        own = [fates[site] for _, _, site in chunk.saved(unit)]
+        alone = any(f.window is not None or isinstance(f.scope, Group) for f in own)
+        kinds.append(unit.prefix if alone else (unit.variant, own))
+    best = start = stop = 0
+    for index, kind in enumerate(kinds):
+        start = start if index and kind == kinds[index - 1] else index
+        if index + 1 - start > best:
+            best, stop = index + 1 - start, index + 1
+    return stop - best, stop
+
+
+def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bool) -> Block | None:
+    """The whole chunk's block from the short chunk's; None where the turns are not alike, or refer
+    to what is far away.  `places`: where the actions of each unit begin, in the block's order."""
+    units = [unit.prefix for unit in short.chunk.units]
+    order = units if forward else units[::-1]
+    at = order.index(f"L{short.first if forward else short.first + short.turn - 1}")
+    edges = [places[at + k * short.turn] for k in (-1, 0, 1, 2)]
+    turns = [block.actions[a.action : b.action] for a, b in pairwise(edges)]
+    layers = short.turn if forward else -short.turn
+    events = edges[2].event - edges[1].event
+    again = short.shift(layers, events, 0)
+    if any(again.of(turn) != after for turn, after in pairwise(turns)):
+        return None
+    head, here = block.actions[: edges[1].action], turns[1]
+    tail = block.actions[edges[2].action :]
+    lower, upper = (head, tail) if forward else (tail, head)
+    oldest = places[at - short.reach].event
+    if _crossing(short, [*lower, *here], [*upper, *here]) or _older([*here, *tail], oldest):
+        return None
+    times, gap = short.dropped // short.turn + 1, short.dropped
+    first = 0 if forward else gap
+    actions = [*short.shift(first, 0, gap).of(head)]
+    for turn in range(times):
+        actions += short.shift(first + turn * layers, turn * events, gap).of(here)
+    actions += short.shift(gap - first, (times - 1) * events, gap).of(tail)
+    return Block(block.label, tuple(actions), Turns(len(head), len(here), times, events))
+
+
+def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
+    """Whether an action below the missing layers names a near layer above them, or the reverse."""
+    near = range(short.first - short.reach, short.first + short.turn + short.reach + 1)
+    return any(short.high > number >= near.stop for number in _layers(lower)) or any(
+        short.low < number < near.start for number in _layers(upper)
+    )
+
+
+def _older(actions: Iterable[Action], oldest: int) -> bool:
+    """Whether an action waits for an event before the event number `oldest`."""
+    words = map(numbered, {action.wait for action in actions})
+    return any(name is not None and name[1] < oldest for name in words)
+
+
+def _layers(actions: Iterable[Action]) -> set[int]:
+    """The numbers of the layers that actions name."""
+    names = {name for a in actions for name in (*a.reads, *a.frees, *(x.name for x in a.allocs))}
+    return {words[1] for name in names if (words := numbered(name)) is not None}
+
+
+class Shift(dict[str, str]):
+    """Actions as other layers have them: numbers of the block's events move up by `events`, numbers
+    of layers between `low` and `high` by `layers`, from `high` on by `above`.  As a dict: each name
+    and its new name."""
+
+    def __init__(self, layers: int, events: int, low: int, high: int, above: int) -> None:
+        super().__init__()
+        self.layers, self.events, self.above = layers, events, above
+        self.low, self.high = low, high
+
+    def __missing__(self, name: str) -> str:
+        self[name] = self._renamed(name)
+        return self[name]
+
+    def _renamed(self, name: str) -> str:
+        words = numbered(name)
+        if words is None:
+            return name
+        before, number, after = words
+        if is_own_event(words):
+            return f"{before}{number + self.events}"
+        if number <= self.low:
+            return name
+        return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
+
+    def of(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        """The actions with the new names."""
+        if not self.layers and not self.events and not self.above:
+            return tuple(actions)
+        return tuple([self._action(action) for action in actions])
+
+    def _action(self, action: Action) -> Action:
+        return replace(
+            action,
+            part=self[action.part],
+            op=self[action.op],  # a storage where a gradient's memory is allocated
+            reads=tuple([self[name] for name in action.reads]),
+            allocs=tuple([Alloc(self[a.name], a.nbytes, a.slot) for a in action.allocs]),
+            frees=tuple([self[name] for name in action.frees]),
+            event=self[action.event],
+            begin=self[action.begin],
+            wait=self[action.wait],
+        )

@@ -1,0 +1,73 @@
+"""The block of a long chunk of equal layers is what its emitters write layer by layer."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from rematbench.lowering import repeat
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan, PlanError
+from rematbench.problem import Problem
+from rematbench.program.program import Program
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
+from tests.problems import BALANCED, FULL, SKELETAL, half, layers, problem, transfers
+from tests.strategies import cases
+
+DEEP = settings(
+    max_examples=settings.default.max_examples * 2 // 5,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def unrepeated(plan: Plan, given: Problem) -> Program:
+    """The program without repetition."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeat, "shortened", lambda *_: None)
+        return lower(plan, given)
+
+
+@DEEP
+@given(cases(deeper=24))
+def test_repeated_turns_are_the_whole_chunk(case: tuple[Problem, Plan]) -> None:
+    given_problem, plan = case
+    try:
+        expected = unrepeated(plan, given_problem).text()
+    except PlanError as error:
+        with pytest.raises(PlanError, match=str(error)[:20]):
+            lower(plan, given_problem)
+        return
+    assert lower(plan, given_problem).text() == expected
+
+
+PLANS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "keep": ((), {}),
+    "balanced": ((BALANCED,), {}),
+    "full": (FULL, {}),
+    "skeletal": (SKELETAL, {"granularity": "layer", "reload_slots": 2}),
+    "half by layer": ((half(1.0),), {"granularity": "layer", "release_lag": 2}),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"global_batch": 2},
+    "tp": {"tp": 2, "sp": True, "pp": 2, "global_batch": 4},
+    "zero 3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PLANS)
+def test_both_passes_repeat_and_take_as_long(name: str, layout: str) -> None:
+    rules, moves = PLANS[name]
+    given_problem = problem(model=layers(60), **LAYOUTS[layout])
+    plan = transfers(given_problem.base_plan.with_rules(*rules), **moves)
+    program, whole = lower(plan, given_problem), unrepeated(plan, given_problem)
+    assert program.text() == whole.text()
+    passes = [b for rank in program.ranks for b in rank.blocks if b.label in "FB"]
+    assert all(block.turns for block in passes)
+    seconds = action_seconds(given_problem)
+    found, expected = simulate_chunks(program, seconds), simulate(whole, seconds)
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)
+    for busy, other in zip(found.stream_busy_s, expected.stream_busy_s, strict=True):
+        assert busy == pytest.approx(other, rel=1e-9)
