@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from rematbench.lowering.lower import lower
 from rematbench.program.action import STREAM_INDEX, Action
 from rematbench.program.program import parse_program
-from rematbench.simulate.max_plus import macro_of, simulate_chunks
+from rematbench.simulate.macro import macro_of
+from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.rows import rows_of
 from rematbench.simulate.step import HOST, DeadlockError, simulate
 from tests.problems import layers, problem, slots

@@ -29,7 +29,7 @@ from rematbench.program.action import Kind
 from rematbench.program.ledger import Profile, pool_bytes, program_profiles
 from rematbench.program.program import Block, Program
 from rematbench.simulate.contention import KERNELS
-from rematbench.simulate.max_plus import COMPUTE, macro_of
+from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import HOST

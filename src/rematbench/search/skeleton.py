@@ -18,7 +18,7 @@ from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
 from rematbench.search.probe import ChunkCost, Facts, Line, PassCost
-from rematbench.simulate.max_plus import COMPUTE, macro_of
+from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_of
 from rematbench.simulate.seconds import ActionCosts
 

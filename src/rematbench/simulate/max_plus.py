@@ -1,22 +1,18 @@
-"""Chunk-level simulation: each block becomes one macro, exact in (max, +) algebra.
+"""Chunk-level simulation: a rank's step is a walk over the macros of its blocks.
 
-Inside a block every end time is a maximum of (input time + constant).  Inputs are the times at
-which the streams and the host are free at entry, and the times of outside events that the block
-waits for.  So a block is a small (max, +) matrix, computed once; running the block costs a few
-additions instead of one per action.  The result equals the op-level simulation up to rounding for
-every plan, with no restriction on overlap.  (Baccelli, Cohen, Olsder, Quadrat 1992,
-Synchronization and Linearity, for the algebra.)
+A macro (macro.py) is a block's exact (max, +) map.  Running a block then costs a few additions
+instead of one per action.  The result equals the op-level simulation up to rounding for every plan,
+with no restriction on overlap.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from rematbench.program.action import STREAM_INDEX, STREAMS, is_local
 from rematbench.program.program import Program, RankProgram, Step
-from rematbench.simulate.rows import NEVER, Row, RowBlock, rows_of
+from rematbench.simulate.macro import Macro, Motion, macro_of, motion_of, prune
+from rematbench.simulate.rows import NEVER, RowBlock, rows_of
 from rematbench.simulate.step import (
-    HOST,
     Clock,
     MessageKey,
     Simulation,
@@ -25,201 +21,6 @@ from rematbench.simulate.step import (
     drive,
 )
 from rematbench.simulate.timing import Seconds
-
-Affine = dict[int, float]
-"""A maximum of (input + constant): the constant by input index.  Inputs are the streams, the host,
-then external events."""
-
-COMPUTE = STREAM_INDEX["compute"]
-
-AffineTerms = tuple[tuple[int, float], ...]
-"""The (input index, constant) pairs of an Affine, as tuples for the inner loop."""
-
-
-class Terms(NamedTuple):
-    """An output of a block: the index of a stream or the host, and the time at which it is free."""
-
-    target: int
-    terms: AffineTerms
-
-
-class Macro(NamedTuple):
-    """A block as a (max, +) map: the ends of streams, the times of events and messages (by
-    direction), the external events that it waits for, and those of them that are messages."""
-
-    streams: tuple[Terms, ...]
-    events: tuple[tuple[str, AffineTerms], ...]
-    sends: tuple[tuple[str, AffineTerms], ...]
-    waits: tuple[str, ...]
-    receives: tuple[str, ...]
-
-
-Shifted = tuple[Affine, float]
-"""A maximum, and seconds to add to each of its terms: kernels in a row change the seconds alone."""
-
-
-def _join(a: Shifted, b: Shifted) -> Shifted:
-    """The maximum of two times; the object `a` where `b` is never later."""
-    (terms, shift), (others, other) = a, b
-    if terms is others:
-        return a if shift >= other else b
-    merged = None
-    for key, value in others.items():
-        at = value + other - shift
-        if at > terms.get(key, NEVER):
-            merged = merged or dict(terms)
-            merged[key] = at
-    return a if merged is None else (merged, shift)
-
-
-def _frozen(value: Shifted) -> AffineTerms:
-    terms, shift = value
-    return tuple([(key, at + shift) for key, at in terms.items()])
-
-
-class _Run:
-    """The symbolic run of blocks: when streams and the host are free, and the events so far."""
-
-    def __init__(self) -> None:
-        self.free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
-        self.touched: set[int] = set()
-        self.externals: dict[str, int] = {}
-        self.events: dict[str, Shifted] = {}
-        self.sends: list[tuple[str, Shifted]] = []
-
-    def part(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
-        """Issue and run the rows of a part; `seen`: the times of the events so far, to which the
-        part's are added.  The loop is plain because every simulation spends its time here."""
-        free = self.free
-        for stream, seconds, issue, late, held, wait, begin, event, send in rows:
-            end = free[stream]
-            if issue:
-                end = self._issued(end, issue, late)
-            if wait:
-                end = _join(end, self._awaited(wait, seen))
-            if begin:
-                seen[begin] = end
-            if seconds:
-                end = (end[0], end[1] + seconds)
-            if end is not free[stream]:
-                free[stream] = end
-                self.touched.add(stream)
-            if event:
-                seen[event] = end
-            if send:
-                self.sends.append((send, end))
-            if held:
-                self._held(end)
-
-    def _issued(self, start: Shifted, issue: float, late: float) -> Shifted:
-        """The start of a row that the host issues."""
-        terms, shift = self.free[HOST]
-        self.free[HOST] = (terms, shift + issue)
-        self.touched.add(HOST)
-        return _join(start, (terms, shift + late))
-
-    def _held(self, end: Shifted) -> None:
-        """The host waits until a row has ended."""
-        self.free[HOST] = _join(self.free[HOST], end)
-        self.touched.add(HOST)
-
-    def _awaited(self, event: str, seen: dict[str, Shifted]) -> Shifted:
-        """The time of an event; a new external input where no earlier row recorded the event."""
-        if event not in seen:
-            self.externals[event] = HOST + 1 + len(self.externals)
-            seen[event] = ({self.externals[event]: 0.0}, 0.0)
-        return seen[event]
-
-
-def macro_of(*blocks: RowBlock) -> Macro:
-    """The macro of blocks that are issued one after the other.  Local events are known only inside
-    their block."""
-    run = _Run()
-    seen: dict[str, Shifted] = {}
-    for block in blocks:
-        seen = {name: value for name, value in seen.items() if not is_local(name)}
-        for rows, carried in block.parts:
-            seen |= [(name, seen[before]) for name, before in carried]
-            run.part(rows, seen)
-        run.events |= {name: seen[name] for name in block.shared}
-    return Macro(
-        streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),
-        events=tuple([(name, _frozen(value)) for name, value in run.events.items()]),
-        sends=tuple([(name, _frozen(value)) for name, value in run.sends]),
-        waits=tuple(run.externals),
-        receives=tuple([name for block in blocks for name in block.receives]),
-    )
-
-
-def prune(macros: Sequence[Macro]) -> list[Macro]:
-    """The macros without terms that can never be the maximum.
-
-    If every block leaves a stream free no later than the compute stream, the stream's free time
-    never exceeds the compute stream's.  A term of that stream is then dominated by a compute term
-    with an equal or larger constant.  The host runs ahead of compute, so its terms are kept.
-    """
-    ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
-    trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
-
-    def cut(terms: AffineTerms) -> AffineTerms:
-        if len(terms) == 1:
-            return terms
-        through = next((c for i, c in terms if i == COMPUTE), None)
-        if through is None:
-            return terms
-        return tuple(t for t in terms if t[0] not in trailing or t[1] > through)
-
-    return [
-        Macro(
-            streams=tuple(Terms(t, cut(terms)) for t, terms in m.streams),
-            events=tuple((n, cut(terms)) for n, terms in m.events),
-            sends=tuple((n, cut(terms)) for n, terms in m.sends),
-            waits=m.waits,
-            receives=m.receives,
-        )
-        for m in macros
-    ]
-
-
-def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
-    """Whether every block leaves the stream free no later than compute, if it was at entry."""
-    for end in ends:
-        if stream not in end:
-            continue
-        compute = end.get(COMPUTE, {COMPUTE: 0.0})
-        for key, value in end[stream].items():
-            bound = compute.get(key, NEVER)
-            if key == stream:
-                bound = max(bound, compute.get(COMPUTE, NEVER))
-            if value > bound:
-                return False
-    return True
-
-
-class Motion(NamedTuple):
-    """A macro for the inner loop: every distinct end time once, and the streams, events and
-    messages that take each (by index into `ends`)."""
-
-    ends: tuple[AffineTerms, ...]
-    streams: tuple[tuple[int, int], ...]  # stream, index into ends
-    events: tuple[tuple[str, int], ...]
-    sends: tuple[tuple[str, int], ...]
-    waits: tuple[tuple[str, bool], ...]  # event, whether it is a message's arrival
-
-
-def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
-    """The motion of a macro, without the events that no macro waits for (`awaited`: those that one
-    waits for); None where the macro has no effect."""
-    ends: dict[AffineTerms, int] = {}
-
-    def index(terms: AffineTerms) -> int:
-        return ends.setdefault(terms, len(ends))
-
-    streams = tuple([(target, index(terms)) for target, terms in macro.streams])
-    events = tuple([(name, index(terms)) for name, terms in macro.events if name in awaited])
-    sends = tuple([(name, index(terms)) for name, terms in macro.sends])
-    waits = tuple([(name, name in macro.receives) for name in macro.waits])
-    return Motion(tuple(ends), streams, events, sends, waits) if ends else None
 
 
 class Runs(NamedTuple):
@@ -291,7 +92,8 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
 
 
 def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -> bool:
-    """Run macros until the rank is done (True) or a message is missing (False)."""
+    """Run macros until the rank is done (True) or a message is missing (False).  The loops are
+    plain because every simulation spends its time here."""
     events, free = clock.events, clock.free
     motions, (_, steps) = own
     for position in range(clock.position, len(steps)):
@@ -300,19 +102,18 @@ def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -
         if motion is None:
             continue
         ends, streams, recorded, sends, waits = motion
-        inputs = free
-        if waits:
-            inputs = free.copy()
-            for name, message in waits:
-                if message:
-                    key = clock.incoming(name, micro_batch, chunk)
-                    if key not in messages:
-                        clock.awaiting, clock.position = key, position
-                        return False
-                    inputs.append(messages[key])
-                else:
-                    inputs.append(events[name, micro_batch, chunk])
-        times = _latest(ends, inputs)
+        inputs = _inputs(waits, clock, messages, micro_batch, chunk) if waits else free
+        if inputs is None:
+            clock.position = position
+            return False
+        times = []
+        for terms in ends:
+            latest = NEVER
+            for term, constant in terms:
+                at = inputs[term] + constant
+                if at > latest:  # noqa: PLR1730  max() takes twice as long
+                    latest = at
+            times.append(latest)
         for name, end in recorded:
             events[name, micro_batch, chunk] = times[end]
         for name, end in sends:
@@ -322,14 +123,23 @@ def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -
     return True
 
 
-def _latest(ends: tuple[AffineTerms, ...], inputs: Sequence[float]) -> list[float]:
-    """The time of every end.  The loops are plain because every simulation spends its time here."""
-    times = []
-    for terms in ends:
-        latest = NEVER
-        for index, constant in terms:
-            at = inputs[index] + constant
-            if at > latest:  # noqa: PLR1730  max() takes twice as long
-                latest = at
-        times.append(latest)
-    return times
+def _inputs(
+    waits: tuple[tuple[str, bool], ...],
+    clock: Clock,
+    messages: dict[MessageKey, float],
+    micro_batch: int,
+    chunk: int,
+) -> list[float] | None:
+    """The inputs of a macro that waits for outside events; None where a message is missing, which
+    the clock then awaits."""
+    inputs = clock.free.copy()
+    for name, message in waits:
+        if not message:
+            inputs.append(clock.events[name, micro_batch, chunk])
+            continue
+        key = clock.incoming(name, micro_batch, chunk)
+        if key not in messages:
+            clock.awaiting = key
+            return None
+        inputs.append(messages[key])
+    return inputs
