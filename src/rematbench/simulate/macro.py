@@ -2,8 +2,8 @@
 
 Inside a block every end time is a maximum of (input time + constant).  Inputs are the times at
 which the streams and the host are free at entry, and the times of outside events that the block
-waits for.  So a block is a small (max, +) matrix, computed once.  (Baccelli, Cohen, Olsder, Quadrat 1992,
-Synchronization and Linearity, for the algebra.)
+waits for.  So a block is a small (max, +) matrix, computed once.  (Baccelli, Cohen, Olsder, Quadrat
+1992, Synchronization and Linearity, for the algebra.)
 """
 
 from collections.abc import Sequence
