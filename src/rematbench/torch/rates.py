@@ -1,0 +1,218 @@
+"""Rates of one device: the probes of the operator tables, copies, and the host's issue times."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rematbench.cost.copies import Crowd
+from rematbench.cost.kernels import Elementwise, Gemm
+from rematbench.host.memory import free_bytes
+from rematbench.runs.gpu_lines import Rate, spread_of
+from rematbench.torch.devices import empty_pinned, pin_exactly
+from rematbench.torch.failures import failure
+from rematbench.torch.memory import host_bytes
+from rematbench.torch.probes import Place, Probe
+from rematbench.torch.repeats import Call, Repeats
+from rematbench.torch.streams import make_streams
+
+PROBE_S = 2.5
+"""Seconds of repeats of one probe, at most (a repeat that has begun ends)."""
+NODES = 256
+HOST_CALLS = 300
+"""Calls of a host's sample: fewer than the launches that wait in a GPU's queue."""
+BOTH = Crowd(1.0, 0.0, 0.0, 0.0)
+
+
+def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
+    """Pinned copies each way, both ways, and both beside square products of `width`; and making
+    pinned memory."""
+    cost, device = place.problem.cost, place.device
+    streams = make_streams(device)
+    shape = {"nbytes": str(nbytes), "pinned": str(int(device.type == "cuda"))}
+
+    def make(*names: str, products: int = 0) -> Call:
+        here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in range(2)]
+        a = place.random(width, width) if products else torch.empty(0)
+        work: dict[str, Call] = {
+            "d2h": partial(there[0].copy_, here[0], non_blocking=True),
+            "h2d": partial(here[1].copy_, there[1], non_blocking=True),
+            "compute": lambda: [a @ a for _ in range(products)],
+        }
+
+        def run() -> None:
+            streams.begin()
+            for name in names:
+                with streams.on(name):
+                    work[name]()
+            streams.flush()
+
+        return run
+
+    alone = {"d2h": cost.copy_s(nbytes, "d2h"), "h2d": cost.copy_s(nbytes, "h2d")}
+    both = max(cost.copy_s(nbytes, "d2h", BOTH), cost.copy_s(nbytes, "h2d", BOTH))
+    one = cost.kernel_s(Gemm(width, width, width), "forward")
+    many = max(1, round(both / one))
+    common: dict[str, Any] = {"dtype": "", "implementation": "torch"}
+    for name, seconds in alone.items():
+        yield Probe(
+            what=f"memcpy_{name}", shape=shape, make=partial(make, name), work=float(nbytes),
+            unit="bytes", predicted_s=seconds, **common,
+        )  # fmt: skip
+    yield Probe(
+        what="memcpy_bidirectional", shape=shape, make=partial(make, "d2h", "h2d"),
+        work=2.0 * nbytes, unit="bytes", predicted_s=both, **common,
+    )  # fmt: skip
+    beside = shape | {"gemms": str(many), "m": str(width), "n": str(width), "k": str(width)}
+    for names in (("compute",), ("d2h", "h2d", "compute")):
+        yield Probe(
+            what="overlap", shape=beside | {"streams": "+".join(names)},
+            make=partial(make, *names, products=many),
+            predicted_s=max(many * one, both if len(names) > 1 else 0.0), **common,
+        )  # fmt: skip
+
+    def pin() -> Call:
+        pin_exactly()
+
+        def run() -> None:
+            host_bytes(nbytes, pinned=device.type == "cuda")
+            empty_pinned()
+
+        return run
+
+    yield Probe(
+        what="pinned_allocation", shape=shape, make=pin, work=float(nbytes), unit="bytes",
+        clock="host", **common,
+    )  # fmt: skip
+
+
+def launch_probes(place: Place, nbytes: int) -> Iterator[Probe]:
+    """Two memory-bound kernels, one of twice the bytes; the host's time to issue an operator, a node
+    of the backward, and a copy."""
+    cost, device = place.problem.cost, place.device
+    launch_s = cost.host_launch_s
+    tiny = partial(torch.ones, 16, device=device)
+
+    def adding(size: int) -> Call:
+        x = torch.zeros(size // 4, device=device)
+        return lambda: x.add_(1.0)
+
+    def operator() -> Call:
+        x = tiny()
+        return lambda: x + x
+
+    def nodes() -> Call:
+        x = tiny(requires_grad=True)
+        y = x
+        for _ in range(NODES):
+            y = y * 1.0
+        grad = torch.ones_like(y)
+        return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
+
+    def copy() -> Call:
+        x, y = tiny(), host_bytes(64, pinned=device.type == "cuda").view(torch.float32)
+        return lambda: y.copy_(x, non_blocking=True)
+
+    for size in (nbytes, 2 * nbytes):
+        yield Probe(
+            what="elementwise", implementation="torch", dtype="fp32",
+            shape={"op": "add_", "nbytes": str(size)}, make=partial(adding, size),
+            work=2.0 * size, unit="bytes",
+            predicted_s=cost.kernel_s(Elementwise(2 * size), "forward"),
+        )  # fmt: skip
+    hosts: tuple[tuple[str, Callable[[], Call], int], ...] = (
+        ("operator", operator, 1), ("autograd_node", nodes, NODES), ("copy", copy, 1),
+    )  # fmt: skip
+    for word, make, per in hosts:
+        yield Probe(
+            what="host_issue", implementation="torch", dtype="fp32", shape={"of": word},
+            make=make, per=per, clock="host", predicted_s=launch_s,
+        )  # fmt: skip
+
+
+class Rates:
+    """Times probes one after another, in a random order, and gives a record for each."""
+
+    def __init__(self, device: torch.device, until: float, about: Callable[[], dict[str, Any]]):
+        """`until`: the monotonic time at which the last probe begins; `about`: the GPU's state and
+        the provenance of a record made now."""
+        self.device, self.until, self.about = device, until, about
+        self.repeats = Repeats(device)
+
+    def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Rate]:
+        """A record of every probe; what waits for torch's compiler comes last."""
+        order = list(probes)
+        random.Random(seed).shuffle(order)
+        for probe in sorted(order, key=lambda probe: probe.compiled):
+            yield self.rate(probe)
+
+    def rate(self, probe: Probe) -> Rate:
+        """The record of one probe.  What does not run here is `skipped` or `failed`, with why."""
+        missing = self._missing(probe)
+        if missing:
+            return self._record(probe, "skipped", missing)
+        try:
+            found = self._times(probe)
+        except Exception as error:
+            status, reason = failure(error)
+            word = "skipped" if status == "oom" or "No available kernel" in reason else "failed"
+            return self._record(probe, word, " ".join(reason.split())[:300])
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return self._record(probe, "ok", "", [seconds / probe.per for seconds in found])
+
+    def _missing(self, probe: Probe) -> str:
+        if time.monotonic() >= self.until:
+            return "no time was left"
+        cuda = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if cuda else free_bytes()
+        if probe.room_bytes > free >= 0:
+            return f"needs {probe.room_bytes / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
+        return ""
+
+    def _times(self, probe: Probe) -> list[float]:
+        call = probe.make()
+        until = min(self.until, time.monotonic() + PROBE_S)
+        if probe.clock == "host":
+            calls = 1 if probe.per > 1 or probe.unit else HOST_CALLS
+            return self.repeats.of_host(call, calls, until)
+        return self.repeats.of_device(call, until)
+
+    def _record(
+        self, probe: Probe, status: Any, reason: str, seconds: Sequence[float] = ()
+    ) -> Rate:
+        numbers: dict[str, Any] = {}
+        if seconds:
+            numbers = {"median_s": statistics.median(seconds), "n": len(seconds)}
+            numbers |= {"min_s": min(seconds), "max_s": max(seconds)}
+            numbers |= {"spread": spread_of(seconds) if len(seconds) > 1 else None}
+        return Rate(
+            **{name: getattr(probe, name) for name in ALIKE},
+            **numbers, **self.about(), status=status, reason=reason,
+        )  # fmt: skip
+
+
+ALIKE = ("what", "implementation", "dtype", "shape", "work", "unit", "clock", "predicted_s")
+"""Fields that a record takes from its probe."""
+
+
+def gap(rates: Sequence[Rate], predicted_s: float | None) -> Rate | None:
+    """The device's gap between kernels: twice the seconds of a memory-bound kernel, less those of
+    one with twice the bytes.  None where the two were not measured."""
+    pair = [rate for rate in rates if rate.what == "elementwise" and rate.median_s is not None]
+    if len(pair) != 2:
+        return None
+    one, two = sorted(pair, key=lambda rate: rate.work)
+    assert one.median_s is not None
+    assert two.median_s is not None
+    return Rate(
+        what="gap", implementation="torch", dtype="", shape={"of": "two add_"}, status="ok",
+        n=min(one.n, two.n), median_s=2 * one.median_s - two.median_s, predicted_s=predicted_s,
+        gpu=two.gpu, provenance=two.provenance,
+    )  # fmt: skip
