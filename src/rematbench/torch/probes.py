@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rematbench.cost.bind_kernels import Direction
-from rematbench.cost.kernel_rates import RateError
+from rematbench.cost.kernel_rates import AttentionBackend, RateError
 from rematbench.cost.kernels import Attention, Gemm, Named
 from rematbench.operators.ops import Op
 from rematbench.problem import Problem
@@ -24,7 +24,8 @@ from rematbench.torch.model import DTYPES
 from rematbench.torch.repeats import Call
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
-BACKENDS = {
+Backend = AttentionBackend | Literal[""]
+BACKENDS: dict[str, tuple[SDPBackend, Backend]] = {
     "flash": (SDPBackend.FLASH_ATTENTION, "fa2"),
     "cudnn": (SDPBackend.CUDNN_ATTENTION, "cudnn"),
     "efficient": (SDPBackend.EFFICIENT_ATTENTION, ""),
@@ -69,7 +70,7 @@ class Place(NamedTuple):
         dtype = DTYPES[self.problem.workload.precision]
         return torch.randn(shape, device=self.device, dtype=dtype)
 
-    def seconds(self, kernel: Any, direction: Direction, backend: str = "") -> float | None:
+    def seconds(self, kernel: Any, direction: Direction, backend: Backend = "") -> float | None:
         """The cost model's seconds of a kernel, with an attention backend in place of the stack's;
         None where config/kernels has no rates for it."""
         try:

@@ -25,6 +25,8 @@ PROBE_S = 2.5
 NODES = 256
 HOST_CALLS = 300
 """Calls of a host's sample: fewer than the launches that wait in a GPU's queue."""
+LACKING = ("No available kernel", "No viable backend")
+"""Texts of torch's errors where an attention backend is not for this device or shape."""
 BOTH = Crowd(1.0, 0.0, 0.0, 0.0)
 
 
@@ -81,7 +83,8 @@ def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
 
         def run() -> None:
             host_bytes(nbytes, pinned=device.type == "cuda")
-            empty_pinned()
+            if device.type == "cuda":
+                empty_pinned()
 
         return run
 
@@ -92,8 +95,8 @@ def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
 
 
 def launch_probes(place: Place, nbytes: int) -> Iterator[Probe]:
-    """Two memory-bound kernels, one of twice the bytes; the host's time to issue an operator, a node
-    of the backward, and a copy."""
+    """Two memory-bound kernels, one of twice the bytes; the host's time to issue an operator, a
+    node of the backward, and a copy."""
     cost, device = place.problem.cost, place.device
     launch_s = cost.host_launch_s
     tiny = partial(torch.ones, 16, device=device)
@@ -160,8 +163,9 @@ class Rates:
             found = self._times(probe)
         except Exception as error:
             status, reason = failure(error)
-            word = "skipped" if status == "oom" or "No available kernel" in reason else "failed"
-            return self._record(probe, word, " ".join(reason.split())[:300])
+            lacking = any(words in reason for words in LACKING)
+            word = "skipped" if status == "oom" or lacking else "failed"
+            return self._record(probe, word, " ".join(reason.split()).split(". ")[0][:200])
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -28,6 +28,7 @@ class Repeats:
     than the host takes to issue it, so that no launch is timed; on a CPU the host's clock runs."""
 
     def __init__(self, device: torch.device) -> None:
+        torch.set_num_threads(1)  # as in a rank's process
         self.device = device
         self.cuda = device.type == "cuda"
         if self.cuda:

@@ -7,7 +7,7 @@ a step's work does not.
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,12 +56,12 @@ class Turns:
         if device.type == "cuda":
             pin_exactly()
 
-    def turn(self, problem: Problem, plan: Plan) -> Seen | tuple[str, str]:
-        """What a turn of a plan gives, or the status and the reason of its failure."""
+    def turn(self, problem: Problem, plan: Plan) -> tuple[str, str, dict[str, Any]]:
+        """The status of a turn, the reason of a failure, and the fields of `Seen`."""
         try:
-            return self._turn(problem, plan)
+            return "ok", "", self._turn(problem, plan)._asdict()
         except Exception as error:
-            return failure(error)
+            return *failure(error), {}
         finally:
             if self.device.type == "cuda":
                 forget(self.device)

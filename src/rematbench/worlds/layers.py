@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from rematbench.host.memory import free_bytes
 from rematbench.packages.process import Device
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
+from rematbench.problem import Problem
 from rematbench.runs.cell import Cell, cells, problem_of
 from rematbench.runs.digests import code_digest
 from rematbench.runs.gpu_lines import Prediction, Turn, append_line, by_cell, read_lines
@@ -33,24 +34,26 @@ from rematbench.worlds.machine import Machine
 from rematbench.worlds.speed import has_peak_of
 
 PREDICTED = "predictions.jsonl"
-FEWEST, NARROW = 3, 0.01
-"""Turns of each method at least, and the half-width of the 95 % interval of a ratio at which a
-problem's turns end."""
+FEWEST = 3
+"""Turns of each method at least."""
 SEED = 7
 
 
 class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems with one model on one GPU each, and what runs there: `methods` as they are, and the
-    variants.  `references`: the cell of each problem, by METHOD.NUMBER, that ratios are of."""
+    variants.  `references`: the cell of each problem, by METHOD.NUMBER, that ratios are of;
+    `half_width`: of the 95 % interval of a ratio, over the ratio, at which a problem's turns end.
+    """
 
     methods: tuple[str, ...]
     references: dict[str, str]
+    half_width: float = 0.01
 
 
 def load_layers(path: Path) -> LayerSuite:
     """The suite of a file; ConfigError in one line for what it does not allow."""
     suite = read_suite(path, LayerSuite)
-    names = set(_names(suite))
+    names = layer_names(suite)
     for problem in suite.problems:
         reference = f"{problem.name}.{suite.references.get(problem.name, '')}"
         if reference not in names:
@@ -60,19 +63,23 @@ def load_layers(path: Path) -> LayerSuite:
     return suite
 
 
-def _names(suite: LayerSuite) -> Iterator[str]:
-    """The names of the cells that the suite asks for."""
-    for bundle, variants in bundles(suite, discover()).items():
-        for number, variant in enumerate(variants):
-            if variant in suite.variants or (number == 0 and bundle in suite.methods):
-                for problem in suite.problems:
-                    if not variant.problems or problem.name in variant.problems:
-                        yield f"{problem.name}.{bundle}.{number}"
+def layer_names(suite: LayerSuite) -> dict[str, str]:
+    """The labels of the cells that the suite asks for, by the cell's name."""
+    every = bundles(suite, discover())
+    return {
+        f"{problem.name}.{bundle}.{number}": variant.label
+        for problem in suite.problems
+        for bundle, variants in every.items()
+        for number, variant in enumerate(variants)
+        if variant in suite.variants or (number == 0 and bundle in suite.methods)
+        if not variant.problems or problem.name in variant.problems
+    }
 
 
 def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
     """The planned cells of the suite; `only`: of these problems, or these cells."""
-    names = [n for n in _names(suite) if not only or any(f"{n}.".startswith(f"{w}.") for w in only)]
+    every = layer_names(suite)
+    names = [n for n in every if not only or any(f"{n}.".startswith(f"{w}.") for w in only)]
     if not names:
         raise CommandError(f"--only {', '.join(only)}: no such cell")
     return cells(suite, [], names)
@@ -174,13 +181,13 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
     return Ratio(mean, float(student.ppf(0.975, n - 1)) * statistics.stdev(pairs) / n**0.5, n)
 
 
-def settled(found: Mapping[str, Sequence[Turn]], names: Sequence[str], reference: str) -> bool:
-    """Whether every ratio of a problem's cells is known well enough."""
-    for name in names:
-        one = ratio(found.get(name, ()), found.get(reference, ()))
-        if one is None or one.n < FEWEST or one.half_width > NARROW * one.mean:
-            return False
-    return True
+def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: float) -> bool:
+    """Whether a cell's ratio is known well enough; without a reference that ran, whether it has had
+    the fewest turns."""
+    if not any(turn.step_s for turn in reference):
+        return sum(bool(turn.step_s) for turn in turns) >= FEWEST
+    one = ratio(turns, reference)
+    return one is not None and one.n >= FEWEST and one.half_width <= half_width * one.mean
 
 
 def measure_layers(
@@ -200,15 +207,15 @@ def measure_layers(
     if not found:
         raise CommandError(f"no problem of the suite is of {machine.name}")
     known = read_predictions(output, found)
-    taken = Taken(output / "layers", machine)
-    refused = {cell.name: why for cell in found if (why := _refusal(known[cell.name]))}
+    taken = Taken(output / "layers", machine, found)
+    live = []
     for cell in found:
-        if cell.name in refused:
-            taken.note(cell, 0, 0, "refused", refused[cell.name])
-    live = [cell for cell in found if cell.name not in refused]
-    turns = Turns(place, machine.state)
-    references = {name: f"{name}.{method}" for name, method in suite.references.items()}
-    _rounds(live, references, taken, turns.turn, until)
+        refusal = _refusal(known[cell.name])
+        if not refusal:
+            live.append(cell)
+        elif cell.name not in by_cell(taken.turns):
+            taken.note(cell, 0, 0, "refused", refusal)
+    _rounds(live, suite, taken, Turns(place, machine.state).turn, until)
 
 
 def _is_here(cell: Cell, machine: Machine) -> bool:
@@ -226,35 +233,55 @@ def _refusal(line: Prediction) -> str:
 
 
 class Taken:
-    """The turns so far, on disk and in memory."""
+    """The turns so far, on disk and in memory; those of an earlier run on the same device count."""
 
-    def __init__(self, folder: Path, machine: Machine) -> None:
+    def __init__(self, folder: Path, machine: Machine, found: Iterable[Cell]) -> None:
+        """CommandError where the turns of `found` are of another device, constants or plans."""
         self.folder, self.machine = folder, machine
         self.turns: list[Turn] = []
+        known = {cell.name: _identity(cell) for cell in found}
+        for path in sorted({self._file(name) for name in known}):
+            self.turns += read_lines(path, Turn) if path.exists() else []
+        for turn in self.turns:
+            now = known.get(turn.cell, {"run_id": turn.run_id, "plan_hash": turn.plan_hash})
+            if turn.provenance.device != machine.name or now != {
+                "run_id": turn.run_id,
+                "plan_hash": turn.plan_hash,
+            }:
+                text = f"turns of {turn.cell} on {turn.provenance.device}, not of this run"
+                raise CommandError(f"{self._file(turn.cell)}: {text}; move it away")
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{problem_of(name)}.jsonl"
+
+    @property
+    def rounds(self) -> int:
+        """The number of the last round."""
+        return max((turn.round for turn in self.turns), default=0)
 
     def note(
         self, cell: Cell, number: int, place: int, status: Any, reason: str = "", **seen: Any
     ) -> None:
         """Write a turn's line."""
-        about = self.machine.about(cell.problem.calibration) | seen
-        line = Turn(
-            cell=cell.name, round=number, place=place, status=status,
-            reason=" ".join(reason.split())[:300], **_identity(cell), **about,
-        )  # fmt: skip
+        known: dict[str, Any] = {**_identity(cell), "cell": cell.name, "round": number}
+        known |= {"place": place, "status": status, "reason": " ".join(reason.split())[:300]}
+        line = Turn(**known, **self.machine.about(cell.problem.calibration) | seen)
         self.turns.append(line)
-        append_line(self.folder / f"{problem_of(cell.name)}.jsonl", line)
+        append_line(self._file(cell.name), line)
 
 
 def _rounds(
     live: list[Cell],
-    references: Mapping[str, str],
+    suite: LayerSuite,
     taken: Taken,
-    turn: Callable[[Any, Any], Any],
+    turn: Callable[[Problem, Plan], tuple[str, str, dict[str, Any]]],
     until: float,
 ) -> None:
     """Rounds in random order until every problem is settled, or the next turn would take too long.
     A cell that fails has no further turn."""
-    draw, number, took = random.Random(SEED), 0, dict.fromkeys((c.name for c in live), 0.0)
+    took = dict.fromkeys((cell.name for cell in live), 0.0)
+    number = taken.rounds
+    draw = random.Random(SEED + number)
     while live:
         number += 1
         draw.shuffle(live)
@@ -262,16 +289,21 @@ def _rounds(
             begun = time.monotonic()
             if begun + took[cell.name] > until:
                 return
-            seen = turn(cell.problem, cell.plan)
+            assert isinstance(cell.plan, Plan)
+            status, reason, seen = turn(cell.problem, cell.plan)
             took[cell.name] = time.monotonic() - begun
-            if isinstance(seen, tuple) and not hasattr(seen, "step_s"):
-                taken.note(cell, number, place, *seen)
+            taken.note(cell, number, place, status, reason, **seen)
+            if status != "ok":
                 live.remove(cell)
-            else:
-                taken.note(cell, number, place, "ok", **seen._asdict())
-        found = by_cell(taken.turns)
-        names = {problem_of(cell.name): [] for cell in live}  # type: dict[str, list[str]]
-        for cell in live:
-            names[problem_of(cell.name)].append(cell.name)
-        done = {p for p, same in names.items() if settled(found, same, references[p])}
-        live = [cell for cell in live if problem_of(cell.name) not in done]
+        live = _unsettled(live, suite, taken)
+
+
+def _unsettled(live: list[Cell], suite: LayerSuite, taken: Taken) -> list[Cell]:
+    """The cells of the problems in which some ratio is not known well enough."""
+    found, waiting = by_cell(taken.turns), set()
+    for cell in live:
+        problem = problem_of(cell.name)
+        reference = found.get(f"{problem}.{suite.references[problem]}", [])
+        if not is_settled(found.get(cell.name, []), reference, suite.half_width):
+            waiting.add(problem)
+    return [cell for cell in live if problem_of(cell.name) in waiting]

@@ -11,9 +11,9 @@ from rematbench.packages.process import Device
 from rematbench.runs.gpu_lines import append_line
 from rematbench.runs.suite import NamedProblem, Suite, read_suite
 from rematbench.spec.load import load_cluster
+from rematbench.workload import PositiveInt
 from rematbench.worlds.machine import Machine
 from rematbench.worlds.speed import has_peak_of
-from rematbench.workload import PositiveInt
 
 if TYPE_CHECKING:
     from rematbench.torch.probes import Probe
