@@ -12,15 +12,13 @@ FIELDS = {
     "power_w": "power.draw",
     "power_limit_w": "power.limit",
     "temperature_c": "temperature.gpu",
-    "throttle_reasons": "clocks_throttle_reasons.active",
 }
-TEXTS = ("driver", "throttle_reasons")
 PATIENCE_S = 5.0
 
 
 class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The driver, clocks in MHz, power in W and temperature in degrees Celsius of a GPU;
-    `throttle_reasons`: nvidia-smi's bit mask.  What nvidia-smi does not say is left out."""
+    """The driver, clocks in MHz, power in W and temperature in degrees Celsius of a GPU.  What
+    nvidia-smi does not say is left out."""
 
     driver: str = ""
     sm_clock_mhz: float | None = None
@@ -28,7 +26,6 @@ class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: float | None = None
-    throttle_reasons: str = ""
 
 
 def gpu_state(uuid: str) -> GpuState:
@@ -47,7 +44,7 @@ def read_state(text: str) -> GpuState:
     values = next(csv.reader([text.strip()], skipinitialspace=True), [])
     found: dict[str, str | float] = {}
     for name, value in zip(FIELDS, values, strict=False):
-        if name in TEXTS:
+        if name == "driver":
             found[name] = value
         elif value.replace(".", "", 1).isdigit():
             found[name] = float(value)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.published.kernel_bytes import seconds as bytes_seconds
-from rematbench.published.kernel_rows import KernelRow, Match, measured, read_kernel_rows
+from rematbench.published.kernel_rows import KernelRow, measured, read_kernel_rows
 from rematbench.published.kernel_sources import Sources, load_sources
 from rematbench.runs.cell import problem_of
 from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_lines
@@ -136,21 +136,21 @@ class Published:
 
     def _is_kernel(self, row: KernelRow, rate: Rate) -> bool:
         """Whether the row ran the kernel that the rate did, as sources.yaml groups them."""
-        match: Match | None = None
-        if rate.what == "norm":
-            match = self.sources.operators.norm[rate.implementation].match
-        elif rate.what.startswith("attention"):
-            backend = BACKENDS.get(rate.implementation)
-            kernels = self.sources.generations[self._generation(row)].attention
-            if backend is None:
-                return False
-            match = kernels[backend].match
-        elif rate.what == "gemm":
+        if rate.what == "gemm":
             return rate.implementation == "torch" and "cublas" in row.implementation
+        if rate.what == "norm":
+            return self.sources.operators.norm[rate.implementation].match.holds(row)
+        facts = self.sources.gpus.get(row.gpu)
+        if facts is None:
+            return False
+        rows, backend = (
+            self.sources.generations[facts.generation],
+            BACKENDS.get(rate.implementation),
+        )
+        if rate.what.startswith("attention"):
+            return backend is not None and rows.attention[backend].match.holds(row)
+        match = rows.copies["alone"].match
         return match is None or match.holds(row)
-
-    def _generation(self, row: KernelRow) -> str:
-        return self.sources.gpus[row.gpu].generation
 
 
 def _row_seconds(row: KernelRow, rate: Rate) -> float:
