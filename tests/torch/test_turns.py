@@ -22,8 +22,8 @@ from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Groups
 from rematbench.torch.model import RankModel
 from rematbench.torch.probes import Place, Probe, attention_probes, layer_probes
-from rematbench.torch.rates import Rates, gap
-from rematbench.worlds.rates import measure_rates
+from rematbench.torch.rates import Rates
+from rematbench.worlds.rates import gap, measure_rates
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 
@@ -106,8 +106,6 @@ def probe(**fields: Any) -> Probe:
 
 
 def test_what_does_not_run_loses_nothing_of_the_rest() -> None:
-    about = {"provenance": Provenance(rematbench="", python="", platform="", written="")}
-
     def broken() -> None:
         raise RuntimeError("No viable backend for this. A hint.")
 
@@ -117,18 +115,16 @@ def test_what_does_not_run_loses_nothing_of_the_rest() -> None:
         probe(room_bytes=1 << 60),
         probe(compiled=True, work=8.0, predicted_s=2.0),
     ]
-    rates = Rates(CPU, time.monotonic() + 60, lambda: dict(about))
-    found = list(rates.run(asked, seed=1))
+    found = list(Rates(CPU, time.monotonic() + 60).run(asked, seed=1))
     assert found[-1].status == "ok"  # what is compiled comes last
-    assert found[-1].n > 0
-    assert (found[-1].work, found[-1].predicted_s) == (8.0, 2.0)
+    assert (found[-1].probe, len(found[-1].seconds) > 0) == (asked[-1], True)
     reasons = sorted((rate.status, rate.reason) for rate in found[:-1])
     assert reasons[0][0] == "failed"
     assert "ZeroDivisionError" in reasons[0][1]
     assert [status for status, _ in reasons[1:]] == ["skipped", "skipped"]
     assert not any("A hint" in reason for _, reason in reasons)
-    late = Rates(CPU, time.monotonic() - 1, lambda: dict(about))
-    assert [rate.reason for rate in late.run(asked[-1:], 1)] == ["no time was left"]
+    late = Rates(CPU, time.monotonic() - 1)
+    assert [timed.reason for timed in late.run(asked[-1:], 1)] == ["no time was left"]
 
 
 def test_repeats_end_when_they_are_steady_or_the_time_is_over() -> None:
@@ -138,6 +134,7 @@ def test_repeats_end_when_they_are_steady_or_the_time_is_over() -> None:
     wild = iter(float(n % 7 + 1) for n in range(1000))
     assert len(repeats.repeated(lambda: next(wild), later)) == repeats.MOST
     assert len(repeats.repeated(lambda: 1.0, time.monotonic() - 1)) == 1
+    assert repeats.spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 
 
 def test_the_gap_is_what_bytes_do_not_explain() -> None:

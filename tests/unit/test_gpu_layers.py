@@ -17,7 +17,6 @@ from rematbench.runs.gpu_lines import (
     append_line,
     by_cell,
     read_lines,
-    spread_of,
 )
 from rematbench.runs.record import Provenance, RecordError
 from rematbench.spec.configfile import ConfigError
@@ -229,7 +228,6 @@ def test_a_file_of_lines_survives_a_kill_and_names_a_wrong_line(tmp_path: Path) 
     path.write_bytes(b"{}\n")
     with pytest.raises(RecordError, match="line 1"):
         read_lines(path, Turn)
-    assert spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 
 
 def test_a_gpus_state_is_read_from_nvidia_smi() -> None:

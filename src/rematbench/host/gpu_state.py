@@ -28,10 +28,10 @@ class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
     temperature_c: float | None = None
 
 
-def gpu_state(uuid: str) -> GpuState:
-    """The state of the GPU with this UUID; empty where nvidia-smi is missing, slow or fails."""
+def gpu_state(name: str) -> GpuState:
+    """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing, slow or fails."""
     query = f"--query-gpu={','.join(FIELDS.values())}"
-    words = ["nvidia-smi", "-i", uuid, query, "--format=csv,noheader,nounits"]
+    words = ["nvidia-smi", "-i", name, query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     except (OSError, subprocess.SubprocessError):

@@ -4,8 +4,7 @@ A line is on disk before the next measurement starts, so that a crash loses no l
 """
 
 import os
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -114,14 +113,6 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
         except msgspec.DecodeError as error:
             raise RecordError(f"{path} line {number}: {error}") from error
     return found
-
-
-def spread_of(seconds: Sequence[float]) -> float:
-    """The interquartile range over the median; infinite for fewer than two values."""
-    if len(seconds) < 2:
-        return float("inf")
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / middle if middle else float("inf")
 
 
 def by_cell(turns: Iterable[Turn]) -> dict[str, list[Turn]]:

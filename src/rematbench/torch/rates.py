@@ -1,18 +1,16 @@
 """Rates of one device: the probes of the operator tables, copies, and the host's issue times."""
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from rematbench.cost.copies import Crowd
 from rematbench.cost.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
-from rematbench.runs.gpu_lines import Rate, spread_of
 from rematbench.torch.devices import empty_pinned, pin_exactly
 from rematbench.torch.failures import failure
 from rematbench.torch.memory import host_bytes
@@ -138,38 +136,46 @@ def launch_probes(place: Place, nbytes: int) -> Iterator[Probe]:
         )  # fmt: skip
 
 
-class Rates:
-    """Times probes one after another, in a random order, and gives a record for each."""
+class Timed(NamedTuple):
+    """How a probe ended, and the seconds of each repeat; `reason` says why there are none."""
 
-    def __init__(self, device: torch.device, until: float, about: Callable[[], dict[str, Any]]):
-        """`until`: the monotonic time at which the last probe begins; `about`: the GPU's state and
-        the provenance of a record made now."""
-        self.device, self.until, self.about = device, until, about
+    probe: Probe
+    status: Literal["ok", "skipped", "failed"]
+    reason: str = ""
+    seconds: tuple[float, ...] = ()
+
+
+class Rates:
+    """Times probes one after another, in a random order."""
+
+    def __init__(self, device: torch.device, until: float) -> None:
+        """`until`: the monotonic time at which the last probe begins."""
+        self.device, self.until = device, until
         self.repeats = Repeats(device)
 
-    def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Rate]:
-        """A record of every probe; what waits for torch's compiler comes last."""
+    def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Timed]:
+        """Every probe with its seconds; what waits for torch's compiler comes last."""
         order = list(probes)
         random.Random(seed).shuffle(order)
         for probe in sorted(order, key=lambda probe: probe.compiled):
             yield self.rate(probe)
 
-    def rate(self, probe: Probe) -> Rate:
-        """The record of one probe.  What does not run here is `skipped` or `failed`, with why."""
+    def rate(self, probe: Probe) -> Timed:
+        """One probe.  What does not run here is `skipped` or `failed`."""
         missing = self._missing(probe)
         if missing:
-            return self._record(probe, "skipped", missing)
+            return Timed(probe, "skipped", missing)
         try:
             found = self._times(probe)
         except Exception as error:
             status, reason = failure(error)
-            lacking = any(words in reason for words in LACKING)
-            word = "skipped" if status == "oom" or lacking else "failed"
-            return self._record(probe, word, " ".join(reason.split()).split(". ")[0][:200])
+            lacking = status == "oom" or any(words in reason for words in LACKING)
+            short = " ".join(reason.split()).split(". ")[0][:200]
+            return Timed(probe, "skipped" if lacking else "failed", short)
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return self._record(probe, "ok", "", [seconds / probe.per for seconds in found])
+        return Timed(probe, "ok", "", tuple(seconds / probe.per for seconds in found))
 
     def _missing(self, probe: Probe) -> str:
         if time.monotonic() >= self.until:
@@ -187,36 +193,3 @@ class Rates:
             calls = 1 if probe.per > 1 or probe.unit else HOST_CALLS
             return self.repeats.of_host(call, calls, until)
         return self.repeats.of_device(call, until)
-
-    def _record(
-        self, probe: Probe, status: Any, reason: str, seconds: Sequence[float] = ()
-    ) -> Rate:
-        numbers: dict[str, Any] = {}
-        if seconds:
-            numbers = {"median_s": statistics.median(seconds), "n": len(seconds)}
-            numbers |= {"min_s": min(seconds), "max_s": max(seconds)}
-            numbers |= {"spread": spread_of(seconds) if len(seconds) > 1 else None}
-        return Rate(
-            **{name: getattr(probe, name) for name in ALIKE},
-            **numbers, **self.about(), status=status, reason=reason,
-        )  # fmt: skip
-
-
-ALIKE = ("what", "implementation", "dtype", "shape", "work", "unit", "clock", "predicted_s")
-"""Fields that a record takes from its probe."""
-
-
-def gap(rates: Sequence[Rate], predicted_s: float | None) -> Rate | None:
-    """The device's gap between kernels: twice the seconds of a memory-bound kernel, less those of
-    one with twice the bytes.  None where the two were not measured."""
-    pair = [rate for rate in rates if rate.what == "elementwise" and rate.median_s is not None]
-    if len(pair) != 2:
-        return None
-    one, two = sorted(pair, key=lambda rate: rate.work)
-    assert one.median_s is not None
-    assert two.median_s is not None
-    return Rate(
-        what="gap", implementation="torch", dtype="", shape={"of": "two add_"}, status="ok",
-        n=min(one.n, two.n), median_s=2 * one.median_s - two.median_s, predicted_s=predicted_s,
-        gpu=two.gpu, provenance=two.provenance,
-    )  # fmt: skip

@@ -1,12 +1,12 @@
 """Repeats of one call on a device: by CUDA events behind a busy device, or by the host's clock."""
 
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from rematbench.runs.gpu_lines import spread_of
 from rematbench.torch.streams import host_clock
 
 LEAST, MOST = 7, 60
@@ -91,3 +91,11 @@ def repeated(sample: Callable[[], float], until: float) -> list[float]:
             break
         found.append(sample())
     return found
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """The interquartile range over the median; infinite for fewer than two values."""
+    if len(seconds) < 2:
+        return float("inf")
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle if middle else float("inf")

@@ -185,7 +185,7 @@ def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: flo
     """Whether a cell's ratio is known well enough; without a reference that ran, whether it has had
     the fewest turns."""
     if not any(turn.step_s for turn in reference):
-        return sum(bool(turn.step_s) for turn in turns) >= FEWEST
+        return len([turn for turn in turns if turn.step_s]) >= FEWEST
     one = ratio(turns, reference)
     return one is not None and one.n >= FEWEST and one.half_width <= half_width * one.mean
 
