@@ -29,7 +29,7 @@ class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
 
 def gpu_state(name: str) -> GpuState:
-    """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing, slow or fails."""
+    """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing or fails."""
     query = f"--query-gpu={','.join(FIELDS.values())}"
     words = ["nvidia-smi", "-i", name, query, "--format=csv,noheader,nounits"]
     try:
