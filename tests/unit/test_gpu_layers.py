@@ -76,6 +76,9 @@ def test_a_suite_runs_its_methods_and_variants_and_names_its_references(
     path.write_text(path.read_text().replace('"long": "full_recompute.0"', '"long": "mst.0"'))
     with pytest.raises(ConfigError, match="references: long: names no cell"):
         layers.load_layers(path)
+    path.write_text(path.read_text().replace('["keep_all"', '["kep_all"'))
+    with pytest.raises(ConfigError, match="did you mean 'keep_all'"):
+        layers.load_layers(path)
 
 
 def test_shipped_predictions_are_of_every_cell_and_references_fit() -> None:

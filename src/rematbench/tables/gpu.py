@@ -248,7 +248,7 @@ def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns += [Column(key, "") for key in ("reason", "device", "predicted_first")]
     return Table(
         name="gpu_layers",
-        title=f"Steps of eight layers on {_device(rows)}, measured beside predicted",
+        title=f"Steps on {_device(rows)}, measured beside predicted",
         columns=tuple(columns),
         rows=tuple(rows),
         note=f"{_note(rows)}n: turns; a step is the median of the medians of turns, bytes the most "

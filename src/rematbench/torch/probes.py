@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace as change
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -200,14 +201,9 @@ def _norms(
             make=make,
             work=(2.0 if forward else 3.0) * kernel.elements * kernel.element_bytes,
             unit="bytes",
-            predicted_s=place.seconds(replace_named(kernel, word), direction),
+            predicted_s=place.seconds(change(kernel, implementation=word), direction),
             compiled=word == "compiled",
         )
-
-
-def replace_named(kernel: Named, word: str) -> Named:
-    """The norm's kernel in another implementation."""
-    return Named(kernel.operator, word, kernel.elements, kernel.element_bytes)  # type: ignore[arg-type]
 
 
 def _losses(place: Place, op: Op, compiled: bool) -> Iterator[Probe]:

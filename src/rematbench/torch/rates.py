@@ -2,12 +2,13 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rematbench.cost.bind import CopyDirection
 from rematbench.cost.copies import Crowd
 from rematbench.cost.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
@@ -25,115 +26,132 @@ HOST_CALLS = 300
 """Calls of a host's sample: fewer than the launches that wait in a GPU's queue."""
 LACKING = ("No available kernel", "No viable backend")
 """Texts of torch's errors where an attention backend is not for this device or shape."""
+COPIES: tuple[CopyDirection, CopyDirection] = ("d2h", "h2d")
 BOTH = Crowd(1.0, 0.0, 0.0, 0.0)
 
 
 def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
     """Pinned copies each way, both ways, and both beside square products of `width`; and making
     pinned memory."""
-    cost, device = place.problem.cost, place.device
-    streams = make_streams(device)
-    shape = {"nbytes": str(nbytes), "pinned": str(int(device.type == "cuda"))}
-
-    def make(*names: str, products: int = 0) -> Call:
-        here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in range(2)]
-        a = place.random(width, width) if products else torch.empty(0)
-        work: dict[str, Call] = {
-            "d2h": partial(there[0].copy_, here[0], non_blocking=True),
-            "h2d": partial(here[1].copy_, there[1], non_blocking=True),
-            "compute": lambda: [a @ a for _ in range(products)],
-        }
-
-        def run() -> None:
-            streams.begin()
-            for name in names:
-                with streams.on(name):
-                    work[name]()
-            streams.flush()
-
-        return run
-
-    alone = {"d2h": cost.copy_s(nbytes, "d2h"), "h2d": cost.copy_s(nbytes, "h2d")}
-    both = max(cost.copy_s(nbytes, "d2h", BOTH), cost.copy_s(nbytes, "h2d", BOTH))
+    cost, pinned = place.problem.cost, int(place.device.type == "cuda")
+    alone = {name: cost.copy_s(nbytes, name) for name in COPIES}
+    both = max(cost.copy_s(nbytes, name, BOTH) for name in COPIES)
     one = cost.kernel_s(Gemm(width, width, width), "forward")
     many = max(1, round(both / one))
-    common: dict[str, Any] = {"dtype": "", "implementation": "torch"}
-    for name, seconds in alone.items():
+    shape = {"nbytes": str(nbytes), "pinned": str(pinned)}
+    gemms = {"gemms": str(many), "m": str(width), "n": str(width), "k": str(width)}
+    asked: list[tuple[str, tuple[str, ...], float]] = [
+        ("memcpy_d2h", ("d2h",), alone["d2h"]),
+        ("memcpy_h2d", ("h2d",), alone["h2d"]),
+        ("memcpy_bidirectional", COPIES, both),
+        ("overlap", ("compute",), many * one),
+        ("overlap", (*COPIES, "compute"), max(many * one, both)),
+    ]
+    for what, streams, predicted_s in asked:
+        beside = gemms | {"streams": "+".join(streams)} if "compute" in streams else {}
+        moved = 0.0 if beside else float(nbytes * len(streams))
         yield Probe(
-            what=f"memcpy_{name}", shape=shape, make=partial(make, name), work=float(nbytes),
-            unit="bytes", predicted_s=seconds, **common,
-        )  # fmt: skip
+            what=what,
+            implementation="torch",
+            dtype="",
+            shape=shape | beside,
+            make=partial(_copying, place, nbytes, width, many, streams),
+            work=moved,
+            unit="bytes" if moved else "",
+            predicted_s=predicted_s,
+        )
     yield Probe(
-        what="memcpy_bidirectional", shape=shape, make=partial(make, "d2h", "h2d"),
-        work=2.0 * nbytes, unit="bytes", predicted_s=both, **common,
-    )  # fmt: skip
-    beside = shape | {"gemms": str(many), "m": str(width), "n": str(width), "k": str(width)}
-    for names in (("compute",), ("d2h", "h2d", "compute")):
-        yield Probe(
-            what="overlap", shape=beside | {"streams": "+".join(names)},
-            make=partial(make, *names, products=many),
-            predicted_s=max(many * one, both if len(names) > 1 else 0.0), **common,
-        )  # fmt: skip
+        what="pinned_allocation",
+        implementation="torch",
+        dtype="",
+        shape=shape,
+        make=partial(_pinning, place, nbytes),
+        work=float(nbytes),
+        unit="bytes",
+        clock="host",
+    )
 
-    def pin() -> Call:
+
+def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[str, ...]) -> Call:
+    """The named kinds of work at once, each on its own stream."""
+    device, streams = place.device, make_streams(place.device)
+    here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in COPIES]
+    there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in COPIES]
+    a = place.random(width, width)
+    work: dict[str, Call] = {
+        "d2h": partial(there[0].copy_, here[0], non_blocking=True),
+        "h2d": partial(here[1].copy_, there[1], non_blocking=True),
+        "compute": lambda: [a @ a for _ in range(products)],
+    }
+
+    def run() -> None:
+        streams.begin()
+        for name in names:
+            with streams.on(name):
+                work[name]()
+        streams.flush()
+
+    return run
+
+
+def _pinning(place: Place, nbytes: int) -> Call:
+    """Pinned memory made and given back."""
+    cuda = place.device.type == "cuda"
+    if cuda:
         pin_exactly()
 
-        def run() -> None:
-            host_bytes(nbytes, pinned=device.type == "cuda")
-            if device.type == "cuda":
-                empty_pinned()
+    def run() -> None:
+        host_bytes(nbytes, pinned=cuda)
+        if cuda:
+            empty_pinned()
 
-        return run
-
-    yield Probe(
-        what="pinned_allocation", shape=shape, make=pin, work=float(nbytes), unit="bytes",
-        clock="host", **common,
-    )  # fmt: skip
+    return run
 
 
 def launch_probes(place: Place, nbytes: int) -> Iterator[Probe]:
     """Two memory-bound kernels, one of twice the bytes; the host's time to issue an operator, a
     node of the backward, and a copy."""
-    cost, device = place.problem.cost, place.device
-    launch_s = cost.host_launch_s
-    tiny = partial(torch.ones, 16, device=device)
-
-    def adding(size: int) -> Call:
-        x = torch.zeros(size // 4, device=device)
-        return lambda: x.add_(1.0)
-
-    def operator() -> Call:
-        x = tiny()
-        return lambda: x + x
-
-    def nodes() -> Call:
-        x = tiny(requires_grad=True)
-        y = x
-        for _ in range(NODES):
-            y = y * 1.0
-        grad = torch.ones_like(y)
-        return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
-
-    def copy() -> Call:
-        x, y = tiny(), host_bytes(64, pinned=device.type == "cuda").view(torch.float32)
-        return lambda: y.copy_(x, non_blocking=True)
-
+    cost = place.problem.cost
+    common: dict[str, Any] = {"implementation": "torch", "dtype": "fp32"}
     for size in (nbytes, 2 * nbytes):
         yield Probe(
-            what="elementwise", implementation="torch", dtype="fp32",
-            shape={"op": "add_", "nbytes": str(size)}, make=partial(adding, size),
-            work=2.0 * size, unit="bytes",
+            what="elementwise",
+            shape={"op": "add_", "nbytes": str(size)},
+            make=partial(_adding, place, size),
+            work=2.0 * size,
+            unit="bytes",
             predicted_s=cost.kernel_s(Elementwise(2 * size), "forward"),
-        )  # fmt: skip
-    hosts: tuple[tuple[str, Callable[[], Call], int], ...] = (
-        ("operator", operator, 1), ("autograd_node", nodes, NODES), ("copy", copy, 1),
-    )  # fmt: skip
-    for word, make, per in hosts:
+            **common,
+        )
+    for word, per in (("operator", 1), ("autograd_node", NODES), ("copy", 1)):
         yield Probe(
-            what="host_issue", implementation="torch", dtype="fp32", shape={"of": word},
-            make=make, per=per, clock="host", predicted_s=launch_s,
-        )  # fmt: skip
+            what="host_issue",
+            shape={"of": word},
+            make=partial(_issuing, place, word),
+            per=per,
+            clock="host",
+            predicted_s=cost.host_launch_s,
+            **common,
+        )
+
+
+def _adding(place: Place, nbytes: int) -> Call:
+    x = torch.zeros(nbytes // 4, device=place.device)
+    return lambda: x.add_(1.0)
+
+
+def _issuing(place: Place, word: str) -> Call:
+    x = torch.ones(16, device=place.device, requires_grad=word == "autograd_node")
+    if word == "operator":
+        return lambda: x + x
+    if word == "copy":
+        there = host_bytes(64, pinned=place.device.type == "cuda").view(torch.float32)
+        return lambda: there.copy_(x, non_blocking=True)
+    y = x
+    for _ in range(NODES):
+        y = y * 1.0
+    grad = torch.ones_like(y)
+    return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
 
 class Timed(NamedTuple):

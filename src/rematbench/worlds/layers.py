@@ -29,7 +29,7 @@ from rematbench.runs.gpu_lines import Prediction, Turn, append_line, by_cell, re
 from rematbench.runs.record import plan_hash, provenance, run_spec
 from rematbench.runs.suite import Suite, bundles, read_suite
 from rematbench.simulate.evaluate import fullest_rank
-from rematbench.spec.configfile import ConfigError
+from rematbench.spec.configfile import ConfigError, require_known
 from rematbench.worlds.machine import Machine
 from rematbench.worlds.speed import has_peak_of
 
@@ -53,6 +53,7 @@ class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def load_layers(path: Path) -> LayerSuite:
     """The suite of a file; ConfigError in one line for what it does not allow."""
     suite = read_suite(path, LayerSuite)
+    require_known(suite.methods, list(discover().methods), (str(path), "methods", "method"))
     names = layer_names(suite)
     for problem in suite.problems:
         reference = f"{problem.name}.{suite.references.get(problem.name, '')}"
