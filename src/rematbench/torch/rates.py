@@ -206,6 +206,8 @@ class Rates:
 
     def _times(self, probe: Probe) -> list[float]:
         call = probe.make()
+        call()  # compiles, and fills caches, outside of the time for repeats
+        self.repeats.wait()
         until = min(self.until, time.monotonic() + PROBE_S)
         if probe.clock == "host":
             calls = 1 if probe.per > 1 or probe.unit else HOST_CALLS

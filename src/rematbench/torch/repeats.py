@@ -41,9 +41,8 @@ class Repeats:
             torch.cuda.synchronize(self.device)
 
     def of_device(self, call: Call, until: float) -> list[float]:
-        """Seconds of a call on the device, one for each sample, until `until` (monotonic)."""
-        call()
-        self.wait()
+        """Seconds of a call that has run before, on the device, one for each sample, until `until`
+        (monotonic)."""
         issued = host_clock()
         call()
         issue_s = issued()
