@@ -98,7 +98,7 @@ NAMES = """
 methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
 sheets tables study claims matrix matrix-tables report expect submit-plan run-cells cells
 collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
-curves baseline
+curves baseline predict-gpu gpu-tables
 """
 
 

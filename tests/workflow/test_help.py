@@ -18,6 +18,7 @@ ELSEWHERE = {
     "calibrate": "refits for minutes to an hour",
     "converge": "trains for minutes",
     "measure-gpu": "needs a GPU",
+    "gpu-tables": "of what `./bench measure` made",
     "settle": "needs Slurm (tests/slurm)",
     "resume": "needs Slurm (tests/slurm)",
     "submit-plan": "needs Slurm (tests/slurm)",

@@ -75,6 +75,7 @@ COMMANDS = (
 WORKFLOW = (
     *("examples.examples", "run.run", "study.study", "matrix.matrix", "report.report"),
     *("report.expect", "measured.measure", "gpu.measure_gpu", "verify.retrace"),
+    *("gpu.predict_gpu", "gpu.gpu_tables"),
     *("measured.converge", "tables.collect", "tables.sheets", "tables.tables", "tables.claims"),
     *("tables.speeds", "tables.matrix_tables", "tables.worlds", "tables.curves"),
     *("cells.submit_plan", "cells.run_cells", "cells.cells", "cells.collect_cells"),

@@ -1,27 +1,30 @@
-"""The command `measure-gpu`: all measurements of one GPU in one command."""
+"""The measurements of one GPU: their commands, the predictions before them, the tables after."""
 
 import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from rematbench.cli.real import need_gpu, need_torch
-from rematbench.cli.targets import Only, Output, need_folder
+from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.runs.gpu_lines import Rate, Turn, read_lines
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, GpuAsked, measure
+from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import Summary
+from rematbench.worlds.layers import PREDICTED, layer_cells, load_layers, predict, write_predictions
 
 SuiteFile = Annotated[
-    Path | None, Option(metavar="SUITE.yaml", help="Problems (default: config/gpu.yaml).")
+    Path | None, Option(metavar="SUITE.yaml", help="Problems (default: of each part in config/).")
 ]
 Parts = Annotated[
     list[str] | None,
     Option(
         metavar="PART",
-        help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}: real packages.",
+        help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}.",
     ),
 ]
 Where = Annotated[
@@ -43,10 +46,11 @@ def measure_gpu(
 
     Each part is a process with a time limit of its own, and writes what it has at once: a crash of
     one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute` writes
-    them), `steps.json`, `copies.json`, on demand `agreement/` and `baselines/`, a log of each part
-    and `summary.json`, written again after each part.  What these parts left there before goes
-    first; what other parts left stays and counts.  Exit code 1 unless every part ended well, every
-    cell asked for has a record, and every claim holds.
+    them), `steps.json`, `copies.json`, on demand `agreement/`, `baselines/`, `rates.jsonl` and
+    `layers/`, a log of each part and `summary.json`, written again after each part.  What these
+    parts left there before goes first (but `layers` goes on where it ended); what other parts left
+    stays and counts.  Exit code 1 unless every part ended well, every cell asked for has a record,
+    and every claim holds (`rates` and `layers` make none).
 
     \b
     Example:
@@ -57,9 +61,9 @@ def measure_gpu(
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
-    source = suite or data_dir("config") / "gpu.yaml"
-    asked = GpuAsked(suite=source, output=output, device=device, only=tuple(only or ()))
-    asked.names("")  # an unreadable suite or method ends the command here
+    asked = GpuAsked(suite=suite, output=output, device=device, only=tuple(only or ()))
+    for name in names:
+        asked.check(name)  # an unreadable suite or method ends the command here
     if inside:
         for name in names:
             PARTS[name](asked)
@@ -67,17 +71,73 @@ def measure_gpu(
     need_gpu(device)
     need_folder("-o", output)
     summary = measure(names, asked, lambda text: typer.echo(text, err=True))
-    _show(summary, output)
-    if not summary.sound:
+    claims = any(name not in SUITES for name in names)
+    _show(summary, output, claims=claims)
+    if device == "cpu":
+        typer.echo("on a CPU: the seconds mean nothing")
+    if not (summary.sound if claims else summary.ended):
         raise typer.Exit(1)
 
 
-def _show(summary: Summary, output: Path) -> None:
+def predict_gpu(
+    output: Output,
+    suite: SuiteFile = None,
+    anew: Annotated[bool, Option("--anew", help="Replace predictions that say otherwise.")] = False,
+) -> None:
+    """Predict the steps that `measure-gpu --part layers` measures: seconds, and bytes allocated,
+    reserved and pinned, into DIR/predictions.jsonl.  Commit that file before the measurement, which
+    takes no predictions of other constants or plans.
+
+    \b
+    Example:
+      rematbench predict-gpu -o results/measured/gpu
+    """
+    found = [predict(cell) for cell in layer_cells(load_layers(suite or _own("layers")))]
+    need_folder("-o", output)
+    typer.echo(write_predictions(found, output / PREDICTED, anew=anew))
+
+
+def gpu_tables(
+    folder: Annotated[Path, Argument(metavar="DIR", help="What measure-gpu wrote.")],
+    output: Output,
+    suite: Annotated[Path | None, Option(metavar="SUITE.yaml", help="That of the layers.")] = None,
+) -> None:
+    """Tables of a `measure-gpu` folder: rates measured, predicted and published; steps and bytes
+    measured and predicted; each method's speed over full recomputation, and both MFUs.
+
+    \b
+    Example:
+      rematbench gpu-tables my-gpu -o my-gpu/tables
+    """
+    tables = []
+    if (folder / "rates.jsonl").exists():
+        tables.append(rates_table(read_lines(folder / "rates.jsonl", Rate)))
+    if turns := [
+        t for path in sorted(folder.glob("layers/*.jsonl")) for t in read_lines(path, Turn)
+    ]:
+        rows = layer_rows(load_layers(suite or _own("layers")), folder, turns)
+        tables += [layers_table(rows), ratios_table(rows)]
+    if not tables:
+        raise CommandError(f"{folder}: has no rates.jsonl and no layers/*.jsonl")
+    need_folder("-o", output)
+    for table in tables:
+        table.write(output)
+        if table.name != "gpu_rates":  # a hundred lines
+            console().print(rich_table(table))
+        typer.echo(f"{output / table.name}.md: {table.full_note}")
+
+
+def _own(part: str) -> Path:
+    return data_dir("config") / SUITES[part][0]
+
+
+def _show(summary: Summary, output: Path, *, claims: bool) -> None:
     words = {True: "yes", False: "NO", None: "not known"}
     table = left(grid("claim", "holds", "numbers"), 0, 2)
     for finding in summary.findings:
         table.add_row(plain(finding.claim), words[finding.holds], plain(finding.text))
-    console().print(table)
+    if claims:
+        console().print(table)
     for ran in summary.parts:
         if ran.status != "ok":
             typer.echo(

@@ -70,10 +70,10 @@ def _need(option: str, target: Path, folder: Path) -> None:
 
 def rich_table(table: Table) -> RichTable:
     """A table for the terminal, with the same cells as its Markdown."""
-    heads = [column.heading for column in table.columns]
+    heads = [column.heading for column in table.headed]
     words = [
         index
-        for index, column in enumerate(table.columns)
+        for index, column in enumerate(table.headed)
         if all(isinstance(row.get(column.key), str) for row in table.rows)
     ]
     shown = left(grid(*heads, title=table.title), *words)

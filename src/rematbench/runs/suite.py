@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -91,10 +91,18 @@ def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -
         require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
 
 
+AnySuite = TypeVar("AnySuite", bound=Suite)
+
+
 def load_suite(path: Path) -> Suite:
     """A suite from YAML; ConfigError with the path for an unknown key or a wrong type."""
+    return read_suite(path, Suite)
+
+
+def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
+    """A suite of a kind that has keys of its own; as `load_suite`."""
     label = str(path)
-    suite = convert(read_mapping(path, label), Suite, label)
+    suite = convert(read_mapping(path, label), kind, label)
     check_names([problem.name for problem in suite.problems], suite.variants, label)
     for problem in suite.matrix.problems() if suite.matrix else ():
         raise ConfigError(label, "matrix", problem)

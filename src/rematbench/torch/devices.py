@@ -93,6 +93,14 @@ def choose_device(kind: str, rank: int) -> torch.device:
     return device
 
 
+def name_for_smi() -> str:
+    """The current GPU as nvidia-smi names it: by its UUID, or by its number where torch does not
+    report the UUID."""
+    number = torch.cuda.current_device()
+    found = getattr(torch.cuda.get_device_properties(number), "uuid", None)
+    return f"GPU-{found}" if found else str(number)
+
+
 def require_gpus(kind: str, ranks: int) -> None:
     """RuntimeError where more ranks than GPUs see the same GPUs: NCCL lets no two share one."""
     if kind != "cpu" and ranks > torch.cuda.device_count():

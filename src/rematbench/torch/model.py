@@ -51,8 +51,10 @@ class RankModel:
         seed: int,
         *,
         threads: int = 1,
+        parameters: dict[str, Parameter] | None = None,
     ) -> None:
-        """Make the parameters; `threads` threads draw the weights."""
+        """Make the parameters; `threads` threads draw the weights.  `parameters`: those of another
+        model of the same kind on this device, which are shared."""
         self.problem, self.place, self.device = problem, place, device
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
@@ -64,8 +66,8 @@ class RankModel:
             ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
-        self.parameters: dict[str, Parameter] = {}
-        draws = Draws(self._specs(), seed, threads) if threads > 1 else None
+        self.parameters = dict(parameters or {})
+        draws = Draws(self._specs(), seed, threads) if threads > 1 and not parameters else None
         self.local = [{u.prefix: self._build(u, seed, draws) for u in c.units} for c in self.chunks]
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)

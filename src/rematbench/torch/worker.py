@@ -116,7 +116,7 @@ def run_case(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
     )
     if device.type == "cuda":
-        _forget(device)  # peaks of drawing weights are no part of training
+        forget(device)  # peaks of drawing weights are no part of training
     result = empty_result(groups, executor)
     if case.shards:
         executor.before_update = lambda parameters: result.gradients[-1].update(
@@ -143,11 +143,11 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
         torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
     # The stream that allocates an action's outputs is not the stream that writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _forget(device)
+    forget(device)
     pin_exactly()
 
 
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
     """Release unused memory and reset the allocators' peaks. cuBLAS keeps a workspace for each
     stream that it ever ran on, also for those of earlier cases."""
     gc.collect()

@@ -15,18 +15,28 @@ from rematbench.runs.record import keep_record
 from rematbench.runs.store import write_atomically
 from rematbench.runs.suite import load_suite
 from rematbench.slurm.launch import last_words, run_limited
+from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.gpu_checks import Ran, Summary, findings
+from rematbench.worlds.layers import load_layers, measure_layers
+from rematbench.worlds.rates import load_rates, measure_rates
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
 """Seconds that each part may take, in the order of the run: less than ten minutes in all, the
 shortest and most certain parts first."""
 RECORDS = ("lossless", "large")
 """Parts that write a record per cell; the names of their problems begin with the part's name."""
-ON_DEMAND = {"agreement": 400.0, "baselines": 180.0}
-"""Seconds that each part of real packages may take.  These parts run only on request, because
-starting the packages about doubles the time of a run."""
+ON_DEMAND = {"agreement": 400.0, "baselines": 180.0, "rates": 470.0, "layers": 560.0}
+"""Seconds that each part may take that runs only on request: those of real packages, the rates of
+kernels and copies, and predicted steps by turns."""
+ENDS_S = 25.0
+"""Seconds of `rates` and `layers` that are left for their last measurement to end."""
+SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "rates": ("rates.yaml", load_rates),
+    "layers": ("gpu_layers.yaml", load_layers),
+}
+"""Parts with a suite of their own: its file in config/, and its reader.  Others have gpu.yaml."""
 BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("megatron_core", {}),
     ("megatron_core", {"recompute": "full"}),
@@ -43,7 +53,7 @@ code."""
 class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a `measure-gpu` command."""
 
-    suite: Path
+    suite: Path | None
     output: Path
     device: Device
     only: tuple[str, ...]
@@ -51,20 +61,32 @@ class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> list[str]:
         """The options as arguments for a part's process."""
-        where = ["-o", str(self.output), "--suite", str(self.suite), "--device", self.device]
+        where = ["-o", str(self.output), "--device", self.device]
+        where += ["--suite", str(self.suite)] if self.suite else []
         return [*where, *(word for name in self.only for word in ("--only", name))]
+
+    def file(self, part: str = "") -> Path:
+        """The suite of a part: the one that was asked for, or the part's own of config/."""
+        return self.suite or data_dir("config") / SUITES.get(part, ("gpu.yaml",))[0]
+
+    def check(self, part: str) -> None:
+        """ConfigError, or another error of one line, for a part's unreadable suite or methods."""
+        if part in SUITES:
+            SUITES[part][1](self.file(part))
+        else:
+            self.names("")
 
     def names(self, problem: str) -> list[str]:
         """Names of the cells of `cells(problem)`, without planning them."""
-        every = cell_names(load_suite(self.suite), self.only)
+        every = cell_names(load_suite(self.file()), self.only)
         return [name for name in every if name.startswith(problem)]
 
     def cells(self, problem: str) -> list[Cell]:
         """Cells of the problems whose name starts with `problem`; CommandError if there is none."""
-        every = cells(load_suite(self.suite), [], self.only)
+        every = cells(load_suite(self.file()), [], self.only)
         found = [cell for cell in every if cell.name.startswith(problem)]
         if not found:
-            raise CommandError(f"{self.suite}: no problem named {problem} is asked for")
+            raise CommandError(f"{self.file()}: no problem named {problem} is asked for")
         return found
 
 
@@ -74,7 +96,8 @@ def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -
     from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
 
     for part in parts:
-        forget(part, asked.output)
+        if part != "layers":  # its turns stay, and those of its problems go one by one
+            forget(part, asked.output)
     ended: list[Ran] = []
     for part in parts:
         ended.append(_run(part, asked, say))
@@ -84,7 +107,8 @@ def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -
 
 def forget(part: str, output: Path) -> None:
     """Remove a part's files of an earlier run, whose numbers would pass for this run's."""
-    (output / f"{part}.json").unlink(missing_ok=True)
+    for suffix in ("json", "jsonl"):
+        (output / f"{part}.{suffix}").unlink(missing_ok=True)
     folder, names = (output / "records", f"{part}*") if part in RECORDS else (output / part, "*")
     for path in folder.glob(f"{names}.json"):
         path.unlink()
@@ -185,6 +209,16 @@ def _baselines(asked: GpuAsked) -> None:
         keep_record(record, asked.output / "baselines", f"{name}-{word}")
 
 
+def _rates(asked: GpuAsked) -> None:
+    limit_s = ON_DEMAND["rates"] - ENDS_S
+    measure_rates(asked.file("rates"), asked.output / "rates.jsonl", asked.device, limit_s)
+
+
+def _layers(asked: GpuAsked) -> None:
+    suite, limit_s = load_layers(asked.file("layers")), ON_DEMAND["layers"] - ENDS_S
+    measure_layers(suite, asked.only, asked.output, asked.device, limit_s)
+
+
 PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "steps": _steps,
     "copies": _copies,
@@ -192,4 +226,6 @@ PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "large": _large,
     "agreement": _agreement,
     "baselines": _baselines,
+    "rates": _rates,
+    "layers": _layers,
 }

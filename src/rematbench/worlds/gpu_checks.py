@@ -53,10 +53,14 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     findings: tuple[Finding, ...]
 
     @property
+    def ended(self) -> bool:
+        """Whether every part ended well."""
+        return all(part.status == "ok" for part in self.parts)
+
+    @property
     def sound(self) -> bool:
         """Whether every part ended well and every claim holds."""
-        ended = all(part.status == "ok" for part in self.parts)
-        return ended and all(finding.holds for finding in self.findings)
+        return self.ended and all(finding.holds for finding in self.findings)
 
 
 class Cells(NamedTuple):

@@ -58,6 +58,11 @@ def has_peak_of(cluster: Cluster, device: str) -> bool:
     return model in (*_numbered(device), device.upper())
 
 
+def same_gpu(published: str, device: str) -> bool:
+    """Whether a published name of a GPU has the model number of `device`, as torch names it."""
+    return _numbered(published)[:1] == _numbered(device)[:1] != []
+
+
 def _numbered(name: str) -> list[str]:
     """The words of a name that contain a digit, in upper case."""
     return [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if re.search(r"\d", word)]

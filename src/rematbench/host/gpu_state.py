@@ -1,0 +1,51 @@
+"""What nvidia-smi says of a GPU at one moment."""
+
+import csv
+import subprocess
+
+from msgspec import Struct
+
+FIELDS = {
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "power_limit_w": "power.limit",
+    "temperature_c": "temperature.gpu",
+}
+PATIENCE_S = 5.0
+
+
+class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The driver, clocks in MHz, power in W and temperature in degrees Celsius of a GPU.  What
+    nvidia-smi does not say is left out."""
+
+    driver: str = ""
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+
+
+def gpu_state(name: str) -> GpuState:
+    """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing or fails."""
+    query = f"--query-gpu={','.join(FIELDS.values())}"
+    words = ["nvidia-smi", "-i", name, query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    except (OSError, subprocess.SubprocessError):
+        return GpuState()
+    return read_state(done.stdout)
+
+
+def read_state(text: str) -> GpuState:
+    """The state in nvidia-smi's line for one GPU; a value that is no number is left out."""
+    values = next(csv.reader([text.strip()], skipinitialspace=True), [])
+    found: dict[str, str | float] = {}
+    for name, value in zip(FIELDS, values, strict=False):
+        if name == "driver":
+            found[name] = value
+        elif value.replace(".", "", 1).isdigit():
+            found[name] = float(value)
+    return GpuState(**found)  # type: ignore[arg-type]

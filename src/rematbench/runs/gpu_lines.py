@@ -1,0 +1,123 @@
+"""Records of one GPU as JSON lines: kernel rates, predictions, and steps by turns.
+
+A line is on disk before the next measurement starts, so that a crash loses no line.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.host.gpu_state import GpuState
+from rematbench.runs.record import Provenance, RecordError
+
+T = TypeVar("T", bound=Struct)
+
+
+class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One timed call: its median, least and largest seconds over `n` repeats, `spread` (the
+    interquartile range over the median), and the seconds that the shipped cost model predicts.
+
+    `what`, `implementation` and `shape` are as in kernels.csv.  `work`: FLOP or bytes (`unit`) of
+    one call.  `clock`: CUDA events, or the host's clock.  Without numbers `reason` says why.
+    """
+
+    what: str
+    implementation: str
+    dtype: str
+    shape: dict[str, str]
+    status: Literal["ok", "skipped", "failed"]
+    reason: str = ""
+    n: int = 0
+    median_s: float | None = None
+    min_s: float | None = None
+    max_s: float | None = None
+    spread: float | None = None
+    predicted_s: float | None = None
+    work: float = 0.0
+    unit: Literal["flop", "bytes", ""] = ""
+    clock: Literal["events", "host"] = "events"
+    gpu: GpuState = GpuState()
+    provenance: Provenance
+
+
+class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is predicted of a cell before it is measured: seconds of a step, and bytes of the
+    fullest rank.  `run_id` and `plan_hash` are those of a simulated record, so that a changed
+    constant or plan is seen; `code` is the digest of the simulator's code.
+
+    `pinned_bytes` counts blocks of powers of two, `host_bytes` the tensors in them.  A cell that
+    does not fit has its bytes, and the reason.
+    """
+
+    cell: str
+    run_id: str
+    plan_hash: str
+    code: str
+    status: Literal["ok", "oom", "unsupported", "failed"]
+    reason: str = ""
+    step_s: float | None = None
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    pinned_bytes: int = 0
+    host_bytes: int = 0
+    provenance: Provenance
+
+
+class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a cell: `step_s` of its timed steps after a warm-up, seconds in which the host
+    issued each, the allocators' peaks, and the GPU's state during the warm-up.  `round` and `place`
+    say when: every cell has one turn in a round, in a random order.  A cell that its prediction
+    refuses has one line in round 0."""
+
+    cell: str
+    run_id: str
+    plan_hash: str
+    round: int
+    place: int
+    status: Literal["ok", "oom", "nan", "failed", "refused"]
+    reason: str = ""
+    step_s: tuple[float, ...] = ()
+    issue_s: tuple[float, ...] = ()
+    warm_s: float = 0.0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    pinned_bytes: int = 0
+    gpu: GpuState = GpuState()
+    provenance: Provenance
+
+
+def append_line(path: Path, line: Struct) -> None:
+    """Append one line and flush it to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """The lines of a file; RecordError, with its number, for a line that is none.  A last line
+    without an end, which a killed process left, does not count."""
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(msgspec.json.decode(line, type=kind))
+        except msgspec.DecodeError as error:
+            raise RecordError(f"{path} line {number}: {error}") from error
+    return found
+
+
+def by_cell(turns: Iterable[Turn]) -> dict[str, list[Turn]]:
+    """Turns by the name of their cell, in their order."""
+    found: dict[str, list[Turn]] = {}
+    for turn in turns:
+        found.setdefault(turn.cell, []).append(turn)
+    return found

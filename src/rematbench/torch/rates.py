@@ -1,0 +1,215 @@
+"""Rates of one device: the probes of the operator tables, copies, and the host's issue times."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from rematbench.cost.bind import CopyDirection
+from rematbench.cost.copies import Crowd
+from rematbench.cost.kernels import Elementwise, Gemm
+from rematbench.host.memory import free_bytes
+from rematbench.torch.devices import empty_pinned, pin_exactly
+from rematbench.torch.failures import failure
+from rematbench.torch.memory import host_bytes
+from rematbench.torch.probes import Place, Probe
+from rematbench.torch.repeats import Call, Repeats
+from rematbench.torch.streams import make_streams
+
+PROBE_S = 2.5
+"""Seconds of repeats of one probe, at most (a repeat that has begun ends)."""
+NODES = 256
+HOST_CALLS = 300
+"""Calls of a host's sample: fewer than the launches that wait in a GPU's queue."""
+LACKING = ("No available kernel", "No viable backend")
+"""Texts of torch's errors where an attention backend is not for this device or shape."""
+COPIES: tuple[CopyDirection, CopyDirection] = ("d2h", "h2d")
+BOTH = Crowd(1.0, 0.0, 0.0, 0.0)
+
+
+def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
+    """Pinned copies each way, both ways, and both beside square products of `width`; and making
+    pinned memory."""
+    cost, pinned = place.problem.cost, int(place.device.type == "cuda")
+    alone = {name: cost.copy_s(nbytes, name) for name in COPIES}
+    both = max(cost.copy_s(nbytes, name, BOTH) for name in COPIES)
+    one = cost.kernel_s(Gemm(width, width, width), "forward")
+    many = max(1, round(both / one))
+    shape = {"nbytes": str(nbytes), "pinned": str(pinned)}
+    gemms = {"gemms": str(many), "m": str(width), "n": str(width), "k": str(width)}
+    asked: list[tuple[str, tuple[str, ...], float]] = [
+        ("memcpy_d2h", ("d2h",), alone["d2h"]),
+        ("memcpy_h2d", ("h2d",), alone["h2d"]),
+        ("memcpy_bidirectional", COPIES, both),
+        ("overlap", ("compute",), many * one),
+        ("overlap", (*COPIES, "compute"), max(many * one, both)),
+    ]
+    for what, streams, predicted_s in asked:
+        beside = gemms | {"streams": "+".join(streams)} if "compute" in streams else {}
+        moved = 0.0 if beside else float(nbytes * len(streams))
+        yield Probe(
+            what=what,
+            implementation="torch",
+            dtype="",
+            shape=shape | beside,
+            make=partial(_copying, place, nbytes, width, many, streams),
+            work=moved,
+            unit="bytes" if moved else "",
+            predicted_s=predicted_s,
+        )
+    yield Probe(
+        what="pinned_allocation",
+        implementation="torch",
+        dtype="",
+        shape=shape,
+        make=partial(_pinning, place, nbytes),
+        work=float(nbytes),
+        unit="bytes",
+        clock="host",
+    )
+
+
+def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[str, ...]) -> Call:
+    """The named kinds of work at once, each on its own stream."""
+    device, streams = place.device, make_streams(place.device)
+    here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in COPIES]
+    there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in COPIES]
+    a = place.random(width, width)
+    work: dict[str, Call] = {
+        "d2h": partial(there[0].copy_, here[0], non_blocking=True),
+        "h2d": partial(here[1].copy_, there[1], non_blocking=True),
+        "compute": lambda: [a @ a for _ in range(products)],
+    }
+
+    def run() -> None:
+        streams.begin()
+        for name in names:
+            with streams.on(name):
+                work[name]()
+        streams.flush()
+
+    return run
+
+
+def _pinning(place: Place, nbytes: int) -> Call:
+    """Pinned memory made and given back."""
+    cuda = place.device.type == "cuda"
+    if cuda:
+        pin_exactly()
+
+    def run() -> None:
+        host_bytes(nbytes, pinned=cuda)
+        if cuda:
+            empty_pinned()
+
+    return run
+
+
+def launch_probes(place: Place, nbytes: int) -> Iterator[Probe]:
+    """Two memory-bound kernels, one of twice the bytes; the host's time to issue an operator, a
+    node of the backward, and a copy."""
+    cost = place.problem.cost
+    common: dict[str, Any] = {"implementation": "torch", "dtype": "fp32"}
+    for size in (nbytes, 2 * nbytes):
+        yield Probe(
+            what="elementwise",
+            shape={"op": "add_", "nbytes": str(size)},
+            make=partial(_adding, place, size),
+            work=2.0 * size,
+            unit="bytes",
+            predicted_s=cost.kernel_s(Elementwise(2 * size), "forward"),
+            **common,
+        )
+    for word, per in (("operator", 1), ("autograd_node", NODES), ("copy", 1)):
+        yield Probe(
+            what="host_issue",
+            shape={"of": word},
+            make=partial(_issuing, place, word),
+            per=per,
+            clock="host",
+            predicted_s=cost.host_launch_s,
+            **common,
+        )
+
+
+def _adding(place: Place, nbytes: int) -> Call:
+    x = torch.zeros(nbytes // 4, device=place.device)
+    return lambda: x.add_(1.0)
+
+
+def _issuing(place: Place, word: str) -> Call:
+    x = torch.ones(16, device=place.device, requires_grad=word == "autograd_node")
+    if word == "operator":
+        return lambda: x + x
+    if word == "copy":
+        there = host_bytes(64, pinned=place.device.type == "cuda").view(torch.float32)
+        return lambda: there.copy_(x, non_blocking=True)
+    y = x
+    for _ in range(NODES):
+        y = y * 1.0
+    grad = torch.ones_like(y)
+    return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
+
+
+class Timed(NamedTuple):
+    """How a probe ended, and the seconds of each repeat; `reason` says why there are none."""
+
+    probe: Probe
+    status: Literal["ok", "skipped", "failed"]
+    reason: str = ""
+    seconds: tuple[float, ...] = ()
+
+
+class Rates:
+    """Times probes one after another, in a random order."""
+
+    def __init__(self, device: torch.device, until: float) -> None:
+        """`until`: the monotonic time at which the last probe begins."""
+        self.device, self.until = device, until
+        self.repeats = Repeats(device)
+
+    def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Timed]:
+        """Every probe with its seconds; what waits for torch's compiler comes last."""
+        order = list(probes)
+        random.Random(seed).shuffle(order)
+        for probe in sorted(order, key=lambda probe: probe.compiled):
+            yield self.rate(probe)
+
+    def rate(self, probe: Probe) -> Timed:
+        """One probe.  What does not run here is `skipped` or `failed`."""
+        missing = self._missing(probe)
+        if missing:
+            return Timed(probe, "skipped", missing)
+        try:
+            found = self._times(probe)
+        except Exception as error:
+            status, reason = failure(error)
+            lacking = status == "oom" or any(words in reason for words in LACKING)
+            short = " ".join(reason.split()).split(". ")[0][:200]
+            return Timed(probe, "skipped" if lacking else "failed", short)
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return Timed(probe, "ok", "", tuple(seconds / probe.per for seconds in found))
+
+    def _missing(self, probe: Probe) -> str:
+        if time.monotonic() >= self.until:
+            return "no time was left"
+        cuda = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if cuda else free_bytes()
+        if probe.room_bytes > free >= 0:
+            return f"needs {probe.room_bytes / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
+        return ""
+
+    def _times(self, probe: Probe) -> list[float]:
+        call = probe.make()
+        call()  # compiles, and fills caches, outside of the time for repeats
+        self.repeats.wait()
+        until = min(self.until, time.monotonic() + PROBE_S)
+        if probe.clock == "host":
+            calls = 1 if probe.per > 1 or probe.unit else HOST_CALLS
+            return self.repeats.of_host(call, calls, until)
+        return self.repeats.of_device(call, until)

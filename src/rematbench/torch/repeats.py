@@ -1,0 +1,100 @@
+"""Repeats of one call on a device: by CUDA events behind a busy device, or by the host's clock."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rematbench.torch.streams import host_clock
+
+LEAST, MOST = 7, 60
+"""Repeats: at least (where time is left), and at most."""
+STEADY = 0.01
+"""Spread (interquartile range over median) at which repeats end."""
+SAMPLE_S = 1e-3
+"""A sample has as many calls as take about this long, at most MOST_CALLS."""
+MOST_CALLS = 100
+BLOCKER = 4096
+"""Width of the square product that keeps the device busy while the host issues a sample."""
+MOST_BLOCKERS = 200
+
+Call = Callable[[], object]
+
+
+class Repeats:
+    """Samples of calls on one device.  On CUDA a sample starts behind products that take longer
+    than the host takes to issue it, so that no launch is timed; on a CPU the host's clock runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.set_num_threads(1)  # as in a rank's process
+        self.device = device
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            self.wide = torch.randn(BLOCKER, BLOCKER, device=device).to(torch.bfloat16)
+            self.block_s = min(self._events(lambda: self.wide @ self.wide, 1, 0) for _ in range(5))
+
+    def wait(self) -> None:
+        """Hold the host until the device is idle."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def of_device(self, call: Call, until: float) -> list[float]:
+        """Seconds of a call that has run before, on the device, one for each sample, until `until`
+        (monotonic)."""
+        issued = host_clock()
+        call()
+        issue_s = issued()
+        self.wait()
+        once = issued()
+        calls = max(1, min(MOST_CALLS, round(SAMPLE_S / once)))
+        if not self.cuda:
+            return repeated(lambda: self._host(call, calls), until)
+        need = math.ceil(1.5 * issue_s * calls / self.block_s)
+        return repeated(lambda: self._events(call, calls, min(MOST_BLOCKERS, need)), until)
+
+    def of_host(self, call: Call, calls: int, until: float) -> list[float]:
+        """Seconds in which the host makes a call, with an idle device at the start of a sample."""
+        self._host(call, calls)
+        return repeated(lambda: self._host(call, calls), until)
+
+    def _events(self, call: Call, calls: int, blockers: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for _ in range(blockers):
+            torch.mm(self.wide, self.wide)
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / calls
+
+    def _host(self, call: Call, calls: int) -> float:
+        self.wait()
+        took = host_clock()
+        for _ in range(calls):
+            call()
+        seconds = took() / calls
+        self.wait()
+        return seconds
+
+
+def repeated(sample: Callable[[], float], until: float) -> list[float]:
+    """Samples until they are steady or the time ends; at least one, which is never the first (the
+    first warms up)."""
+    sample()
+    found = [sample()]
+    while len(found) < MOST and time.monotonic() < until:
+        if len(found) >= LEAST and spread_of(found) < STEADY:
+            break
+        found.append(sample())
+    return found
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """The interquartile range over the median; infinite for fewer than two values."""
+    if len(seconds) < 2:
+        return float("inf")
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle if middle else float("inf")

@@ -1,0 +1,31 @@
+"""The device of a GPU measurement, for the provenance of its lines."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from rematbench.cost.constants import Calibration
+from rematbench.host.gpu_state import GpuState, gpu_state
+from rematbench.packages.process import Device
+from rematbench.runs.record import provenance
+
+
+class Machine:
+    """One device: its name and versions, and its state now."""
+
+    def __init__(self, device: Device) -> None:
+        from rematbench.torch.devices import name_for_smi  # noqa: PLC0415  # torch is optional
+        from rematbench.torch.job import versions  # noqa: PLC0415
+
+        self.versions = versions(device)
+        self.name = self.versions["device"]
+        self.smi = name_for_smi() if device == "cuda" else ""
+
+    def state(self) -> GpuState:
+        """The GPU's state now; empty on a CPU."""
+        return gpu_state(self.smi) if self.smi else GpuState()
+
+    def about(self, calibration: Calibration) -> dict[str, Any]:
+        """The fields `gpu` and `provenance` of a line that is written now."""
+        made = replace(provenance(calibration), **self.versions)
+        return {"gpu": self.state(), "provenance": made}

@@ -1,0 +1,42 @@
+"""The parts of `measure-gpu` that set rates and steps beside predictions, on the stand-in."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.runs.gpu_lines import Rate, Turn, read_lines
+from tests.campaigns import suite_text, tiny
+from tests.stand_in.conftest import Run
+
+pytestmark = pytest.mark.soak
+SIZES = {"model": "tiny-llama-deep", "cluster": "h200-141gb", "gpus": 1, "global_batch": 1}
+
+
+def test_rates_are_timed_by_events(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rates.yaml"
+    lists = {"clusters": ["h100-80gb", "h200-141gb"], "attention_lengths": [128]}
+    lists |= {"copy_bytes": [65536]}
+    problem = tiny("tiny", seq_len=64, **SIZES)
+    path.write_text(suite_text([problem], copy_gemm=64, compiled=False, **lists))
+    words = ("measure-gpu", "--part", "rates", "-o", str(tmp_path), "--suite", str(path))
+    run("-m", "rematbench", *words)
+    lines = read_lines(tmp_path / "rates.jsonl", Rate)
+    assert {line.implementation for line in lines if line.status != "ok"} <= {"cudnn"}
+    assert all(line.predicted_s for line in lines if line.what == "gemm")
+
+
+def test_turns_have_the_allocators_peaks(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    head = {"methods": ["keep_all", "full_recompute", "memo"], "half_width": 100.0}
+    problem = tiny("one", seq_len=64, **SIZES)
+    path.write_text(suite_text([problem], references={"one": "full_recompute.0"}, **head))
+    given = ("-o", str(tmp_path), "--suite", str(path))
+    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--part", "layers", *given)
+    turns = read_lines(tmp_path / "layers/one.jsonl", Turn)
+    assert [turn.status for turn in turns] == ["ok"] * 9
+    peaks = {turn.cell: turn.allocated_bytes for turn in turns}
+    assert peaks["one.keep_all.0"] > peaks["one.full_recompute.0"] > 0
+    assert all(turn.pinned_bytes > 1000 for turn in turns if "memo" in turn.cell)
+    run("-m", "rematbench", "gpu-tables", str(tmp_path), *given)
+    assert "Stand-in" in (tmp_path / "gpu_layers.md").read_text()

@@ -1,0 +1,240 @@
+"""Predictions before a measurement, turns in random order, ratios and their tables; no torch."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.host.console import CommandError
+from rematbench.host.gpu_state import GpuState, read_state
+from rematbench.runs.cell import Cell
+from rematbench.runs.gpu_lines import (
+    Prediction,
+    Rate,
+    Turn,
+    append_line,
+    by_cell,
+    read_lines,
+)
+from rematbench.runs.record import Provenance, RecordError
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
+from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.worlds import layers
+from rematbench.worlds.layers import PREDICTED, LayerSuite, Taken
+from tests.campaigns import suite_text, tiny
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def made(device: str, written: str = "2026-01-02T00:00:00+00:00") -> Provenance:
+    return Provenance(rematbench="", python="", platform="", written=written, device=device)
+
+
+class Machine:
+    name = H100
+
+    def about(self, calibration: object) -> dict[str, Any]:
+        return {"gpu": GpuState(), "provenance": made(self.name)}
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> LayerSuite:
+    sizes = {"model": "tiny-llama-deep", "gpus": 1, "global_batch": 1, "cluster": "h100-80gb"}
+    problems = [
+        tiny("short", seq_len=32, **sizes),
+        tiny("long", seq_len=64, hbm_bytes=1_200_000_000, **sizes),
+    ]
+    path = tmp_path / "suite.yaml"
+    text = suite_text(
+        problems,
+        methods=["keep_all", "full_recompute"],
+        references=dict.fromkeys(("short", "long"), "full_recompute.0"),
+        variants=[{"method": "memo", "problems": ["short"], "settings": {"alpha": 0.5}}],
+    )
+    path.write_text(text)
+    return layers.load_layers(path)
+
+
+def predicted(suite: LayerSuite, folder: Path) -> list[Cell]:
+    found = layers.layer_cells(suite)
+    lines = [layers.predict(cell) for cell in found]
+    layers.write_predictions(lines, folder / PREDICTED, anew=False)
+    return found
+
+
+def test_a_suite_runs_its_methods_and_variants_and_names_its_references(
+    suite: LayerSuite, tmp_path: Path
+) -> None:
+    assert list(layers.layer_names(suite)) == [
+        *("short.full_recompute.0", "short.keep_all.0", "short.memo.1"),
+        *("long.full_recompute.0", "long.keep_all.0"),
+    ]
+    path = tmp_path / "suite.yaml"
+    path.write_text(path.read_text().replace('"long": "full_recompute.0"', '"long": "mst.0"'))
+    with pytest.raises(ConfigError, match="references: long: names no cell"):
+        layers.load_layers(path)
+    path.write_text(path.read_text().replace('["keep_all"', '["kep_all"'))
+    with pytest.raises(ConfigError, match="did you mean 'keep_all'"):
+        layers.load_layers(path)
+
+
+def test_shipped_predictions_are_of_every_cell_and_references_fit() -> None:
+    shipped = layers.load_layers(data_dir("config") / "gpu_layers.yaml")
+    names = layers.layer_names(shipped)
+    folder = data_dir("config").parent / "results/measured/gpu"
+    known = {line.cell: line for line in read_lines(folder / PREDICTED, Prediction)}
+    assert known.keys() == names.keys()
+    for problem, reference in shipped.references.items():
+        assert known[f"{problem}.{reference}"].status == "ok"
+
+
+def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
+    suite: LayerSuite, tmp_path: Path
+) -> None:
+    path = tmp_path / PREDICTED
+    with pytest.raises(CommandError, match="no predictions"):
+        layers.read_predictions(tmp_path, [])
+    found = predicted(suite, tmp_path)
+    lines = read_lines(path, Prediction)
+    assert [line.status for line in lines] == ["ok", "ok", "ok", "oom", "oom"]
+    before = path.read_bytes()
+    later = [replace(line, provenance=made("", "2030")) for line in lines]
+    assert "as before" in layers.write_predictions(later, path, anew=False)
+    other = [replace(lines[0], step_s=1.0), *lines[1:]]
+    with pytest.raises(CommandError, match=f"something else of {lines[0].cell}"):
+        layers.write_predictions(other, path, anew=False)
+    with pytest.raises(CommandError, match=r"long\.keep_all\.0"):
+        layers.write_predictions(lines[:-1], path, anew=False)
+    assert path.read_bytes() == before
+    assert layers.read_predictions(tmp_path, found)[lines[0].cell] == lines[0]
+    layers.write_predictions([replace(lines[0], run_id="x"), *lines[1:]], path, anew=True)
+    with pytest.raises(CommandError, match="other constants or plans"):
+        layers.read_predictions(tmp_path, found)
+
+
+def turn(cell: str, number: int, *seconds: float, **more: Any) -> Turn:
+    known = {"run_id": "", "plan_hash": "", "place": 0, "status": "ok", "provenance": made(H100)}
+    return Turn(**known | {"cell": cell, "round": number, "step_s": seconds} | more)
+
+
+def test_a_ratio_is_paired_by_round_with_students_interval() -> None:
+    reference = [turn("r", n, s) for n, s in ((1, 2.0), (2, 2.2), (3, 2.4), (4, 9.0))]
+    mine = [turn("m", n, s) for n, s in ((1, 1.0), (2, 1.0), (3, 1.0))]
+    found = layers.ratio(mine, reference)
+    assert found is not None
+    assert (found.mean, found.n) == (pytest.approx(2.2), 3)
+    assert found.half_width == pytest.approx(4.302653 * 0.2 / 3**0.5)  # t of two degrees
+    assert layers.ratio(mine, []) is None
+    assert not layers.is_settled(mine, reference, 0.2)
+    assert layers.is_settled(mine, reference, 0.3)
+    assert not layers.is_settled(mine[:2], reference, 0.3)
+    assert layers.is_settled(mine, [], 0.0)  # the reference did not run
+
+
+def rounds(suite: LayerSuite, folder: Path, steps: Any, until_s: float = 60.0) -> Taken:
+    every = [cell for cell in layers.layer_cells(suite) if cell.name.startswith("short")]
+    taken = Taken(folder / "layers", Machine(), every)  # type: ignore[arg-type]
+    layers._rounds(list(every), suite, taken, steps, time.monotonic() + until_s)
+    return taken
+
+
+def test_rounds_mix_the_cells_until_ratios_are_known_and_go_on_after_a_break(
+    suite: LayerSuite, tmp_path: Path
+) -> None:
+    def steps(problem: object, plan: Any) -> tuple[str, str, dict[str, Any]]:
+        if plan.rules and "memo" in plan.fit:
+            return "oom", "full", {}
+        return "ok", "", {"step_s": (1.0, 1.0), "allocated_bytes": 5}
+
+    taken = rounds(suite, tmp_path, steps)
+    found = by_cell(taken.turns)
+    failed = [name for name, turns in found.items() if turns[-1].status == "oom"]
+    assert {name: len(turns) for name, turns in found.items()} == {
+        name: 1 if name in failed else layers.FEWEST for name in found
+    }
+    assert read_lines(tmp_path / "layers/short.jsonl", Turn) == taken.turns
+    again = rounds(suite, tmp_path, steps)
+    assert again.rounds == taken.rounds + 1  # settled: one round more, and done
+    assert rounds(suite, tmp_path, steps, until_s=-1.0).rounds == again.rounds
+    Machine.name, kept = "another", Machine.name
+    with pytest.raises(CommandError, match="not of this run"):
+        rounds(suite, tmp_path, steps)
+    Machine.name = kept
+
+
+def test_tables_set_the_measured_beside_the_predicted(suite: LayerSuite, tmp_path: Path) -> None:
+    predicted(suite, tmp_path)
+    known = {line.cell: line for line in read_lines(tmp_path / PREDICTED, Prediction)}
+    slow, fast = known["short.full_recompute.0"], known["short.keep_all.0"]
+    turns = [
+        turn(line.cell, n, 1.1 * line.step_s, allocated_bytes=2 * line.allocated_bytes)
+        for line in (slow, fast)
+        for n in (1, 2)
+    ]
+    turns.append(turn("long.keep_all.0", 0, status="refused", reason="predicted oom: 1 GiB short"))
+    rows = layer_rows(suite, tmp_path, turns)
+    by_name = {(row["problem"], row["method"]): row for row in rows}
+    row = by_name["short", "keep_all"]
+    assert row["step_s_error"] == pytest.approx(0.1)
+    assert row["allocated_bytes_error"] == pytest.approx(1.0)
+    assert row["ratio"] == pytest.approx(slow.step_s / fast.step_s)
+    assert row["ratio_error"] == pytest.approx(0.0, abs=1e-12)
+    assert 0.0 < row["mfu_causal"] < row["mfu_dense"]
+    shown = layers_table(rows)
+    assert "time 10.00 % of 2 (expected: at most 5 %), allocated bytes 100.00 % of 2" in shown.note
+    assert "refused: predicted oom: 1 GiB short" in shown.markdown()
+    assert not shown.note.startswith("Run on a CPU")
+    assert "NOT every prediction" in shown.note  # predicted today, measured in January 2026
+    assert len(ratios_table(rows).rows) == 2
+
+
+def rate(**fields: Any) -> Rate:
+    known: dict[str, Any] = {"implementation": "torch", "dtype": "bf16", "status": "ok", "n": 9}
+    return Rate(**known | {"provenance": made(H100), "unit": "flop"} | fields)
+
+
+def test_rates_stand_beside_published_rows_of_the_same_gpu() -> None:
+    gemm = rate(
+        what="gemm",
+        shape={"m": "4096", "n": "10240", "k": "8192"},
+        median_s=1e-3,
+        predicted_s=2e-3,
+        work=2.0 * 4096 * 10240 * 8192,
+    )
+    heads = {"b": "1", "h": "64", "kv": "8", "s": "8192", "d": "128", "causal": "1"}
+    work = 4.0 * 64 * 128 * 8192**2 / 2
+    attention = rate(
+        what="attention_forward", implementation="flash", shape=heads, median_s=1e-3, work=work
+    )
+    other = replace(gemm, provenance=made("NVIDIA H200"))
+    skipped = rate(what="gemm", shape={}, status="skipped", reason="no time was left", n=0)
+    table = rates_table([gemm, attention, other, skipped])
+    rows = {(row["what"], row["status"], row["published_n"]): row for row in table.rows}
+    row = rows["gemm", "ok", 1]
+    assert row["published_s"] == pytest.approx(0.9825e-3)  # Vidur's row of H100
+    assert row["error"] == pytest.approx(-0.5)
+    assert {key[2] for key in rows if key[0] == "gemm" and key[1] == "ok"} == {1, None}
+    flash = next(row for row in table.rows if row["what"] == "attention_forward")
+    assert 300e12 < work / flash["published_s"] < 420e12  # FlashAttention-2 of 64 heads
+    assert "gemm 50.00 % of 2" in table.note
+    assert "no time was left" in table.markdown()
+
+
+def test_a_file_of_lines_survives_a_kill_and_names_a_wrong_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append_line(path, turn("a", 1, 1.0))
+    path.write_bytes(path.read_bytes() + b'{"cell": "a", "ro')
+    assert [line.cell for line in read_lines(path, Turn)] == ["a"]
+    path.write_bytes(b"{}\n")
+    with pytest.raises(RecordError, match="line 1"):
+        read_lines(path, Turn)
+
+
+def test_a_gpus_state_is_read_from_nvidia_smi() -> None:
+    state = read_state("580.65.06, 1980, 2619, 312.45, 700.00, 41\n")
+    assert (state.driver, state.sm_clock_mhz, state.power_w) == ("580.65.06", 1980.0, 312.45)
+    assert state.temperature_c == 41.0
+    assert read_state("1, [N/A], 2619, [Not Supported], 700, 41").sm_clock_mhz is None
