@@ -65,7 +65,7 @@ def test_both_passes_repeat_and_take_as_long(name: str, layout: str) -> None:
     program, whole = lower(plan, given_problem), unrepeated(plan, given_problem)
     assert program.text() == whole.text()
     passes = [b for rank in program.ranks for b in rank.blocks if b.label in "FB"]
-    assert all(block.turns for block in passes)
+    assert all(block.periods for block in passes)
     seconds = action_seconds(given_problem)
     found, expected = simulate_chunks(program, seconds), simulate(whole, seconds)
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)

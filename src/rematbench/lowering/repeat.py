@@ -2,11 +2,11 @@
 
 Deep in a chunk of equal layers every layer's actions are those of the layer before, with the next
 number in each storage name and later events.  So a chunk of 80 equal layers needs no 80 emissions:
-a chunk without most of the equal layers is written, and the actions of one *turn* in its middle
-(one layer, or as many as there are rounding buffers, which layers use in turn) are repeated.  Three
-neighbouring turns must be alike, and nothing may cross the missing layers but a storage of the
-chunk's ends, as the residual's gradient is; else the whole chunk is written.  Tests compare the
-result with the whole chunk's own block.
+a chunk without most of the equal layers is written, and the actions of one *period* in its middle
+are repeated: one layer, or as many as there are rounding buffers, which layers use one after the
+other.  Three neighbouring periods must be alike, and nothing may cross the missing layers but a
+storage of the chunk's ends, as the residual's gradient is; else the whole chunk is written.  Tests
+compare the result with the whole chunk's own block.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.writer import BlockWriter, Place
 from rematbench.plan import Group, Transfers
 from rematbench.program.action import Action, Alloc, is_own_event, numbered
-from rematbench.program.program import Block, Turns
+from rematbench.program.program import Block, Periods
 
 LEAST_SHARE = 0.5
 """The least share of a chunk's layers that a repetition must save to be worth its checks."""
@@ -37,31 +37,31 @@ class Emitter(Protocol):
 
 
 class Short(NamedTuple):
-    """A chunk without most of its equal layers, and its fates.  `first`: the number of the turn's
-    first layer; `turn`: layers of a turn; `margin`: equal layers on each side of the turn; `reach`:
-    layers by which copies and gathers run ahead or behind; `dropped`: layers that the chunk lacks,
-    a multiple of `turn`."""
+    """A chunk without most of its equal layers, and its fates.  `first`: the number of the period's
+    first layer; `period`: layers of a period; `margin`: equal layers on each side of the period;
+    `reach`: layers by which copies and gathers run ahead or behind; `dropped`: layers that the
+    chunk lacks, a multiple of `period`."""
 
     chunk: ChunkOps
     fates: Fates
     first: int
-    turn: int
+    period: int
     margin: int
     reach: int
     dropped: int
 
     @property
     def low(self) -> int:
-        """The last layer that is below all layers near the turn."""
+        """The last layer that is below all layers near the period."""
         return self.first - self.margin
 
     @property
     def high(self) -> int:
-        """The first layer that is above all layers near the turn."""
-        return self.first + self.turn + self.margin
+        """The first layer that is above all layers near the period."""
+        return self.first + self.period + self.margin
 
     def shift(self, layers: int, events: int, above: int) -> "Shift":
-        """New names: layers near the turn move up by `layers`, those above by `above`."""
+        """New names: layers near the period move up by `layers`, those above by `above`."""
         return Shift(layers, events, self.low, self.high, above)
 
 
@@ -89,13 +89,13 @@ def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -
     """The short chunk to write in place of a long one; None where too few layers are equal."""
     start, stop = _longest_equal(chunk, fates)
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
-    turn = max(1, slots)
+    period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
-    margin = -(-(reach + turn + 1) // turn) * turn
-    dropped = (stop - start - 2 * margin - turn) // turn * turn
+    margin = -(-(reach + period + 1) // period) * period
+    dropped = (stop - start - 2 * margin - period) // period * period
     if dropped < LEAST_SHARE * len(chunk.layers):
         return None
-    cut = start + 2 * margin + turn
+    cut = start + 2 * margin + period
     left = [*range(cut), *range(cut + dropped, len(chunk.layers))]
     place = {number: index for index, number in enumerate(left)}
     kept = {
@@ -103,7 +103,7 @@ def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -
         for (part, number, name), fate in fates.items()
         if part != "layer" or number in place
     }
-    return Short(chunk.of_layers(left), kept, start + margin, turn, margin, reach, dropped)
+    return Short(chunk.of_layers(left), kept, start + margin, period, margin, reach, dropped)
 
 
 def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
@@ -123,36 +123,37 @@ def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
 
 
 def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bool) -> Block | None:
-    """The whole chunk's block from the short chunk's; None where the turns are not alike, or refer
-    to what is far away.  `places`: where the actions of each unit begin, in the block's order."""
+    """The whole chunk's block from the short chunk's; None where the periods are not alike, or
+    refer to what is far away.  `places`: where the actions of each unit begin, in the block's
+    order."""
     units = [unit.prefix for unit in short.chunk.units]
     order = units if forward else units[::-1]
-    at = order.index(f"L{short.first if forward else short.first + short.turn - 1}")
-    edges = [places[at + k * short.turn] for k in (-1, 0, 1, 2)]
-    turns = [block.actions[a.action : b.action] for a, b in pairwise(edges)]
-    layers = short.turn if forward else -short.turn
+    at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
+    edges = [places[at + k * short.period] for k in (-1, 0, 1, 2)]
+    periods = [block.actions[a.action : b.action] for a, b in pairwise(edges)]
+    layers = short.period if forward else -short.period
     events = edges[2].event - edges[1].event
     again = short.shift(layers, events, 0)
-    if any(again.of(turn) != after for turn, after in pairwise(turns)):
+    if any(again.of(period) != after for period, after in pairwise(periods)):
         return None
-    head, here = block.actions[: edges[1].action], turns[1]
+    head, here = block.actions[: edges[1].action], periods[1]
     tail = block.actions[edges[2].action :]
     lower, upper = (head, tail) if forward else (tail, head)
     oldest = places[at - short.reach].event
     if _crossing(short, [*lower, *here], [*upper, *here]) or _older([*here, *tail], oldest):
         return None
-    times, gap = short.dropped // short.turn + 1, short.dropped
+    times, gap = short.dropped // short.period + 1, short.dropped
     first = 0 if forward else gap
     actions = [*short.shift(first, 0, gap).of(head)]
-    for turn in range(times):
-        actions += short.shift(first + turn * layers, turn * events, gap).of(here)
+    for period in range(times):
+        actions += short.shift(first + period * layers, period * events, gap).of(here)
     actions += short.shift(gap - first, (times - 1) * events, gap).of(tail)
-    return Block(block.label, tuple(actions), Turns(len(head), len(here), times, events))
+    return Block(block.label, tuple(actions), Periods(len(head), len(here), times, events))
 
 
 def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
     """Whether an action below the missing layers names a near layer above them, or the reverse."""
-    near = range(short.first - short.reach, short.first + short.turn + short.reach + 1)
+    near = range(short.first - short.reach, short.first + short.period + short.reach + 1)
     return any(short.high > number >= near.stop for number in _layers(lower)) or any(
         short.low < number < near.start for number in _layers(upper)
     )

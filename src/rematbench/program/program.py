@@ -26,10 +26,10 @@ class Step(NamedTuple):
     chunk: int
 
 
-class Turns(NamedTuple):
-    """Equal turns inside a block, one for each of some equal layers: `times` turns of `length`
-    actions from `start`.  Turns take equally long; the events of each have numbers that are higher
-    by `events` than those of the turn before."""
+class Periods(NamedTuple):
+    """Equal periods inside a block, each of one or a few equal layers: `times` periods of `length`
+    actions from `start`.  Periods take equally long; the events of each have numbers that are
+    higher by `events` than those of the period before."""
 
     start: int
     length: int
@@ -38,12 +38,12 @@ class Turns(NamedTuple):
 
 
 class Block(Struct, frozen=True, gc=False):
-    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `turns`: which
-    of them repeat, where that is known."""
+    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `periods`:
+    which of them repeat, where that is known."""
 
     label: str
     actions: tuple[Action, ...]
-    turns: Turns | None = None
+    periods: Periods | None = None
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):

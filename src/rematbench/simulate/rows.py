@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 class RowPart(NamedTuple):
     """Rows of a block in order.  `carried`: (name, name before) of the block's own events that the
-    rows wait for and that the part before knows by another name, because turns that repeat share
+    rows wait for and that the part before knows by another name, because periods that repeat share
     their rows."""
 
     rows: tuple[Row, ...]
@@ -57,22 +57,22 @@ class RowBlock(NamedTuple):
 
 
 def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
-    """Compile a block into rows.  Turns that repeat are compiled once."""
-    timing, turns = timings(seconds), block.turns
-    if turns is None:
+    """Compile a block into rows.  Periods that repeat are compiled once."""
+    timing, periods = timings(seconds), block.periods
+    if periods is None:
         rows, busy = _rows(block.actions, rank, timing)
         parts = [RowPart(tuple(rows))]
     else:
-        start, length, times, events = turns
+        start, length, times, events = periods
         head, busy = _rows(block.actions[:start], rank, timing)
-        turn, turn_s = _rows(block.actions[start : start + length], rank, timing)
+        period, turn_s = _rows(block.actions[start : start + length], rank, timing)
         tail, tail_s = _rows(block.actions[start + times * length :], rank, timing)
-        between, behind = _carried(turn, tail, times, events)
-        again = RowPart(tuple(turn), between)
+        between, behind = _carried(period, tail, times, events)
+        again = RowPart(tuple(period), between)
         first = RowPart(again.rows)
         parts = [RowPart(tuple(head)), first, *[again] * (times - 1), RowPart(tuple(tail), behind)]
         busy = [a + times * b + c for a, b, c in zip(busy, turn_s, tail_s, strict=True)]
-    distinct = [*parts[:2], parts[-1]] if turns else parts
+    distinct = [*parts[:2], parts[-1]] if periods else parts
     rows = [row for part in distinct for row in part.rows]
     receives = tuple([row.wait for row in rows if row.wait.startswith("recv_")])
     shared = tuple([row.event for row in rows if row.event and not is_local(row.event)])
@@ -83,17 +83,17 @@ Carried = tuple[tuple[str, str], ...]
 
 
 def _carried(
-    turn: Sequence[Row], tail: Sequence[Row], times: int, events: int
+    period: Sequence[Row], tail: Sequence[Row], times: int, events: int
 ) -> tuple[Carried, Carried]:
-    """What is carried from turn to turn, and from the last turn to the tail.  Each turn's events
-    have the names of the first turn's, so an event that a turn knows as number n was, one turn
-    earlier, number n + `events`; where the turn does not record that event, the turn before it
-    did."""
-    recorded = {name for row in turn for name in (row.begin, row.event)}
+    """What is carried from period to period, and from the last one to the tail.  Each period's
+    events have the names of the first period's, so an event that a period knows as number n was,
+    one period earlier, number n + `events`; where the period does not record that event, one before
+    it did."""
+    recorded = {name for row in period for name in (row.begin, row.event)}
     back = (times - 1) * events
     behind = [(name, later_event(name, -back)) for name in _awaited(tail)]
     between: dict[str, str] = {}
-    for wanted in [*_awaited(turn), *(before for _, before in behind)]:
+    for wanted in [*_awaited(period), *(before for _, before in behind)]:
         name = wanted
         for _ in range(times):
             if name in recorded or name in between:

@@ -122,11 +122,7 @@ def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) ->
     file's leave it as it is; CommandError where they say something else, unless `anew`."""
     if path.exists() and not anew:
         old = {line.cell: line for line in read_lines(path, Prediction)}
-        same = {
-            line.cell: replace(line, provenance=old[line.cell].provenance, code=old[line.cell].code)
-            for line in found
-            if line.cell in old
-        }
+        same = {line.cell: _told(line, old[line.cell]) for line in found if line.cell in old}
         changed = [line.cell for line in found if same.get(line.cell) != old.get(line.cell)]
         if changed or old.keys() - same.keys():
             first = (changed or sorted(old.keys() - same.keys()))[0]
@@ -136,6 +132,15 @@ def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) ->
     for line in found:
         append_line(path, line)
     return f"{path}: {len(found)} predictions"
+
+
+def _told(line: Prediction, old: Prediction) -> Prediction:
+    """The prediction with the older one's provenance, and its seconds where only rounding differs:
+    sums in another order are no other prediction."""
+    step_s = line.step_s
+    if step_s and old.step_s and math.isclose(step_s, old.step_s, rel_tol=1e-9):
+        step_s = old.step_s
+    return replace(line, provenance=old.provenance, code=old.code, step_s=step_s)
 
 
 def read_predictions(folder: Path, found: Iterable[Cell]) -> dict[str, Prediction]:
