@@ -66,9 +66,9 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "streams.CudaStreams.clock.stop: end.synchronize",
     ),
     "timed copies": (
-        "beside._timed: streams.begin",
-        "beside._timed: streams.on",
-        "beside._timed: streams.flush",
+        "beside.at_once: streams.begin",
+        "beside.at_once: streams.on",
+        "beside.at_once: streams.flush",
     ),
     "opened channels": ("groups.Groups.connect: start(token, other, channel.direction, 0).wait",),
 }
@@ -78,6 +78,11 @@ NO_ORDER = {
         "before the first step: what NCCL does to open a communicator is no part of any step's time"
     ),
     "canary._wait: torch.cuda.synchronize": "its seconds are the host's clock's",
+    "rates.Rates._times: self.repeats.wait": "before the repeats: the first call compiles",
+    "repeats.Repeats.wait: torch.cuda.synchronize": "as canary._wait",
+    "repeats.Repeats.of_device: self.wait": "counts the calls of a sample, by the host's clock",
+    "repeats.Repeats._host: self.wait": "as canary._wait",
+    "repeats.Repeats._host: self.wait (1)": "the next sample begins with an idle device",
     "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }

@@ -5,7 +5,7 @@ The copies go to and from the host. CUDA events time both; times of a CPU mean n
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -131,6 +131,14 @@ def copy_times(device: torch.device, size: int, nbytes: int, rounds: int = 5) ->
 def _timed(streams: Streams, work: dict[str, Callable[[], object]], times: dict[str, int]) -> float:
     """Seconds of pieces of work, each kind of work on its own stream."""
     stop = streams.clock()
+    at_once(streams, work, times)
+    return stop()
+
+
+def at_once(
+    streams: Streams, work: Mapping[str, Callable[[], object]], times: Mapping[str, int]
+) -> None:
+    """Issue pieces of work, each kind so many times and on its own stream."""
     streams.begin()
     for name, count in times.items():
         place: AbstractContextManager[object] = streams.on(name)
@@ -138,4 +146,3 @@ def _timed(streams: Streams, work: dict[str, Callable[[], object]], times: dict[
             for _ in range(count):
                 work[name]()
     streams.flush()
-    return stop()

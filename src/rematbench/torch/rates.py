@@ -12,6 +12,7 @@ from rematbench.cost.bind import CopyDirection
 from rematbench.cost.copies import Crowd
 from rematbench.cost.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
+from rematbench.torch.beside import at_once
 from rematbench.torch.devices import empty_pinned, pin_exactly
 from rematbench.torch.failures import failure
 from rematbench.torch.memory import host_bytes
@@ -81,17 +82,10 @@ def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[
     work: dict[str, Call] = {
         "d2h": partial(there[0].copy_, here[0], non_blocking=True),
         "h2d": partial(here[1].copy_, there[1], non_blocking=True),
-        "compute": lambda: [a @ a for _ in range(products)],
+        "compute": lambda: a @ a,
     }
-
-    def run() -> None:
-        streams.begin()
-        for name in names:
-            with streams.on(name):
-                work[name]()
-        streams.flush()
-
-    return run
+    times = {name: products if name == "compute" else 1 for name in names}
+    return partial(at_once, streams, work, times)
 
 
 def _pinning(place: Place, nbytes: int) -> Call:

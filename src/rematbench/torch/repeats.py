@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rematbench.torch.streams import host_clock
+from rematbench.torch.streams import host_clock, make_streams
 
 LEAST, MOST = 7, 60
 """Repeats: at least (where time is left), and at most."""
@@ -30,7 +30,7 @@ class Repeats:
     def __init__(self, device: torch.device) -> None:
         torch.set_num_threads(1)  # as in a rank's process
         self.device = device
-        self.cuda = device.type == "cuda"
+        self.cuda, self.streams = device.type == "cuda", make_streams(device)
         if self.cuda:
             self.wide = torch.randn(BLOCKER, BLOCKER, device=device).to(torch.bfloat16)
             self.block_s = min(self._events(lambda: self.wide @ self.wide, 1, 0) for _ in range(5))
@@ -60,15 +60,12 @@ class Repeats:
         return repeated(lambda: self._host(call, calls), until)
 
     def _events(self, call: Call, calls: int, blockers: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         for _ in range(blockers):
             torch.mm(self.wide, self.wide)
-        start.record()
+        stop = self.streams.clock()
         for _ in range(calls):
             call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / calls
+        return stop() / calls
 
     def _host(self, call: Call, calls: int) -> float:
         self.wait()
