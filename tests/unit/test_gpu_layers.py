@@ -231,6 +231,8 @@ def test_a_file_of_lines_survives_a_kill_and_names_a_wrong_line(tmp_path: Path) 
     append_line(path, turn("a", 1, 1.0))
     path.write_bytes(path.read_bytes() + b'{"cell": "a", "ro')
     assert [line.cell for line in read_lines(path, Turn)] == ["a"]
+    append_line(path, turn("b", 1, 1.0))
+    assert [line.cell for line in read_lines(path, Turn)] == ["a", "b"]
     path.write_bytes(b"{}\n")
     with pytest.raises(RecordError, match="line 1"):
         read_lines(path, Turn)

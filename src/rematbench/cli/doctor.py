@@ -4,8 +4,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +13,7 @@ from rich.table import Table
 
 from rematbench.cli.targets import need_file
 from rematbench.host.console import CommandError, console, grid, left
+from rematbench.host.gpu_state import ask_smi
 from rematbench.plugins.discover import discover
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.load import calibration, load_cluster, names
@@ -101,15 +100,8 @@ def host_bytes() -> int:
 
 def nvidia_gpus() -> list[tuple[str, int]]:
     """(name, bytes) of every GPU that nvidia-smi lists; empty where there is none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
-    except (subprocess.SubprocessError, OSError):
-        return []
-    lines = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
+    found = ask_smi(["name", "memory.total"], patience_s=20.0)
+    lines = [line.rpartition(",") for line in found.splitlines() if "," in line]
     return [(name.strip(), int(float(mib)) << 20) for name, _, mib in lines]
 
 

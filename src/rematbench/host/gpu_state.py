@@ -1,7 +1,8 @@
-"""What nvidia-smi says of a GPU at one moment."""
+"""What nvidia-smi says of this machine's GPUs at one moment."""
 
 import csv
 import subprocess
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -30,13 +31,19 @@ class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
 def gpu_state(name: str) -> GpuState:
     """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing or fails."""
-    query = f"--query-gpu={','.join(FIELDS.values())}"
-    words = ["nvidia-smi", "-i", name, query, "--format=csv,noheader,nounits"]
+    return read_state(ask_smi(list(FIELDS.values()), "-i", name, patience_s=PATIENCE_S))
+
+
+def ask_smi(fields: Sequence[str], *words: str, patience_s: float) -> str:
+    """nvidia-smi's answer, a line for each GPU; empty where nvidia-smi is missing or fails."""
+    asked = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *words]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+        done = subprocess.run(
+            ["nvidia-smi", *asked], capture_output=True, text=True, check=True, timeout=patience_s
+        )
     except (OSError, subprocess.SubprocessError):
-        return GpuState()
-    return read_state(done.stdout)
+        return ""
+    return done.stdout
 
 
 def read_state(text: str) -> GpuState:

@@ -19,7 +19,7 @@ from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.writer import BlockWriter, Place
 from rematbench.plan import Group, Transfers
-from rematbench.program.action import Action, Alloc, is_own_event, numbered
+from rematbench.program.action import Action, Alloc, event_number, in_layer, is_local, later_event
 from rematbench.program.program import Block, Periods
 
 LEAST_SHARE = 0.5
@@ -87,15 +87,18 @@ def block_of(
 
 def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
     """The short chunk to write in place of a long one; None where too few layers are equal."""
-    start, stop = _longest_equal(chunk, fates)
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
     margin = -(-(reach + period + 1) // period) * period
-    dropped = (stop - start - 2 * margin - period) // period * period
-    if dropped < LEAST_SHARE * len(chunk.layers):
+    around, least = 2 * margin + period, LEAST_SHARE * len(chunk.layers)
+    if len(chunk.layers) - around < least:  # even if all layers are equal
         return None
-    cut = start + 2 * margin + period
+    start, stop = _longest_equal(chunk, fates)
+    dropped = (stop - start - around) // period * period
+    if dropped < least:
+        return None
+    cut = start + around
     left = [*range(cut), *range(cut + dropped, len(chunk.layers))]
     place = {number: index for index, number in enumerate(left)}
     kept = {
@@ -161,14 +164,13 @@ def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) ->
 
 def _older(actions: Iterable[Action], oldest: int) -> bool:
     """Whether an action waits for an event before the event number `oldest`."""
-    words = map(numbered, {action.wait for action in actions})
-    return any(name is not None and name[1] < oldest for name in words)
+    return any(is_local(a.wait) and event_number(a.wait) < oldest for a in actions)
 
 
 def _layers(actions: Iterable[Action]) -> set[int]:
     """The numbers of the layers that actions name."""
     names = {name for a in actions for name in (*a.reads, *a.frees, *(x.name for x in a.allocs))}
-    return {words[1] for name in names if (words := numbered(name)) is not None}
+    return {words[1] for name in names if (words := in_layer(name)) is not None}
 
 
 class Shift(dict[str, str]):
@@ -186,20 +188,16 @@ class Shift(dict[str, str]):
         return self[name]
 
     def _renamed(self, name: str) -> str:
-        words = numbered(name)
+        words = in_layer(name)
         if words is None:
-            return name
+            return later_event(name, self.events)
         before, number, after = words
-        if is_own_event(words):
-            return f"{before}{number + self.events}"
         if number <= self.low:
             return name
         return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
 
     def of(self, actions: Sequence[Action]) -> tuple[Action, ...]:
         """The actions with the new names."""
-        if not self.layers and not self.events and not self.above:
-            return tuple(actions)
         return tuple([self._action(action) for action in actions])
 
     def _action(self, action: Action) -> Action:

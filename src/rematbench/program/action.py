@@ -202,28 +202,25 @@ def is_local(event: str) -> bool:
     return event.startswith(_LOCAL) and event[len(_LOCAL) :].isdigit()
 
 
-_NUMBERED = re.compile(rf"({GRADIENT}L|L)(\d+)(.*)|({_LOCAL})(\d+)")
-
-
-@lru_cache(maxsize=1 << 15)
-def numbered(name: str) -> tuple[str, int, str] | None:
-    """The words around the number in the name of a layer's storage or part (`d:L`, 3, `.q`), or of
-    an event that only its block uses (`e`, 12, empty); None for any other name."""
-    found = _NUMBERED.fullmatch(name)
-    if found is None:
-        return None
-    before, number, after, local, own = found.groups()
-    return (local, int(own), "") if local else (before, int(number), after)
-
-
-def is_own_event(name: tuple[str, int, str]) -> bool:
-    """Whether a name in words (`numbered`) is that of an event, not of a layer's storage."""
-    return name[0] == _LOCAL
+def event_number(event: str) -> int:
+    """The number of an event that is local to its block."""
+    return int(event[len(_LOCAL) :])
 
 
 def later_event(event: str, by: int) -> str:
     """The event's name with its number higher by `by`; an event that other blocks know stays."""
-    return local_event(int(event[len(_LOCAL) :]) + by) if is_local(event) else event
+    return local_event(event_number(event) + by) if is_local(event) else event
+
+
+_OF_LAYER = re.compile(rf"({GRADIENT}L|L)(\d+)(.*)")
+
+
+@lru_cache(maxsize=1 << 15)
+def in_layer(name: str) -> tuple[str, int, str] | None:
+    """The words around the number of the layer in the name of its storage or part (`d:L`, 3, `.q`);
+    None for a name without a layer."""
+    found = _OF_LAYER.fullmatch(name)
+    return (found[1], int(found[2]), found[3]) if found else None
 
 
 _NUMBER = re.compile(r"(\d+)")

@@ -7,7 +7,6 @@ blocks.  Tensors in staging slots count once, with their pool.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import Struct
 
 from rematbench.cost.copies import pinned_block_bytes
@@ -171,20 +170,25 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
-    """The peaks of a rank: before each step the sum of the steps' net bytes so far, and on it the
-    step's own height."""
-    blocks = np.fromiter((step.block for step in rank.steps), np.intp, len(rank.steps))
-    table = np.array(profiles, np.int64)[blocks]  # [steps, fields of a profile]
-    levels = np.cumsum(table[:, ::2], axis=0)
-    heights = levels - table[:, ::2] + table[:, 1::2]
-    device, host, pinned = (int(peak) for peak in heights.max(axis=0).clip(0))
+    device = host = pinned = device_peak = host_peak = pinned_peak = peak_step = 0
+    for position, (block, _, _) in enumerate(rank.steps):
+        device_net, device_high, host_net, host_high, pinned_net, pinned_high = profiles[block]
+        if device + device_high > device_peak:
+            device_peak, peak_step = device + device_high, position
+        if host_high and host + host_high > host_peak:
+            host_peak = host + host_high
+        if pinned_high and pinned + pinned_high > pinned_peak:
+            pinned_peak = pinned + pinned_high
+        device += device_net
+        host += host_net
+        pinned += pinned_net
     return RankLedger(
-        device_peak_bytes=device,
-        host_peak_bytes=host,
-        pinned_peak_bytes=pinned,
-        peak_step=int(heights[:, 0].argmax()) if device else 0,
-        device_left_bytes=int(levels[-1, 0]),
-        host_left_bytes=int(levels[-1, 1]),
+        device_peak_bytes=device_peak,
+        host_peak_bytes=host_peak,
+        pinned_peak_bytes=pinned_peak,
+        peak_step=peak_step,
+        device_left_bytes=device,
+        host_left_bytes=host,
     )
 
 

@@ -91,9 +91,11 @@ class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def append_line(path: Path, line: Struct) -> None:
-    """Append one line and flush it to the disk."""
+    """Append one line and flush it to the disk.  A last line without an end goes first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    with path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write(msgspec.json.encode(line) + b"\n")
         file.flush()
         os.fsync(file.fileno())

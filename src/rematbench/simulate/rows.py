@@ -37,13 +37,16 @@ class Row(NamedTuple):
     send: str
 
 
+Carried = tuple[tuple[str, str], ...]
+"""(name, name before) of events that rows wait for and that earlier rows know by another name."""
+
+
 class RowPart(NamedTuple):
-    """Rows of a block in order.  `carried`: (name, name before) of the block's own events that the
-    rows wait for and that the part before knows by another name, because periods that repeat share
-    their rows."""
+    """Rows of a block in order.  `carried`: events of the block that change their names before the
+    rows, because periods that repeat share their rows."""
 
     rows: tuple[Row, ...]
-    carried: tuple[tuple[str, str], ...] = ()
+    carried: Carried = ()
 
 
 class RowBlock(NamedTuple):
@@ -65,21 +68,18 @@ def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
     else:
         start, length, times, events = periods
         head, busy = _rows(block.actions[:start], rank, timing)
-        period, turn_s = _rows(block.actions[start : start + length], rank, timing)
+        period, period_s = _rows(block.actions[start : start + length], rank, timing)
         tail, tail_s = _rows(block.actions[start + times * length :], rank, timing)
         between, behind = _carried(period, tail, times, events)
         again = RowPart(tuple(period), between)
         first = RowPart(again.rows)
         parts = [RowPart(tuple(head)), first, *[again] * (times - 1), RowPart(tuple(tail), behind)]
-        busy = [a + times * b + c for a, b, c in zip(busy, turn_s, tail_s, strict=True)]
+        busy = [a + times * b + c for a, b, c in zip(busy, period_s, tail_s, strict=True)]
     distinct = [*parts[:2], parts[-1]] if periods else parts
     rows = [row for part in distinct for row in part.rows]
     receives = tuple([row.wait for row in rows if row.wait.startswith("recv_")])
     shared = tuple([row.event for row in rows if row.event and not is_local(row.event)])
     return RowBlock(tuple(parts), receives, shared, tuple(busy))
-
-
-Carried = tuple[tuple[str, str], ...]
 
 
 def _carried(

@@ -30,7 +30,6 @@ class ActionCosts:
         self.crowd = ALONE
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
-        self._issues: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
         system, vpp = problem.system, problem.layout.vpp
         whole = system.cuda_graphs or system.compiled
@@ -84,12 +83,9 @@ class ActionCosts:
             return 0.0
         if action.kind not in DIRECTION:
             return self.cost.host_launch_s
-        key = (action.kind, action.part[:1], action.variant, action.op)
-        if key not in self._issues:
-            calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
-            calls = min(1, calls) if self._begins and action.part.startswith("L") else calls
-            self._issues[key] = calls * self.cost.host_launch_s
-        return self._issues[key]
+        calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
+        calls = min(1, calls) if self._begins and action.part.startswith("L") else calls
+        return calls * self.cost.host_launch_s
 
     def _inside(self, action: Action) -> bool:
         """Whether an action is in a layer's CUDA graph or compiled region but is not its first
