@@ -63,7 +63,7 @@ def test_uv_takes_torch_from_the_index_of_builds_without_cuda(tmp_path: Path) ->
     said = install(tmp_path)
     (line,) = said.of("uv")
     assert line == (
-        "uv pip install --quiet --compile-bytecode -c requirements.lock --python .venv/bin/python"
+        "uv pip install --quiet -c requirements.lock --python .venv/bin/python"
         f" --torch-backend cpu {TORCH} {MEGATRON} retries=0"
     )
     assert not said.of("python -m pip")

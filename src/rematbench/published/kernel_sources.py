@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from rematbench.cost.kernel_rates import Evidence, Outlier
 from rematbench.published.kernel_rows import KernelRow, Match
@@ -217,6 +216,8 @@ def solve(
     """The parameters that minimise the squared `misses` within `bounds`, deterministically.
     `misses`: parameters -> residuals (rows,), differences of logarithms.  `near`: the residual at
     which a row's weight starts to fall (soft L1; None: plain least squares)."""
+    from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
+
     best = least_squares(
         misses,
         start,

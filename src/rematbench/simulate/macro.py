@@ -139,7 +139,8 @@ def macro_of(*blocks: RowBlock) -> Macro:
 
 
 def prune(macros: Sequence[Macro]) -> list[Macro]:
-    """The macros without terms that can never be the maximum.
+    """The macros without terms that can never be the maximum, and without streams' ends that no
+    macro reads and that are never the last of their rank.
 
     If every block leaves a stream free no later than the compute stream, the stream's free time
     never exceeds the compute stream's.  A term of that stream is then dominated by a compute term
@@ -147,25 +148,27 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
+    read: set[int] = set()
 
     def cut(terms: AffineTerms) -> AffineTerms:
-        if len(terms) == 1:
-            return terms
-        through = next((c for i, c in terms if i == COMPUTE), None)
-        if through is None:
-            return terms
-        return tuple(t for t in terms if t[0] not in trailing or t[1] > through)
+        through = next((c for i, c in terms if i == COMPUTE), None) if len(terms) > 1 else None
+        if through is not None:
+            terms = tuple([t for t in terms if t[0] not in trailing or t[1] > through])
+        read.update([i for i, _ in terms])
+        return terms
 
-    return [
+    cuts = [
         Macro(
-            streams=tuple(Terms(t, cut(terms)) for t, terms in m.streams),
-            events=tuple((n, cut(terms)) for n, terms in m.events),
-            sends=tuple((n, cut(terms)) for n, terms in m.sends),
+            streams=tuple([Terms(t, cut(terms)) for t, terms in m.streams]),
+            events=tuple([(n, cut(terms)) for n, terms in m.events]),
+            sends=tuple([(n, cut(terms)) for n, terms in m.sends]),
             waits=m.waits,
             receives=m.receives,
         )
         for m in macros
     ]
+    unread = trailing - read
+    return [m._replace(streams=tuple([t for t in m.streams if t[0] not in unread])) for m in cuts]
 
 
 def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
@@ -194,9 +197,9 @@ class Motion(NamedTuple):
     waits: tuple[tuple[str, bool], ...]  # event, whether it is a message's arrival
 
 
-def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
+def motion_of(macro: Macro, awaited: set[str]) -> Motion:
     """The motion of a macro, without the events that no macro waits for (`awaited`: those that one
-    waits for); None where the macro has no effect."""
+    waits for)."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:
@@ -206,4 +209,4 @@ def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
     events = tuple([(name, index(terms)) for name, terms in macro.events if name in awaited])
     sends = tuple([(name, index(terms)) for name, terms in macro.sends])
     waits = tuple([(name, name in macro.receives) for name in macro.waits])
-    return Motion(tuple(ends), streams, events, sends, waits) if ends else None
+    return Motion(tuple(ends), streams, events, sends, waits)

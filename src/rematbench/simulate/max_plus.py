@@ -31,8 +31,8 @@ class Runs(NamedTuple):
     steps: tuple[tuple[int, int, int], ...]
 
 
-MacroSteps = tuple[list[Motion | None], Runs]
-"""The motion of each distinct run of a rank (None: the run has no effect), and the runs."""
+MacroSteps = tuple[list[Motion], Runs]
+"""The motion of each distinct run of a rank, and the runs."""
 
 
 def rank_macros(
@@ -41,27 +41,43 @@ def rank_macros(
     """A rank's steps as motions, without events that no other macro waits for.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
-    runs = _runs(rank.steps, tuple([bool(block.receives) for block in code]))
+    runs = _runs(rank.steps, tuple([_role(block) for block in code]))
     macros = prune([_fused([code[i] for i in key], known) for key in runs.keys])
     awaited = {name for macro in macros for name in macro.waits}
     return [motion_of(macro, awaited) for macro in macros], runs
 
 
+STILL, JOINS, STARTS = range(3)
+"""What a block does to a run: nothing (it only allocates or frees); goes on with the run of its
+micro-batch and chunk; starts a new one."""
+
+
+def _role(block: RowBlock) -> int:
+    """A block that receives a message starts a new run: a message sent before it must leave while
+    the block waits."""
+    if block.receives:
+        return STARTS
+    return JOINS if any(rows for rows, _ in block.parts) else STILL
+
+
 @lru_cache(maxsize=64)
-def _runs(steps: tuple[Step, ...], starts: tuple[bool, ...]) -> Runs:
-    """The runs of a rank's steps.  A block that receives a message starts a new run (`starts`, by
-    block): a message sent before it must leave while the block waits."""
+def _runs(steps: tuple[Step, ...], roles: tuple[int, ...]) -> Runs:
+    """The runs of a rank's steps; `roles`: of its blocks."""
     keys: dict[tuple[int, ...], int] = {}
     runs: list[tuple[int, int, int]] = []
     run: list[int] = []
     at, where = -1, -1
     for block, micro_batch, chunk in steps:
-        if micro_batch != at or chunk != where or starts[block]:
+        role = roles[block]
+        if role == STILL:
+            continue
+        if micro_batch != at or chunk != where or role == STARTS:
             if run:
                 runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
             run, at, where = [], micro_batch, chunk
         run.append(block)
-    runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
+    if run:
+        runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
     return Runs(tuple(keys), tuple(runs))
 
 
@@ -98,10 +114,7 @@ def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -
     motions, (_, steps) = own
     for position in range(clock.position, len(steps)):
         index, micro_batch, chunk = steps[position]
-        motion = motions[index]
-        if motion is None:
-            continue
-        ends, streams, recorded, sends, waits = motion
+        ends, streams, recorded, sends, waits = motions[index]
         inputs = _inputs(waits, clock, messages, micro_batch, chunk) if waits else free
         if inputs is None:
             clock.position = position

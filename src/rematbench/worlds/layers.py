@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
-from scipy.stats import t as student
 
 from rematbench.choose.outcome import run_plan
 from rematbench.host.console import CommandError
@@ -181,6 +180,8 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
     ]
     if not pairs:
         return None
+    from scipy.stats import t as student  # noqa: PLC0415 (slow, and only this interval needs it)
+
     n, mean = len(pairs), statistics.fmean(pairs)
     if n < 2:
         return Ratio(mean, math.inf, n)
