@@ -75,6 +75,7 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure as PDF and PNG.  The files have no dates, so equal data give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
+    figure.set_layout_engine("none")  # the layout of the PDF holds
     figure.savefig(path.with_suffix(".png"), dpi=200, metadata={"Software": None})
     plt.close(figure)
 

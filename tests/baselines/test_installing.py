@@ -1,5 +1,6 @@
 """What ./bench installs to trace again: command lines of uv and pip, replaced by recorders."""
 
+import json
 import os
 import re
 import shutil
@@ -15,16 +16,19 @@ BENCH = (ROOT / "bench").read_text()
 PINS = dict(re.findall(r"\b(torch|megatron)=([\d.]+)", BENCH))
 TORCH, MEGATRON = f"torch=={PINS['torch']}", f"megatron-core=={PINS['megatron']}"
 PYTHON = """#!/bin/sh
+case $*:$2 in
+*:'import json'*) exec "$REAL" "$@" ;; # reads pip's report
+-c*) echo "$INSTALLED" | grep -q "${3%%=*}"; exit ;; # is it installed?
+esac
 echo "python $*" >>"$LOG"
-if [ "$1" = -c ]; then # is it installed?
-    echo "$INSTALLED" | grep -q "${3%%=*}"
-    exit
-fi
 case $* in *--dry-run*) echo "$REPORT" ;; esac
 """
 UV = """#!/bin/sh
 echo "uv $* retries=$UV_HTTP_RETRIES" >>"$LOG"
-exit "$UV_EXIT"
+case $* in
+*--torch-backend*) exit "$UV_EXIT" ;;
+*) echo "unpacks $(cat)" >>"$LOG" && exit "$UNPACK_EXIT" ;;
+esac
 """
 
 
@@ -35,12 +39,23 @@ class Said(NamedTuple):
     text: str
 
     def of(self, tool: str) -> list[str]:
-        asked = [line for line in self.commands if line.startswith(tool)]
-        return [line for line in asked if " -c import" not in line]
+        return [line for line in self.commands if line.startswith(tool)]
 
 
-def install(folder: Path, *, installed: str = "", uv_exit: int = 0, report: str = "{}") -> Said:
-    """`install_tracing` of a copy of ./bench, in an environment of recorders."""
+CHOICE = {"torch": "file:///wheels/torch.whl", "mpmath": "https://index/mpmath.whl"}
+"""What pip would install, by name, and where it is."""
+
+
+def install(
+    folder: Path,
+    *,
+    installed: str = "",
+    uv_exit: int = 0,
+    unpack_exit: int = 0,
+    choice: dict[str, str] = CHOICE,
+) -> Said:
+    """`install_tracing` of a copy of ./bench, in an environment of recorders.  `uv_exit`,
+    `unpack_exit`: of uv's own choice and of its unpacking of pip's."""
     functions, _, _ = BENCH.partition("[ $# -gt 0 ] || usage")
     (folder / "bench").write_text(functions + "install_tracing\n")
     (folder / ".venv" / "bin").mkdir(parents=True)
@@ -50,7 +65,15 @@ def install(folder: Path, *, installed: str = "", uv_exit: int = 0, report: str 
         tool.chmod(0o755)
     log = folder / "log"
     log.touch()
-    settings = {"LOG": log, "INSTALLED": installed, "UV_EXIT": uv_exit, "REPORT": report}
+    items = [{"metadata": {"name": n}, "download_info": {"url": u}} for n, u in choice.items()]
+    settings = {
+        "LOG": log,
+        "REAL": sys.executable,
+        "INSTALLED": installed,
+        "UV_EXIT": uv_exit,
+        "UNPACK_EXIT": unpack_exit,
+        "REPORT": json.dumps({"install": items}),
+    }
     environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
     done = subprocess.run(
         ["sh", str(folder / "bench")], env=environment, capture_output=True, text=True, check=False
@@ -87,10 +110,10 @@ def test_the_pinned_uv_knows_these_options(tmp_path: Path) -> None:
 
 def test_a_torch_that_is_there_stays(tmp_path: Path) -> None:
     said = install(tmp_path, installed="torch")
-    assert not said.of("uv")
-    plan, done = said.of("python -m pip")
+    (plan,) = said.of("python -m pip")
     assert "--dry-run" in plan
-    assert done == f"python -m pip install --quiet -c requirements.lock {MEGATRON}"
+    assert plan.endswith(f"-c requirements.lock {MEGATRON}")
+    assert not [line for line in said.of("uv") if "--torch-backend" in line]
 
 
 def test_nothing_is_asked_for_where_both_are_there(tmp_path: Path) -> None:
@@ -100,13 +123,26 @@ def test_nothing_is_asked_for_where_both_are_there(tmp_path: Path) -> None:
     assert not said.text
 
 
-def test_pip_stands_in_for_uv_but_takes_no_cuda(tmp_path: Path) -> None:
-    (tmp_path / "plain").mkdir()
-    said = install(tmp_path / "plain", uv_exit=1)
-    assert said.of("python -m pip")[-1].endswith(f"-c requirements.lock {TORCH} {MEGATRON}")
-    (tmp_path / "cuda").mkdir()
-    report = '{"install": [{"metadata": {"name": "nvidia-cublas"}}]}'
-    said = install(tmp_path / "cuda", uv_exit=1, report=report)
+def test_where_uv_knows_no_such_build_it_unpacks_what_pip_would_take(tmp_path: Path) -> None:
+    said = install(tmp_path, uv_exit=1)
     (plan,) = said.of("python -m pip")
     assert "--dry-run" in plan
+    assert said.of("uv")[-1].startswith("uv pip install --quiet --no-deps --python")
+    assert said.of("unpacks") == [f"unpacks torch @ {CHOICE['torch']}"]
+    assert f"mpmath @ {CHOICE['mpmath']}" in said.commands
+    assert "cannot be had here" not in said.text
+
+
+def test_pip_stands_in_for_uv(tmp_path: Path) -> None:
+    said = install(tmp_path, uv_exit=1, unpack_exit=1)
+    plan, done = said.of("python -m pip")
+    assert "--dry-run" in plan
+    assert done == f"python -m pip install --quiet -c requirements.lock {TORCH} {MEGATRON}"
+
+
+def test_no_build_with_cuda_is_taken(tmp_path: Path) -> None:
+    said = install(tmp_path, uv_exit=1, choice={**CHOICE, "nvidia-cublas": "https://index/c.whl"})
+    (plan,) = said.of("python -m pip")
+    assert "--dry-run" in plan
+    assert not said.of("unpacks")
     assert "cannot be had here" in said.text

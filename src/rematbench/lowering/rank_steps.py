@@ -4,7 +4,7 @@ Plans of one layout often differ in the contents of blocks but rarely in their o
 is computed from the few facts it depends on, once for all plans with equal facts.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from rematbench.lowering.schedule import phases
@@ -72,16 +72,24 @@ class RankSteps(NamedTuple):
 def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[PassKind, Pass]:
     """The kinds of passes of a rank, each with its first pass."""
     found: dict[PassKind, Pass] = {}
-    phase = phases(order)
+    kinds = _kinds(order, windows)
     for item in order:
         if item.forward:  # its backward is of the same kind
-            found.setdefault(_kind(item, phase, windows), item)
+            found.setdefault(kinds[item[1:]], item)
     return found
 
 
-def _kind(item: Pass, phase: dict[tuple[int, int], Phase], windows: tuple[Window, ...]) -> PassKind:
-    inside = tuple(first <= item.micro_batch < end for first, end in windows)
-    return PassKind(item.chunk, phase[item.micro_batch, item.chunk], inside)
+@lru_cache(maxsize=256)
+def _kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[tuple[int, int], PassKind]:
+    """The kind of each (micro-batch, chunk) of a rank."""
+    inside = {
+        micro_batch: tuple([first <= micro_batch < end for first, end in windows])
+        for micro_batch in {item.micro_batch for item in order}
+    }
+    return {
+        (micro_batch, chunk): PassKind(chunk, phase, inside[micro_batch])
+        for (micro_batch, chunk), phase in phases(order).items()
+    }
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
@@ -102,15 +110,12 @@ class _Walk:
         self.facts = facts
         self.phase = phases(facts.order)
         classes = dict(facts.classes)
-        self.class_of = {
-            item[1:]: classes[_kind(item, self.phase, facts.windows)]
-            for item in facts.order
-            if item.forward
-        }
+        kinds = _kinds(facts.order, facts.windows)
+        self.class_of = {where: classes[kind] for where, kind in kinds.items()}
         self.started: set[int] = set()  # chunks that have had a forward
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
-        self.steps: list[Step] = []
+        self.steps: list[tuple[int, int, int]] = []
         self.releases: list[tuple[int, str, Pass]] = []
         self.fetches = 0
         self.copying: Pass | None = None
@@ -126,11 +131,12 @@ class _Walk:
                 self._backward(item, position)
             self._release_due(position)
         self._release_due(len(self.facts.order) + self.facts.release_lag + 1)
-        return RankSteps(tuple(self.index), tuple(self.steps))
+        steps = map(partial(tuple.__new__, Step), self.steps)  # _make() takes three times as long
+        return RankSteps(tuple(self.index), tuple(steps))
 
     def _add(self, key: Key, item: Pass) -> None:
-        index = self.index.setdefault(key, len(self.index))
-        self.steps.append(Step(index, item.micro_batch, item.chunk))
+        _, micro_batch, chunk = item
+        self.steps.append((self.index.setdefault(key, len(self.index)), micro_batch, chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
         """The positions at which each backward's H2D copies are issued: those of a whole chunk when

@@ -5,8 +5,10 @@ blocks.  Tensors in staging slots count once, with their pool.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from rematbench.cost.copies import pinned_block_bytes
@@ -170,25 +172,23 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
-    device = host = pinned = device_peak = host_peak = pinned_peak = peak_step = 0
-    for position, (block, _, _) in enumerate(rank.steps):
-        device_net, device_high, host_net, host_high, pinned_net, pinned_high = profiles[block]
-        if device + device_high > device_peak:
-            device_peak, peak_step = device + device_high, position
-        if host_high and host + host_high > host_peak:
-            host_peak = host + host_high
-        if pinned_high and pinned + pinned_high > pinned_peak:
-            pinned_peak = pinned + pinned_high
-        device += device_net
-        host += host_net
-        pinned += pinned_net
+    bytes_ = list(chain.from_iterable(profiles))
+    small = max(map(abs, bytes_)) * len(rank.steps) < np.iinfo(np.int64).max
+    table = np.fromiter(bytes_, np.int64 if small else object, len(bytes_))
+    blocks = np.fromiter([step[0] for step in rank.steps], np.intp, len(rank.steps))
+    by_step = table.reshape(-1, len(Profile._fields)).T.take(blocks, axis=1)
+    nets, highs = by_step[0::2], by_step[1::2]  # (device, host, pinned) by steps
+    levels = nets.cumsum(axis=1)
+    tops = levels - nets + highs
+    device_left, host_left, _ = levels[:, -1].tolist()
+    device_peak, host_peak, pinned_peak = tops.max(axis=1, initial=0).tolist()
     return RankLedger(
         device_peak_bytes=device_peak,
         host_peak_bytes=host_peak,
         pinned_peak_bytes=pinned_peak,
-        peak_step=peak_step,
-        device_left_bytes=device,
-        host_left_bytes=host,
+        peak_step=int(tops[0].argmax()),
+        device_left_bytes=device_left,
+        host_left_bytes=host_left,
     )
 
 
