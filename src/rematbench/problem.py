@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,8 +41,15 @@ class Evaluation(Protocol):
     def reserved_bytes(self) -> int: ...
 
 
+class Weight(NamedTuple):
+    """The bytes of an evaluation, without its seconds."""
+
+    peak_device_bytes: tuple[int, ...]
+    reserved_bytes: int
+
+
 Evaluator = Callable[["Problem", Plan], Evaluation]
-Weigher = Callable[["Problem", Plan], int]
+Weigher = Callable[["Problem", Plan], Weight]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +58,8 @@ class Problem:
 
     `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
     stack's ("": the stack's).  `reserve_bytes` of each device stay free where a method tunes its
-    plan to the device.  `evaluator` is the chunk-level evaluator; `weigher` gives the bytes that
-    the fullest rank reserves, without simulating time (the results of both are memoised).
+    plan to the device.  `evaluator` is the chunk-level evaluator; `weigher` gives the bytes
+    of a plan without simulating time (the results of both are memoised).
     Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
     """
 
@@ -67,7 +74,7 @@ class Problem:
     backend: AttentionBackend | Literal[""] = ""
     reserve_bytes: int = 0
     _memo: dict[bytes, Evaluation] = field(default_factory=dict, repr=False)
-    _weights: dict[bytes, int] = field(default_factory=dict, repr=False)
+    _weights: dict[bytes, Weight] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.kernel == "unfused":
@@ -271,21 +278,26 @@ class CostFacade(CostModel):
             memo[key] = self._problem.evaluator(self._problem, plan)
         return memo[key]
 
+    def weigh(self, plan: Plan) -> Weight | Evaluation:
+        """Peaks and reserved bytes of a plan (memoised); its seconds are not simulated where the
+        problem has a weigher."""
+        key = msgspec.json.encode(plan)
+        weights, weigher = self._problem._weights, self._problem.weigher
+        if weigher is None or key in self._problem._memo:
+            return self.evaluate(plan)
+        if key not in weights:
+            weights[key] = weigher(self._problem, plan)
+        return weights[key]
+
     def peak_bytes(self, plan: Plan) -> int:
         """Largest device ledger peak over ranks, bytes."""
-        return max(self.evaluate(plan).peak_device_bytes)
+        return max(self.weigh(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:
         """Usable device bytes, minus `reserve_bytes`, minus the bytes that the fullest rank
         reserves; negative where a plan tuned to the device takes too much."""
         room = self._problem.usable_bytes - self._problem.reserve_bytes
-        key = msgspec.json.encode(plan)
-        weights, weigher = self._problem._weights, self._problem.weigher
-        if weigher is not None and key not in self._problem._memo:
-            if key not in weights:
-                weights[key] = weigher(self._problem, plan)
-            return room - weights[key]
-        return room - self.evaluate(plan).reserved_bytes
+        return room - self.weigh(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
         """ATC'24's estimate of the first stage's bytes as a function of the offloaded share."""

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.choose.outcome import weigh
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
-from rematbench.problem import Problem
+from rematbench.problem import Problem, Weight
 from rematbench.simulate.evaluate import evaluate, evaluate_program
 from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
@@ -180,3 +181,27 @@ def test_a_problem_evaluates_through_its_facade_once() -> None:
     assert len(calls) == 1
     with pytest.raises(RuntimeError, match="built without an evaluator"):
         base.cost.evaluate(plan)
+
+
+def test_a_plan_that_is_only_weighed_is_not_timed() -> None:
+    timed, weighed = [], []
+
+    def timing(given: Problem, plan: Any) -> Any:
+        timed.append(plan)
+        return evaluate(given, plan)
+
+    def weighing(given: Problem, plan: Any) -> Weight:
+        weighed.append(plan)
+        return weigh(given, plan)
+
+    base = problem(pp=2, global_batch=4, model=layers(2))
+    given = remade(base, evaluator=timing, weigher=weighing)
+    plan = given.base_plan.with_rules(rule(Offload()))
+    found = given.cost.weigh(plan)
+    assert found.peak_device_bytes == evaluate(base, plan).peak_device_bytes
+    room = given.usable_bytes - given.cost.headroom_bytes(plan)
+    assert room == found.reserved_bytes >= given.cost.peak_bytes(plan)
+    assert (len(timed), len(weighed)) == (0, 1)
+    given.cost.step_s(given.base_plan)
+    given.cost.weigh(given.base_plan)  # known from the evaluation
+    assert (len(timed), len(weighed)) == (1, 1)

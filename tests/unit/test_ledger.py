@@ -18,7 +18,7 @@ from rematbench.program.ledger import (
     program_profiles,
     timeline,
 )
-from rematbench.program.program import parse_program
+from rematbench.program.program import Step, parse_program
 from rematbench.simulate.step import simulate
 from tests.problems import (
     BALANCED,
@@ -202,6 +202,24 @@ def test_literal_ledger() -> None:
     assert list(live_bytes(program.ranks[0].actions())) == [(12, 0), (12, 8), (4, 8), (0, 0)]
     ledger = issue_order(program)[0]
     assert (ledger.device_peak_bytes, ledger.host_peak_bytes) == (28, 8)
+
+
+@pytest.mark.parametrize("unit", [1, 2**40, 2**62])
+def test_the_walk_over_steps_is_exact_at_any_size(unit: int) -> None:
+    """The peak is the first of equal peaks; a plan that fits nowhere may exceed 64 bits."""
+    program = parse_program(
+        "rank 0\nblock F\n"
+        f"F0.0 compute L0.a a=L0.x:{3 * unit} t={unit}\n"
+        "FREE0.0 compute - f=L0.x\n"
+        "block D2H\n"
+        f"D2H0.0 d2h L0.x a=L0.x@host:{2 * unit} n={unit}\n"
+    )
+    rank = program.ranks[0]
+    steps = tuple(Step(block, i, 0) for i, block in enumerate((1, 0, 0, 1)))
+    ledger = issue_order(replace(program, ranks=(replace(rank, steps=steps),)))[0]
+    assert (ledger.device_peak_bytes, ledger.peak_step) == (4 * unit, 1)
+    assert (ledger.host_peak_bytes, ledger.host_left_bytes) == (4 * unit, 4 * unit)
+    assert ledger.device_left_bytes == 0
 
 
 @pytest.mark.parametrize(("nbytes", "block"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192)])

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from rematbench.choose.outcome import make_problem
+from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.studies import answers
 from rematbench.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.studies.study import load_study, narrowed
@@ -62,6 +66,21 @@ def test_every_method_has_every_layout(tmp_path: Path) -> None:
     keep, full = (cells[(m, "tp 2, pp 2, micro-batch 8, zero 0")] for m in ("keep", "full"))
     assert float(full.values["step_s"]) > float(keep.values["step_s"])
     assert int(full.values["peak_device_bytes"]) < int(keep.values["peak_device_bytes"])
+
+
+def test_methods_share_the_problem_of_a_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def counted(spec: ProblemSpec) -> Problem:
+        made.append(spec)
+        return make_problem(spec)
+
+    monkeypatch.setattr(answers, "make_problem", counted)
+    full = {"name": "full", "method": "full_recompute"}
+    found = ask(tmp_path, question("run", "two", KEEP, full))
+    assert (len(found), len(made)) == (4, 2)
 
 
 def test_fewest_is_the_smallest_that_fits(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
-from rematbench.problem import Problem
+from rematbench.problem import Problem, Weight
 from rematbench.program.allocator import AllocatorPeaks, Mode
 from rematbench.program.check import Proof, check
 from rematbench.program.program import Program
@@ -150,9 +150,10 @@ def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
     return timed(problem, lowered, weighed(problem, lowered))
 
 
-def weigh(problem: Problem, plan: Plan) -> int:
-    """Bytes that the allocator of a plan's fullest rank reserves."""
-    return weighed(problem, lately(problem, plan)).nbytes
+def weigh(problem: Problem, plan: Plan) -> Weight:
+    """The bytes of `evaluate`: the weigher of a suite's problems."""
+    lowered = lately(problem, plan)
+    return Weight(lowered.peak_device_bytes, weighed(problem, lowered).nbytes)
 
 
 class Reserved(NamedTuple):
@@ -168,6 +169,7 @@ class Lowered:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
+        self.held: dict[int, Reserved] = {}  # what `weighed` found, by usable bytes
 
     @cached_property
     def program(self) -> Program:
@@ -179,10 +181,15 @@ class Lowered:
         """The bytes of every pipeline rank."""
         return program_bytes(self.problem, self.plan, self.program)
 
+    @property
+    def peak_device_bytes(self) -> tuple[int, ...]:
+        """The ledger peak of every pipeline rank."""
+        return tuple(rank.device_peak for rank in self.ranks)
+
     @cached_property
     def live_bytes(self) -> int:
         """The largest ledger peak of a device."""
-        return max(rank.device_peak for rank in self.ranks)
+        return max(self.peak_device_bytes)
 
     @cached_property
     def peaks(self) -> AllocatorPeaks:
@@ -209,8 +216,11 @@ def weighed(problem: Problem, lowered: Lowered, room_bytes: float = inf) -> Rese
     `room_bytes` is not replayed: no allocator needs less."""
     if lowered.live_bytes > room_bytes:
         return Reserved(lowered.live_bytes)
-    known = None if lowered.program.planned else lowered.peaks
-    return reserved(problem, lowered.program, lowered.ranks, known)
+    at = problem.usable_bytes
+    if at not in lowered.held:
+        known = None if lowered.program.planned else lowered.peaks
+        lowered.held[at] = reserved(problem, lowered.program, lowered.ranks, known)
+    return lowered.held[at]
 
 
 def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:

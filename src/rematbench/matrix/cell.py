@@ -14,7 +14,7 @@ from rematbench.choose.job import Job
 from rematbench.choose.outcome import Lowered, Reserved, Status, timed, weighed
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
-from rematbench.problem import Problem
+from rematbench.problem import Problem, Weight
 from rematbench.simulate.breakdown import parts_of
 from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
@@ -65,7 +65,6 @@ class Programs:
 
     def __init__(self) -> None:
         self._lowered: dict[tuple[str, bytes], Lowered] = {}
-        self._reserved: dict[tuple[int, str, bytes], Reserved] = {}
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
         self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
 
@@ -78,17 +77,13 @@ class Programs:
 
     def held(self, problem: Problem, plan: Plan) -> Reserved:
         """What the plan's allocator reserves on the cluster's devices."""
-        usable = problem.usable_bytes
-        at = (usable, *_key(problem, plan)[1:])
-        if at not in self._reserved:
-            self._reserved[at] = weighed(problem, self.lowered(problem, plan), usable)
-        return self._reserved[at]
+        return weighed(problem, self.lowered(problem, plan), problem.usable_bytes)
 
     def weight(self, problem: Problem, plan: Plan) -> PlanBytes:
         """The bytes of a plan, which is not timed."""
         lowered = self.lowered(problem, plan)
         return PlanBytes(
-            reserved_bytes=self.reserved(problem, plan),
+            reserved_bytes=self.held(problem, plan).nbytes,
             peak_bytes=lowered.live_bytes,
             host_node_bytes=host_node_bytes(problem, lowered.ranks),
         )
@@ -110,9 +105,10 @@ class Programs:
             self._parts[key] = parts_of(problem, self.lowered(problem, plan).program, step_s)
         return self._parts[key]
 
-    def reserved(self, problem: Problem, plan: Plan) -> int:
-        """The reserved bytes of a plan; this method is the `weigher` of the cell's problems."""
-        return self.held(problem, plan).nbytes
+    def weigh(self, problem: Problem, plan: Plan) -> Weight:
+        """The bytes of a plan; this method is the `weigher` of the cell's problems."""
+        peaks = self.lowered(problem, plan).peak_device_bytes
+        return Weight(peaks, self.held(problem, plan).nbytes)
 
 
 def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
@@ -123,7 +119,7 @@ def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
 def tried(job: Job, method: Composition, programs: Programs) -> ArmTried:
     """A method at a layout: its plan, weighed, and timed where the plan fits.  A method that fills
     the device leaves the reserve of the job's problem free."""
-    problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.reserved)
+    problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.weigh)
     job = msgspec.structs.replace(job, problem=problem)
     try:
         plan = method.plan(problem, job.base)

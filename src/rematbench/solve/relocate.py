@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from rematbench.lowering.lower import rank_orders
 from rematbench.lowering.schedule import phases
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
-from rematbench.problem import Evaluation, Problem
+from rematbench.problem import Evaluation, Problem, Weight
 from rematbench.solve.kept import kept_activations, with_live_rules
 from rematbench.solve.layers import layers_in_flight
 from rematbench.solve.lynx import LayerGroup, Placed, StagePolicy, heuristic, optimum, policy_front
@@ -141,8 +141,8 @@ class Relocation:
     def fitted(self, base: Plan) -> Plan:
         """The fastest plan found that fits; else the plan with the fewest kept bytes."""
         stages, best = self.stages(base), self.lean(base)
-        evaluation = self.problem.cost.evaluate(best)
-        budgets = [float(self.usable - peak) for peak in evaluation.peak_device_bytes]
+        peaks = self.problem.cost.weigh(best).peak_device_bytes
+        budgets = [float(self.usable - peak) for peak in peaks]
         limits = [_Limit() for _ in stages]
         seen: set[tuple[tuple[StagePolicy, ...], ...]] = set()
         for _ in range(ROUNDS):
@@ -153,10 +153,9 @@ class Relocation:
                 break
             seen.add(policies)
             plan = self.assemble(base, stages, policies)
-            evaluation = self.problem.cost.evaluate(plan)
-            best = self.better(best, plan)  # after the evaluation, which weighs the plan too
+            best = self.better(best, plan)
             kept = [s.kept_bytes(chosen) for s, chosen in zip(stages, policies, strict=True)]
-            budgets = self._budgets(evaluation, kept, limits)
+            budgets = self._budgets(self.problem.cost.weigh(plan), kept, limits)
         return best
 
     def _solved(self, stage: Stage, budget: float) -> tuple[StagePolicy, ...]:
@@ -167,14 +166,14 @@ class Relocation:
         return self._known[key]
 
     def _budgets(
-        self, evaluation: Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
+        self, weight: Weight | Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
     ) -> list[float]:
         """Each rank's budget of kept bytes: what all other tensors leave of the device. The fullest
         rank's budget also loses what the allocator wastes there; no budget reaches a number of kept
         bytes that proved too much."""
-        peaks = evaluation.peak_device_bytes
+        peaks = weight.peak_device_bytes
         fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
-        waste = evaluation.reserved_bytes - peaks[fullest]
+        waste = weight.reserved_bytes - peaks[fullest]
         limits[fullest].waste = max(limits[fullest].waste, waste)
         budgets = []
         for rank, limit in enumerate(limits):

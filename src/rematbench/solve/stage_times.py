@@ -72,7 +72,7 @@ class StageTimes:
         self.ends_s = [0.0] * problem.layout.pp
         self.ends_s[0] += fsum(f(problem, problem.embedding) for f in (forward_s, backward_s))
         self.ends_s[-1] += fsum(f(problem, problem.head) for f in (forward_s, backward_s))
-        lean = problem.cost.evaluate(relocation.lean(base)).peak_device_bytes
+        lean = problem.cost.weigh(relocation.lean(base)).peak_device_bytes
         self.room = [relocation.usable - peak for peak in lean]
         kept_input = table.activations["layer_input"].nbytes
         states = _state_bytes(problem, base) * table.parameters

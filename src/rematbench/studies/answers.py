@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -78,6 +79,7 @@ def _ask(
     study: str, question: Question, workload: StudyWorkload, registry: Registry, path: str
 ) -> Iterator[StudyAnswer]:
     for spec in workload.at_layouts():
+        problem = cache(partial(make_problem, spec))  # methods often evaluate the same plans
         for contender in question.methods:
             blank = StudyAnswer(
                 study=study,
@@ -89,7 +91,7 @@ def _ask(
                 cluster=workload.cluster,
                 command=_command(path, question.ask, spec, contender),
             )
-            yield _answer(blank, question, spec, contender, registry)
+            yield _answer(blank, question, spec, problem, contender, registry)
 
 
 def _command(path: str, ask: Ask, spec: NamedProblem, contender: Contender) -> str:
@@ -102,16 +104,18 @@ def _answer(
     blank: StudyAnswer,
     question: Question,
     spec: ProblemSpec,
+    problem: Callable[[], Problem],
     contender: Contender,
     registry: Registry,
 ) -> StudyAnswer:
-    """The answer of one cell: `blank` with numbers, or with a status and a reason."""
+    """The answer of one cell: `blank` with numbers, or with a status and a reason.  `problem`: that
+    of `spec`; LayoutError where there is none."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
         if question.ask in SEARCHES:
             method = registry.resolve(contender.method, settings)
             return SEARCHES[question.ask](blank, question, spec, method)
-        return _at_length(blank, make_problem(spec), question.ask, contender, registry)
+        return _at_length(blank, problem(), question.ask, contender, registry)
     except (PlanError, LayoutError) as error:
         return replace(blank, status="failed", reason=str(error))
 
