@@ -96,17 +96,24 @@ class _Profiler:
         self.outlives: dict[int, Outlive] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:
-        """The profiles of a rank's blocks.  The rank's steps are walked until the sizes of all
-        tensors are known that a block frees and another block allocated."""
-        alive: dict[tuple[int, int], dict[str, int]] = {}
+        """The profiles of a rank's blocks.  A block may free tensors that another block allocated
+        for the same micro-batch and chunk: their sizes come from the steps of the first micro-batch
+        and chunk that the block runs for."""
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
             if not self._outlive(block).deaths:
                 self.profiles[key] = _profile(left.pop(key), {})
-        for index, micro_batch, chunk in rank.steps:
+        first = {step[0]: step[1:] for step in reversed(rank.steps)} if left else {}
+        alive: dict[tuple[int, ...], dict[str, int]] = {
+            where: {} for index, where in first.items() if id(rank.blocks[index]) in left
+        }
+        for step in rank.steps:
             if not left:
                 break
-            block, sizes = rank.blocks[index], alive.setdefault((micro_batch, chunk), {})
+            sizes = alive.get(step[1:])
+            if sizes is None:
+                continue
+            block = rank.blocks[step[0]]
             if left.pop(id(block), None) is None:
                 self._replay(block, sizes)
             else:
