@@ -116,7 +116,7 @@ class _Walk:
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
-        self.releases: list[tuple[int, str, Pass]] = []
+        self.releases: list[tuple[int, Key, Pass]] = []  # when due, the block, of which pass
         self.fetches = 0
         self.copying: Pass | None = None
 
@@ -168,63 +168,57 @@ class _Walk:
         if leaves:
             if whole:
                 self._add(("D2H", number), item)
-            self.releases.append((position + facts.release_lag, "d2h", item))
+            self.releases.append((position + facts.release_lag, ("free_d2h", number), item))
         if not ends.last:
             self._hold_send(item)
-            self._send(item, position, "send_f")
+            self._send(item, position, "send_f", "free_f")
         if leaves and whole:
             self.copying = item
 
     def _backward(self, item: Pass, position: int) -> None:
         facts, ends = self.facts, self.facts.chunks[item.chunk]
-        self._release_copies(item)
+        number, leaves, _ = self.class_of[item[1:]]
+        if leaves:
+            self._release_copies(item)
         if not ends.last:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
-        self._add(("B", self.class_of[item[1:]].number, reduce), item)
+        self._add(("B", number, reduce), item)
         if not ends.first:
-            self._send(item, position, "send_b")
+            self._send(item, position, "send_b", "free_b")
 
     def _hold_send(self, item: Pass) -> None:
         """In the plan's phases, the copy beside this pass ends before the pass's send starts."""
-        phase = self.phase[item.micro_batch, item.chunk]
-        if self.copying is not None and phase in self.facts.hold_phases:
+        if self.copying is not None and self.phase[item[1:]] in self.facts.hold_phases:
             self._add(("hold",), self.copying)
 
-    def _send(self, item: Pass, position: int, what: str) -> None:
-        self._add((what, self.facts.chunks[item.chunk].output), item)
-        self.releases.append((position + int(self.facts.sends_beside), what, item))
+    def _send(self, item: Pass, position: int, what: str, free: str) -> None:
+        output = self.facts.chunks[item.chunk].output
+        self._add((what, output), item)
+        self.releases.append((position + self.facts.sends_beside, (free, output), item))
 
     def _fetch(self, item: Pass) -> None:
         """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
         self._release_copies(item)
-        slots = self.facts.reload_slots if self.class_of[item[1:]].whole else 0
+        number, _, whole = self.class_of[item[1:]]
+        slots = self.facts.reload_slots if whole else 0
         slot = f"slot/reload{self.fetches % slots}" if slots else ""
         self.fetches += 1
-        self._add(("H2D", self.class_of[item[1:]].number, slot), item)
+        self._add(("H2D", number, slot), item)
 
     def _release_copies(self, item: Pass) -> None:
         """Release the device storages of a (chunk, micro-batch) now if that is still due."""
-        waiting = [r for r in self.releases if r[1] == "d2h" and r[2][1:] == item[1:]]
+        waiting = [r for r in self.releases if r[1][0] == "free_d2h" and r[2][1:] == item[1:]]
         for release in waiting:
             self.releases.remove(release)
-            self._release("d2h", release[2])
+            self._add(release[1], release[2])
 
     def _release_due(self, position: int) -> None:
+        """Wait for the copies and sends that are due, and free their device storages."""
         due = [r for r in self.releases if r[0] <= position]
         if not due:
             return
-        self.releases = [r for r in self.releases if r[0] > position]
-        for _, what, item in due:
-            self._release(what, item)
-
-    def _release(self, what: str, item: Pass) -> None:
-        """Wait for a copy or a send and free its device storages."""
-        output = self.facts.chunks[item.chunk].output
-        match what:
-            case "d2h":
-                self._add(("free_d2h", self.class_of[item[1:]].number), item)
-            case "send_f":
-                self._add(("free_f", output), item)
-            case _:
-                self._add(("free_b", output), item)
+        later = len(due) < len(self.releases)
+        self.releases = [r for r in self.releases if r[0] > position] if later else []
+        for _, key, item in due:
+            self._add(key, item)

@@ -179,9 +179,10 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
-    bytes_ = list(chain.from_iterable(profiles))
-    small = max(map(abs, bytes_)) * len(rank.steps) < np.iinfo(np.int64).max
-    table = np.fromiter(bytes_, np.int64 if small else object, len(bytes_))
+    sizes = list(chain.from_iterable(profiles))
+    highest = max(map(abs, sizes)) * (len(rank.steps) + 2)  # a bound of every sum below
+    kind = np.int64 if highest < np.iinfo(np.int64).max else object
+    table = np.fromiter(sizes, kind, len(sizes))
     blocks = np.fromiter([step[0] for step in rank.steps], np.intp, len(rank.steps))
     by_step = table.reshape(-1, len(Profile._fields)).T.take(blocks, axis=1)
     nets, highs = by_step[0::2], by_step[1::2]  # (device, host, pinned) by steps
