@@ -218,7 +218,6 @@ class _Walk:
         due = [r for r in self.releases if r[0] <= position]
         if not due:
             return
-        later = len(due) < len(self.releases)
-        self.releases = [r for r in self.releases if r[0] > position] if later else []
+        self.releases = [r for r in self.releases if r[0] > position]
         for _, key, item in due:
             self._add(key, item)

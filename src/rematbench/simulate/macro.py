@@ -148,13 +148,11 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
-    read: set[int] = set()
 
     def cut(terms: AffineTerms) -> AffineTerms:
         through = next((c for i, c in terms if i == COMPUTE), None) if len(terms) > 1 else None
         if through is not None:
             terms = tuple([t for t in terms if t[0] not in trailing or t[1] > through])
-        read.update([i for i, _ in terms])
         return terms
 
     cuts = [
@@ -167,7 +165,8 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
         )
         for m in macros
     ]
-    unread = trailing - read
+    every = (terms for m in cuts for _, terms in (*m.streams, *m.events, *m.sends))
+    unread = trailing.difference(i for terms in every for i, _ in terms)
     return [m._replace(streams=tuple([t for t in m.streams if t[0] not in unread])) for m in cuts]
 
 

@@ -203,25 +203,20 @@ def drive(
 ) -> None:
     """Let every rank run until it needs a message that is not sent yet; repeat until all ranks end.
     DeadlockError where no rank can go on."""
-    pp = program.pp
-    awaited: list[MessageKey | None] = [None] * pp
-    ready = list(reversed(range(pp)))
+    waiting: dict[MessageKey, int] = {}
+    ready = list(reversed(range(program.pp)))
     done = 0
     while ready:
         rank = ready.pop()
         clock = clocks[rank]
         if advance(program.ranks[rank], clock):
             done += 1
-        else:
-            awaited[rank] = clock.awaiting
-        # A message goes to a neighbour or, for a tied embedding, to the other end; or back to the
-        # rank itself where it has both stages.
-        for other in {rank, (rank - 1) % pp, (rank + 1) % pp, pp - 1 - rank}:
-            if awaited[other] in messages:
-                awaited[other] = None
-                ready.append(other)
-    if done < pp:
-        stuck = [f"rank {rank} waits for message {key}" for rank, key in enumerate(awaited) if key]
+        elif clock.awaiting is not None:
+            waiting[clock.awaiting] = rank
+        for key in [key for key in waiting if key in messages]:
+            ready.append(waiting.pop(key))
+    if done < program.pp:
+        stuck = [f"rank {rank} waits for message {key}" for key, rank in waiting.items()]
         raise DeadlockError("; ".join(stuck))
 
 
