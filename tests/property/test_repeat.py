@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rematbench.lowering import repeat
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError
 from rematbench.problem import Problem
 from rematbench.program.program import Program
+from rematbench.simulate.macro import macro_of
 from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.rows import Row, RowBlock, RowPart
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, FULL, SKELETAL, half, layers, problem, transfers
@@ -40,6 +43,41 @@ def test_repeated_turns_are_the_whole_chunk(case: tuple[Problem, Plan]) -> None:
             lower(plan, given_problem)
         return
     assert lower(plan, given_problem).text() == expected
+
+
+EVENTS = ("e0", "e1", "e2")
+ROWS = st.lists(
+    st.builds(
+        Row,
+        stream=st.integers(0, 2),
+        seconds=st.integers(0, 9).map(float),
+        issue=st.sampled_from([0.0, 1.0]),
+        late=st.sampled_from([0.0, 2.0]),
+        held=st.booleans(),
+        wait=st.sampled_from(["", *EVENTS, "before"]),
+        begin=st.just(""),
+        event=st.sampled_from(["", *EVENTS, "F"]),
+        send=st.just(""),
+    ),
+    min_size=1,
+    max_size=6,
+).map(tuple)
+
+
+@given(ROWS, st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3), st.integers(2, 20))
+def test_a_power_is_turn_after_turn(rows: tuple[Row, ...], before: list[str], times: int) -> None:
+    """The (max, +) power of a turn gives what turns one by one give, also of events that a turn
+    knows from the one before by another name."""
+    carried = tuple(zip(("e7", "e8", "e9"), before, strict=False))
+    last = Row(0, 1.0, 0.0, 0.0, False, carried[0][0], "", "F", "")
+    head = RowPart(tuple(Row(i, 1.0, 0.0, 0.0, False, "", "", e, "") for i, e in enumerate(EVENTS)))
+    turn = RowPart((*rows, last), carried, times)
+    shown = []
+    for parts in ([turn], [turn._replace(times=1)] * times):
+        made = macro_of(RowBlock((head, RowPart(turn.rows), *parts), (), ("F", *EVENTS), ()))
+        ends = {name: dict(terms) for name, terms in (*made.streams, *made.events)}
+        shown.append((ends, made.waits))
+    assert shown[0] == shown[1]
 
 
 PLANS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from typer import BadParameter
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
+from rematbench.cli.options import percents
 from rematbench.lowering.schedule import passes
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
@@ -245,6 +247,15 @@ def test_an_engine_is_kept_to() -> None:
     assert mine["fell"].get("no options of megatron_core", 0) >= 0
     with pytest.raises(MethodError, match="unknown engine 'megatron'"):
         SearchJob(replace(asked(), engine="megatron"))
+
+
+def test_percents_may_have_their_sign() -> None:
+    """`--within 1%` asks what `--within 1` asks; what is no share of half at most is refused."""
+    assert percents("1%") == percents("1 %") == percents("1") == percents(1.0) == 1.0
+    assert ask("--within", "20%", "--json") == ask("--within", "20", "--json")
+    for text in ("-1", "51%", "nan", "a", "%"):
+        with pytest.raises(BadParameter, match=f"'{text}' is no number of percent from 0 to 50"):
+            percents(text)
 
 
 def test_the_least_memory_is_bisected() -> None:

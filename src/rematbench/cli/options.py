@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 from msgspec import Struct
 from msgspec.structs import fields, replace
-from typer import Argument, Option
+from typer import Argument, BadParameter, Option
 
 from rematbench.choose.job import Job
 from rematbench.choose.outcome import make_problem
@@ -32,6 +33,23 @@ MOST_S = 7 * 86_400.0
 
 Timeout = Annotated[
     float, Option(min=1, max=MOST_S, help="Seconds without a result until given up.")
+]
+
+
+def percents(text: str | float) -> float:
+    """A number of percent, from 0 to 50, with or without its sign: `1`, `1%`.  BadParameter if it
+    is another."""
+    try:
+        number = float(str(text).strip().removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 50:
+        raise BadParameter(f"{text!r} is no number of percent from 0 to 50, as 1 or 1%")
+    return number
+
+
+Within = Annotated[
+    float, Option(parser=percents, metavar="P", help="Percent that may stay unproved.")
 ]
 
 OPTIONS = {

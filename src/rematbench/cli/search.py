@@ -12,7 +12,7 @@ from typer import Option
 
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask, told
-from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS
+from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS, Within, percents
 from rematbench.cli.search_shown import (
     assumed_of,
     notes,
@@ -70,9 +70,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         float | None,
         Option(min=0, metavar="G", help="Device memory to leave free (else: errors of peaks)."),
     ] = None,
-    within: Annotated[
-        float, Option(min=0, max=50, metavar="P", help="Percent that may stay unproved.")
-    ] = 0.5,
+    within: Within = 0.5,
     top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Plans to show.")] = 10,
     explain: Annotated[
         tuple[int, int] | None,
@@ -89,7 +87,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         float, Option(min=0, metavar="S", help="Seconds of a step, for --find batch.")
     ] = 0.0,
     lose: Annotated[
-        float, Option(min=0, metavar="P", help="Percent of the best, for --find memory.")
+        float, Option(parser=percents, metavar="P", help="Percent of the best, for --find memory.")
     ] = 5.0,
     price_tags: Annotated[
         bool, Option("--price-tags", help="What more memory and faster links would buy.")

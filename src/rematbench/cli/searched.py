@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from rematbench.cli.matrix import SUITE, declared
+from rematbench.cli.options import Within
 from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.workers import collect_rarely
@@ -20,7 +21,6 @@ from rematbench.search.sweeps import searched_sweeps
 from rematbench.tables.searched import NEEDED, TABLES, checked
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
-Within = Annotated[float, Option(min=0, metavar="P", help="Percent that may stay unproved.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]
 Line = Mapping[str, Any]
 PREDICTED = (

@@ -11,6 +11,7 @@ compare the result with the whole chunk's own block.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.writer import BlockWriter, Place
 from rematbench.plan import Group, Transfers
-from rematbench.program.action import Action, Alloc, event_number, in_layer, is_local, later_event
+from rematbench.program.action import Action, Alloc, event_number, in_layer, is_local, local_event
 from rematbench.program.program import Block, Periods
 
 LEAST_SHARE = 0.5
@@ -137,7 +138,7 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
     layers = short.period if forward else -short.period
     events = edges[2].event - edges[1].event
     again = short.shift(layers, events, 0)
-    if any(again.of(period) != after for period, after in pairwise(periods)):
+    if any(again.of(period) != [*after] for period, after in pairwise(periods)):
         return None
     head, here = block.actions[: edges[1].action], periods[1]
     tail = block.actions[edges[2].action :]
@@ -147,9 +148,9 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
         return None
     times, gap = short.dropped // short.period + 1, short.dropped
     first = 0 if forward else gap
-    actions = [*short.shift(first, 0, gap).of(head)]
+    actions, one = short.shift(first, 0, gap).of(head), Template(here)
     for period in range(times):
-        actions += short.shift(first + period * layers, period * events, gap).of(here)
+        actions += one.moved(short.shift(first + period * layers, period * events, gap))
     actions += short.shift(gap - first, (times - 1) * events, gap).of(tail)
     return Block(block.label, tuple(actions), Periods(len(head), len(here), times, events))
 
@@ -173,42 +174,95 @@ def _layers(actions: Iterable[Action]) -> set[int]:
     return {words[1] for name in names if (words := in_layer(name)) is not None}
 
 
-class Shift(dict[str, str]):
-    """Actions as other layers have them: numbers of the block's events move up by `events`, numbers
-    of layers between `low` and `high` by `layers`, from `high` on by `above`.  As a dict: each name
-    and its new name."""
+class Shift(NamedTuple):
+    """New names: numbers of the block's events move up by `events`, numbers of layers between `low`
+    and `high` by `layers`, from `high` on by `above`."""
 
-    def __init__(self, layers: int, events: int, low: int, high: int, above: int) -> None:
-        super().__init__()
-        self.layers, self.events, self.above = layers, events, above
-        self.low, self.high = low, high
+    layers: int
+    events: int
+    low: int
+    high: int
+    above: int
 
-    def __missing__(self, name: str) -> str:
-        self[name] = self._renamed(name)
-        return self[name]
-
-    def _renamed(self, name: str) -> str:
-        words = in_layer(name)
-        if words is None:
-            return later_event(name, self.events)
-        before, number, after = words
-        if number <= self.low:
-            return name
-        return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
-
-    def of(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+    def of(self, actions: Sequence[Action]) -> list[Action]:
         """The actions with the new names."""
-        return tuple([self._action(action) for action in actions])
+        return Template(actions).moved(self)
 
-    def _action(self, action: Action) -> Action:
-        return replace(
-            action,
-            part=self[action.part],
-            op=self[action.op],  # a storage where a gradient's memory is allocated
-            reads=tuple([self[name] for name in action.reads]),
-            allocs=tuple([Alloc(self[a.name], a.nbytes, a.slot) for a in action.allocs]),
-            frees=tuple([self[name] for name in action.frees]),
-            event=self[action.event],
-            begin=self[action.begin],
-            wait=self[action.wait],
-        )
+
+Picker = Callable[[Sequence[str]], tuple[str, ...]]
+Line = tuple[Action, int, int, Picker, Sequence[tuple[int, int, str]], Picker, int, int, int]
+"""An action and where its names are: part, operator, reads, new storages (with their bytes and
+slots), freed storages, and its events."""
+
+
+class Template:
+    """Actions taken apart, to be written again and again with other names: each name once, and for
+    each action the places of its names."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        places: dict[str, int] = {}
+        self._lines = [_line(action, places) for action in actions]
+        self._names = [*places]
+        self._layers = [
+            (at, *words)
+            for at, name in enumerate(self._names)
+            if (words := in_layer(name)) is not None
+        ]
+        self._events = [
+            (at, event_number(name)) for at, name in enumerate(self._names) if is_local(name)
+        ]
+
+    def moved(self, shift: Shift) -> list[Action]:
+        """The actions with the new names."""
+        new = self._moved_names(shift)
+        return [
+            replace(
+                action,
+                part=new[part],
+                op=new[op],  # a storage where a gradient's memory is allocated
+                reads=reads(new),
+                allocs=tuple([Alloc(new[at], nbytes, slot) for at, nbytes, slot in allocs]),
+                frees=frees(new),
+                event=new[event],
+                begin=new[begin],
+                wait=new[wait],
+            )
+            for action, part, op, reads, allocs, frees, event, begin, wait in self._lines
+        ]
+
+    def _moved_names(self, shift: Shift) -> list[str]:
+        new = [*self._names]
+        for at, before, number, after in self._layers:
+            if number > shift.low:
+                by = shift.layers if number < shift.high else shift.above
+                new[at] = f"{before}{number + by}{after}"
+        for at, number in self._events:
+            new[at] = local_event(number + shift.events)
+        return new
+
+
+def _line(action: Action, places: dict[str, int]) -> Line:
+    def at(name: str) -> int:
+        return places.setdefault(name, len(places))
+
+    return (
+        action,
+        at(action.part),
+        at(action.op),
+        _picker([at(name) for name in action.reads]),
+        [(at(new.name), new.nbytes, new.slot) for new in action.allocs],
+        _picker([at(name) for name in action.frees]),
+        at(action.event),
+        at(action.begin),
+        at(action.wait),
+    )
+
+
+def _picker(places: Sequence[int]) -> Picker:
+    """What takes the names at these places; `itemgetter` alone gives no tuple of one name."""
+    if not places:
+        return lambda _: ()
+    if len(places) == 1:
+        (at,) = places
+        return lambda names: (names[at],)
+    return itemgetter(*places)

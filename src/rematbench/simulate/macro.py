@@ -6,11 +6,14 @@ waits for.  So a block is a small (max, +) matrix, computed once.  (Baccelli, Co
 1992, Synchronization and Linearity, for the algebra.)
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Sequence, Set
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, is_local
-from rematbench.simulate.rows import NEVER, Row, RowBlock
+from rematbench.simulate.rows import NEVER, Row, RowBlock, RowPart
 from rematbench.simulate.step import HOST
 
 Affine = dict[int, float]
@@ -41,6 +44,7 @@ class Macro(NamedTuple):
     receives: tuple[str, ...]
 
 
+Matrix: TypeAlias = NDArray[np.float64]
 Shifted = tuple[Affine, float]
 """A maximum, and seconds to add to each of its terms: kernels in a row change the seconds alone."""
 
@@ -57,6 +61,37 @@ def _join(a: Shifted, b: Shifted) -> Shifted:
             merged = merged or dict(terms)
             merged[key] = at
     return a if merged is None else (merged, shift)
+
+
+def _latest(row: Matrix, times: Sequence[Shifted | None]) -> Shifted | None:
+    """The maximum of (time + constant) over a matrix' row; None where no time is known."""
+    found = None
+    for at in np.flatnonzero(row > NEVER).tolist():
+        if (time := times[at]) is not None:
+            end = (time[0], time[1] + float(row[at]))
+            found = end if found is None else _join(found, end)
+    return found
+
+
+def power(ends: Sequence[Shifted], times: int) -> Matrix:
+    """The (max, +) power of the square matrix whose rows are `ends`; `times` is 1 or more."""
+    base: Matrix = np.full((len(ends), len(ends)), NEVER)
+    for row, (terms, shift) in zip(base, ends, strict=True):
+        for at, constant in terms.items():
+            row[at] = constant + shift
+    found: Matrix | None = None
+    while times:
+        if times % 2:
+            found = base if found is None else _product(found, base)
+        base, times = _product(base, base), times // 2
+    assert found is not None
+    return found
+
+
+def _product(a: Matrix, b: Matrix) -> Matrix:
+    """The (max, +) product of two square matrices."""
+    product: Matrix = (a[:, :, None] + b).max(axis=1)
+    return product
 
 
 def _frozen(value: Shifted) -> AffineTerms:
@@ -98,6 +133,25 @@ class _Run:
             if held:
                 self._held(end)
 
+    def again(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+        """Issue and run the rows of a part `times` times.  One turn is a (max, +) matrix from the
+        times before it, of streams, the host and events, to those after it; the part is the power
+        of that matrix.  `later`: the events that other parts or blocks read."""
+        turn = _Run()
+        turn.externals = {name: HOST + 1 + at for at, name in enumerate(sorted(later))}
+        state: dict[str, Shifted] = {name: ({at: 0.0}, 0.0) for name, at in turn.externals.items()}
+        state |= part.renamed(state)
+        turn.part(part.rows, state)
+        assert not turn.sends
+        names = [*turn.externals]  # with those that the rows alone wait for
+        matrix = power([*turn.free, *(state[name] for name in names)], part.times)
+        before = [*self.free, *(seen.get(name) for name in names)]
+        after = [_latest(row, before) for row in matrix]
+        for stream in turn.touched:
+            self.free[stream] = after[stream] or self.free[stream]
+        self.touched |= turn.touched
+        seen |= {name: end for name, end in zip(names, after[HOST + 1 :], strict=True) if end}
+
     def _issued(self, start: Shifted, issue: float, late: float) -> Shifted:
         """The start of a row that the host issues."""
         terms, shift = self.free[HOST]
@@ -125,9 +179,13 @@ def macro_of(*blocks: RowBlock) -> Macro:
     seen: dict[str, Shifted] = {}
     for block in blocks:
         seen = {name: value for name, value in seen.items() if not is_local(name)}
-        for rows, carried in block.parts:
-            seen |= [(name, seen[before]) for name, before in carried]
-            run.part(rows, seen)
+        later = {*block.shared, *(before for part in block.parts for _, before in part.carried)}
+        for part in block.parts:
+            if part.times > 1:
+                run.again(part, seen, later)
+            else:
+                seen |= part.renamed(seen)
+                run.part(part.rows, seen)
         run.events |= {name: seen[name] for name in block.shared}
     return Macro(
         streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),

@@ -57,7 +57,7 @@ def _role(block: RowBlock) -> int:
     the block waits."""
     if block.receives:
         return STARTS
-    return JOINS if any(rows for rows, _ in block.parts) else STILL
+    return JOINS if any(part.rows for part in block.parts) else STILL
 
 
 @lru_cache(maxsize=64)

@@ -7,8 +7,8 @@ before the row + h1 + ... + hj; so the row starts no earlier than that clock + t
 (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its actions one by one.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local, later_event
 from rematbench.program.program import Block
@@ -37,16 +37,22 @@ class Row(NamedTuple):
     send: str
 
 
+Time = TypeVar("Time")
 Carried = tuple[tuple[str, str], ...]
 """(name, name before) of events that rows wait for and that earlier rows know by another name."""
 
 
 class RowPart(NamedTuple):
-    """Rows of a block in order.  `carried`: events of the block that change their names before the
-    rows, because periods that repeat share their rows."""
+    """Rows of a block in order, `times` times.  `carried`: events of the block that change their
+    names before the rows, because periods that repeat share their rows."""
 
     rows: tuple[Row, ...]
     carried: Carried = ()
+    times: int = 1
+
+    def renamed(self, seen: Mapping[str, Time]) -> dict[str, Time]:
+        """The events of `seen` that change their names, by their new names."""
+        return {name: seen[before] for name, before in self.carried}
 
 
 class RowBlock(NamedTuple):
@@ -71,12 +77,10 @@ def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
         period, period_s = _rows(block.actions[start : start + length], rank, timing)
         tail, tail_s = _rows(block.actions[start + times * length :], rank, timing)
         between, behind = _carried(period, tail, times, events)
-        again = RowPart(tuple(period), between)
-        first = RowPart(again.rows)
-        parts = [RowPart(tuple(head)), first, *[again] * (times - 1), RowPart(tuple(tail), behind)]
+        again = RowPart(tuple(period), between, times - 1)
+        parts = [RowPart(tuple(head)), RowPart(again.rows), again, RowPart(tuple(tail), behind)]
         busy = [a + times * b + c for a, b, c in zip(busy, period_s, tail_s, strict=True)]
-    distinct = [*parts[:2], parts[-1]] if periods else parts
-    rows = [row for part in distinct for row in part.rows]
+        rows = [*head, *period, *tail]
     receives = tuple([row.wait for row in rows if row.wait.startswith("recv_")])
     shared = tuple([row.event for row in rows if row.event and not is_local(row.event)])
     return RowBlock(tuple(parts), receives, shared, tuple(busy))
