@@ -1,5 +1,6 @@
 """The block of a long chunk of equal layers is what its emitters write layer by layer."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,6 +44,25 @@ def test_repeated_turns_are_the_whole_chunk(case: tuple[Problem, Plan]) -> None:
             lower(plan, given_problem)
         return
     assert lower(plan, given_problem).text() == expected
+
+
+@pytest.mark.parametrize("layout", ["one", "tp"])
+def test_actions_are_counted_once_for_all_periods(layout: str) -> None:
+    """Counts stand for every action of every rank: kernels, bytes of copies and collectives."""
+    rules, moves = PLANS["half by layer"]
+    given_problem = problem(model=layers(60), **LAYOUTS[layout])
+    program = lower(transfers(given_problem.base_plan.with_rules(*rules), **moves), given_problem)
+    expected = Counter(
+        (a.kind, a.op, a.nbytes, a.comm) for rank in program.ranks for a, _, _ in rank.actions()
+    )
+    found: Counter[object] = Counter()
+    for block, runs in program.blocks:
+        for a, count in block.counted():
+            found[a.kind, a.op, a.nbytes, a.comm] += count * runs
+    assert found.total() == expected.total()
+    plain = {key: n for key, n in expected.items() if not key[1].startswith(("L", "d:"))}
+    assert len(plain) > 20
+    assert all(found[key] == n for key, n in plain.items())
 
 
 EVENTS = ("e0", "e1", "e2")

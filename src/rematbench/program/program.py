@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -45,6 +46,17 @@ class Block(Struct, frozen=True, gc=False):
     actions: tuple[Action, ...]
     periods: Periods | None = None
 
+    def counted(self) -> Iterator[tuple[Action, int]]:
+        """The block's actions, and how often each occurs but for the numbers in its names: of
+        periods that repeat, the first period's."""
+        if self.periods is None:
+            yield from zip(self.actions, repeat(1))
+            return
+        start, length, times, _ = self.periods
+        yield from zip(self.actions[:start], repeat(1))
+        yield from zip(self.actions[start : start + length], repeat(times))
+        yield from zip(self.actions[start + times * length :], repeat(1))
+
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank makes
@@ -77,7 +89,7 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
         return "\n".join(lines) + "\n"
 
 
-class Program(Struct, frozen=True, kw_only=True):
+class Program(Struct, frozen=True, kw_only=True, dict=True):
     """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
     addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
     expandable segments (`expandable`) or without."""
@@ -90,6 +102,15 @@ class Program(Struct, frozen=True, kw_only=True):
     def pp(self) -> int:
         """Pipeline ranks."""
         return len(self.ranks)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, int], ...]:
+        """Every distinct block of all ranks, and how often the ranks run it."""
+        found: dict[int, tuple[Block, int]] = {}
+        for rank in self.ranks:
+            for block, runs in zip(rank.blocks, rank.runs, strict=True):
+                found[id(block)] = (block, runs + found.get(id(block), (block, 0))[1])
+        return tuple(found.values())
 
     def text(self) -> str:
         """The programs of all ranks, each after a line `rank N`."""

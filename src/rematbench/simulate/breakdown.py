@@ -44,10 +44,11 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     step."""
     seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
+    used = _streams(program)
     found = {"host": host_wait_s(seconds, program, step_s)}
     before, simulation = step_s - found["host"], None
     for name, streams in TRAFFIC.items():
-        if not any(_uses(program, stream) for stream in streams):
+        if used.isdisjoint(streams):
             found[name] = 0.0
             continue
         spared |= streams
@@ -110,20 +111,21 @@ def busiest(simulation: Simulation) -> tuple[float, int]:
     return max((simulation.busy_s(rank, "compute"), rank) for rank in ranks)
 
 
-def _uses(program: Program, stream: str) -> bool:
-    return any(
-        stream in (action.stream, action.beside)
-        for rank in program.ranks
-        for block in rank.blocks
-        for action in block.actions
-    )
+def _streams(program: Program) -> set[str]:
+    """The streams that a program's actions run on or beside."""
+    return {
+        stream
+        for block, _ in program.blocks
+        for action, _ in block.counted()
+        for stream in (action.stream, action.beside)
+    }
 
 
 def _recompute_s(program: Program, rank: int, seconds: Seconds) -> float:
     own = program.ranks[rank]
     return fsum(
-        seconds(action, rank) * runs
+        seconds(action, rank) * runs * count
         for block, runs in zip(own.blocks, own.runs, strict=True)
-        for action in block.actions
+        for action, count in block.counted()
         if action.kind is Kind.RECOMPUTE
     )

@@ -32,12 +32,16 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
     total = sum(moved.values())
     if not total:
         return ALONE
+    sends = {
+        id(block): [action for action in block.actions if action.kind is Kind.SEND]
+        for block, _ in program.blocks
+    }
     sent = fsum(
         _sent_bytes(problem, action) * runs
         for rank in program.ranks
         for block, runs in zip(rank.blocks, rank.runs, strict=True)
-        for action in block.actions
-        if action.kind is Kind.SEND and _crosses(problem, action, rank.rank)
+        for action in sends[id(block)]
+        if _crosses(problem, action, rank.rank)
     )
     exchanged = _exchanged_bytes(problem, program)
 
@@ -60,11 +64,10 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
 def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
     """The labels of the passes that copies of a kind run beside: their own, or both where some
     copies have blocks of their own."""
-    blocks = {id(block): block for rank in program.ranks for block in rank.blocks}
     labels = {
         block.label
-        for block in blocks.values()
-        if any(action.kind is kind and action.part for action in block.actions)
+        for block, _ in program.blocks
+        if any(_by_layer(action, kind) for action, _ in block.counted())
     }
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
@@ -88,37 +91,38 @@ def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
 
 
 def _collectives(block: Block) -> Counter[Comm]:
-    return Counter(
-        action.comm
-        for action in block.actions
-        if action.comm is not None and action.kind in COLLECTIVES
-    )
+    found: Counter[Comm] = Counter()
+    for action, count in block.counted():
+        if action.comm is not None and action.kind in COLLECTIVES:
+            found[action.comm] += count
+    return found
 
 
 def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
     """Seconds of all kernels of all ranks.  Ranks that share a block share its kernels' seconds,
     unless a collective runs beside one of them."""
-    known: dict[tuple[int, int], list[float]] = {}
     found: list[float] = []
+    ranked: dict[int, list[tuple[Action, int]]] = {}
+    for block, runs in program.blocks:
+        kernels = [pair for pair in block.counted() if pair[0].kind in KERNELS]
+        if any(action.beside for action, _ in kernels):
+            ranked[id(block)] = kernels
+        else:
+            found.append(fsum(kernel_s(action, 0) * count for action, count in kernels) * runs)
     for rank in program.ranks:
         for block, runs in zip(rank.blocks, rank.runs, strict=True):
-            kernels = [action for action in block.actions if action.kind in KERNELS]
-            alike = not any(action.beside for action in kernels)
-            key = (id(block), -1 if alike else rank.rank)
-            if key not in known:
-                known[key] = [kernel_s(action, rank.rank) for action in kernels]
-            found += [seconds * runs for seconds in known[key]]
+            kernels = ranked.get(id(block), [])
+            found += [kernel_s(action, rank.rank) * count * runs for action, count in kernels]
     return fsum(found)
 
 
 def _moved(program: Program, kind: Kind) -> int:
     """Bytes of all copies of a kind, except copies of states after the last kernel."""
     return sum(
-        action.nbytes * runs
-        for rank in program.ranks
-        for block, runs in zip(rank.blocks, rank.runs, strict=True)
-        for action in block.actions
-        if action.kind is kind and action.part
+        action.nbytes * count * runs
+        for block, runs in program.blocks
+        for action, count in block.counted()
+        if _by_layer(action, kind)
     )
 
 

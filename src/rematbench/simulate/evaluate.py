@@ -253,15 +253,14 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
     one rank each."""
     ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
-    for rank in program.ranks:
-        for block, runs in zip(rank.blocks, rank.runs, strict=True):
-            for action in block.actions:
-                if action.kind is Kind.D2H and action.op != GRADIENTS_DOWN:
-                    moved += action.nbytes * runs
-                elif action.kind is Kind.RECOMPUTE:
-                    table = ends.get(action.part) or problem.layer_kinds[action.variant]
-                    op = table.op(action.op)
-                    share = action.fraction * action.columns
-                    work = sum(kernel_flop(k) for k in op.forward) * share
-                    flop += work * runs
+    for block, runs in program.blocks:
+        for action, count in block.counted():
+            if action.kind is Kind.D2H and action.op != GRADIENTS_DOWN:
+                moved += action.nbytes * count * runs
+            elif action.kind is Kind.RECOMPUTE:
+                table = ends.get(action.part) or problem.layer_kinds[action.variant]
+                op = table.op(action.op)
+                share = action.fraction * action.columns
+                work = sum(kernel_flop(k) for k in op.forward) * share
+                flop += work * count * runs
     return flop, moved
