@@ -86,14 +86,19 @@ class CostModel(KernelCosts):
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
         """The shape on the nodes of the worst-placed group of a kind."""
-        lay = self.layout
         return collectives.worst_group(
-            Layout(tp=lay.tp, cp=lay.cp, pp=lay.pp, dp=lay.dp, ulysses=lay.ulysses),
+            self._placement,
             "state" if group == "dp" else group,
             stage,
             self.cluster.gpus_per_node,
             self.system.rank_order,
         )
+
+    @cached_property
+    def _placement(self) -> Layout:
+        """The layout without what does not change where ranks are."""
+        lay = self.layout
+        return Layout(tp=lay.tp, cp=lay.cp, pp=lay.pp, dp=lay.dp, ulysses=lay.ulysses)
 
     def p2p_s(
         self, nbytes: int, from_stage: int, to_stage: int, *, replicated: bool = False
@@ -111,7 +116,7 @@ class CostModel(KernelCosts):
     def crosses(self, from_stage: int, to_stage: int) -> bool:
         """Whether a send between two stages leaves a node, for the worst-placed pair."""
         return collectives.crosses_nodes(
-            self.layout,
+            self._placement,
             from_stage % self.layout.pp,
             to_stage % self.layout.pp,
             self.cluster.gpus_per_node,

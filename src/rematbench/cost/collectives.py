@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from rematbench.cost.constants import CommonConstants
 from rematbench.cost.formulas import Quantity
@@ -48,6 +49,11 @@ def group_ranks(
 
     The group `state` has the data- and context-parallel peers over which ZeRO shards the states.
     """
+    return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
+
+
+def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
+    """`group_ranks` as an array: groups by ranks."""
     sizes = degrees(layout)
     members = ("cp", "dp") if group == "state" else (group,)
     shape = [sizes[name] for name in order]
@@ -58,9 +64,8 @@ def group_ranks(
         axes.remove("pp")
     inside = [axes.index(name) for name in axes if name in members]
     outside = [i for i in range(len(axes)) if i not in inside]
-    flat = grid.transpose(outside + inside)
-    size = int(np.prod([grid.shape[i] for i in inside], initial=1))
-    return [tuple(int(r) for r in row) for row in flat.reshape(-1, size)]
+    size = prod(grid.shape[i] for i in inside)
+    return grid.transpose(outside + inside).reshape(-1, size)
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +74,7 @@ def worst_group(
 ) -> GroupShape:
     """The worst-placed group: a group on several nodes before a group on one, then the group with
     the fewest ranks on a node."""
-    nodes = np.array(group_ranks(layout, group, stage, order)) // gpus_per_node
+    nodes = _ranks(layout, group, stage, order) // gpus_per_node
     numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # of (group, node)
     places, counts = np.unique(numbers, return_counts=True)
     first = np.flatnonzero(np.diff(places // (nodes.max() + 1), prepend=-1))
@@ -84,7 +89,7 @@ def crosses_nodes(
     layout: Layout, from_stage: int, to_stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> bool:
     """Whether any pair of pipeline peers of two stages sits on different nodes."""
-    groups = np.array(group_ranks(layout, "pp", 0, order)) // gpus_per_node
+    groups = _ranks(layout, "pp", 0, order) // gpus_per_node
     return bool(np.any(groups[:, from_stage] != groups[:, to_stage]))
 
 

@@ -52,10 +52,10 @@ class ChunkOps:
         self.units: list[Unit] = []
         if self.first:
             self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
+        kinds = [holding(table, held) if held else table for table in problem.layer_kinds]
         for i, layer in enumerate(layers):
-            table = problem.layer(layer)
-            table = holding(table, held) if held else table
             variant = problem.variant(layer)
+            table = kinds[variant]
             self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
         if self.last:
             # Logits computed in pieces are no model output that a training loop could hold.
