@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from rematbench.cli.app import command_line
 from rematbench.packages.flags import Engines
@@ -236,3 +236,33 @@ def test_a_sheet_without_its_columns_is_one_line(
     assert told.exit_code != 0
     assert "has no column" in str(told.exception)
     assert lacks in str(told.exception)
+
+
+def test_searches_made_again_may_differ_by_rounding_alone(tmp_path: Path) -> None:
+    """Another order of sums is no other answer; another step, layout or count is one, and said."""
+    rows = list(csv.reader((SEARCHED / "cells.csv").read_text(encoding="utf-8").splitlines()))
+    at = {name: rows[0].index(name) for name in ("step_s", "gap", "tp", "simulations")}
+    line = next(i for i, row in enumerate(rows) if row[at["gap"]] not in ("", "gap"))
+    folders = tmp_path / "made", tmp_path / "committed"
+
+    def again(column: str, text: str) -> Result:
+        changed = [list(row) for row in rows]
+        changed[line][at[column]] = text
+        for folder, cells in zip(folders, (changed, rows), strict=True):
+            folder.mkdir(exist_ok=True)
+            with (folder / "cells.csv").open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows(cells)
+        return RUN.invoke(app, ["searched-again", *map(str, folders)])
+
+    step = float(rows[line][at["step_s"]])
+    assert again("step_s", str(step * (1 + 1e-12))).exit_code == 0
+    assert again("gap", str(float(rows[line][at["gap"]]) + 1e-13)).exit_code == 0
+    for column, text in (("step_s", str(step * 1.0001)), ("tp", "64"), ("simulations", "999")):
+        told = str(again(column, text).exception)
+        assert f"made/cells.csv: cells that differ: 1; row {line}, {column}: '{text}'" in told
+    (folders[0] / "cells.csv").unlink()
+    told = str(RUN.invoke(app, ["searched-again", *map(str, folders)]).exception)
+    assert "made/cells.csv: no such file" in told
+    assert "no committed searches" in str(
+        RUN.invoke(app, ["searched-again", str(folders[0]), str(folders[0])]).exception
+    )

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "resume": "needs Slurm (tests/slurm)",
     "submit-plan": "needs Slurm (tests/slurm)",
     "baseline agree": "minutes; `./bench reproduce --full`",
+    "searched-again": "of what `./bench reproduce --full` made",
     "report": "of what `./bench reproduce` made",
     "matrix": "a minute and more; `./bench reproduce`",
     **dict.fromkeys(

@@ -81,7 +81,7 @@ WORKFLOW = (
     *("cells.submit_plan", "cells.run_cells", "cells.cells", "cells.collect_cells"),
     *("cells.retry", "cells.settle", "cells.resume"),
     *("searched.layouts", "searched.search_cells", "searched.search_sweeps"),
-    *("searched.search_spaces", "searched.searched_tables"),
+    *("searched.search_spaces", "searched.searched_tables", "searched.searched_again"),
 )
 """Commands that Snakemake rules, `./bench` and Slurm jobs call, and `examples`, which the help's
 last lines name.  Only --help-all lists them."""

@@ -18,11 +18,15 @@ from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write
 from rematbench.search.against import against
 from rematbench.search.spaces import load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
+from rematbench.tables.expected import differences, read_cells
 from rematbench.tables.searched import NEEDED, TABLES, checked
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]
 Line = Mapping[str, Any]
+ROUNDING = 1e-9
+"""Largest difference of seconds (a share of them) and of shares between two searches that found the
+same: sums in another order."""
 PREDICTED = (
     *CONFIGURATION,
     *SCORED,
@@ -120,6 +124,28 @@ def searched_tables(
             raise CommandError(f"{path}: {wrong}")
         table(rows).write(output)
         console().print(plain(f"{path}: {len(rows)} rows"))
+
+
+def searched_again(
+    made: Annotated[Path, Argument(metavar="MADE", help="Searches made again.")],
+    committed: Annotated[Path, Argument(metavar="COMMITTED", help="Searches as committed.")],
+) -> None:
+    """Compare searches with the committed ones; sums of seconds may differ by rounding.
+
+    \b
+    Example:
+      rematbench searched-again build/searched results/searched
+    """
+    paths = sorted(committed.glob("*.csv"))
+    if not paths:
+        raise CommandError(f"{committed}: no committed searches (*.csv) there")
+    for path in paths:
+        ours, theirs = read_cells(made / path.name), read_cells(path)
+        if ours is None or theirs is None:
+            raise CommandError(f"{made / path.name}: no such file, to compare with {path}")
+        if found := differences(ours, theirs, ROUNDING, ROUNDING):
+            raise CommandError(f"{made / path.name}: cells that differ: {len(found)}; {found[0]}")
+        console().print(plain(f"{path.name}: {len(theirs) - 1} rows as committed"))
 
 
 def _write(output: Path, lines: Iterable[Line], told: str) -> None:

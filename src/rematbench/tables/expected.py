@@ -102,7 +102,7 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
 def _problems(claim: TableClaim, tolerance: float, tables: Path, expected: Path) -> list[str]:
     found = []
     for name in claim.tables:
-        ours, theirs = _cells(tables / f"{name}.csv"), _cells(expected / f"{name}.csv")
+        ours, theirs = read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv")
         if ours is None or theirs is None:
             found.append(f"{name}.csv is missing in {tables if ours is None else expected}")
         else:
@@ -122,7 +122,7 @@ def _problems(claim: TableClaim, tolerance: float, tables: Path, expected: Path)
 
 def counted(find: Find, tables: Path) -> tuple[int, int]:
     """How many rows of a table agree with a finding, and out of how many."""
-    head, *lines = _cells(tables / f"{find.table}.csv") or [[]]
+    head, *lines = read_cells(tables / f"{find.table}.csv") or [[]]
     rows = [dict(zip(head, line, strict=False)) for line in lines]
     if not find.same:
         asked = [row for row in rows if all(row.get(column) for column in find.rows)]
@@ -140,15 +140,19 @@ def _key(row: Mapping[str, str], columns: Iterable[str]) -> tuple[str | None, ..
     return tuple(row.get(column) for column in columns)
 
 
-def _cells(path: Path) -> Cells | None:
+def read_cells(path: Path) -> Cells | None:
+    """The lines of a CSV file, the head first; None where there is no such file."""
     if not path.is_file():
         return None
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.reader(file))
 
 
-def differences(ours: Cells, theirs: Cells, tolerance: float) -> list[str]:
-    """Where two tables differ by more than a relative tolerance; texts must be equal."""
+def differences(
+    ours: Cells, theirs: Cells, tolerance: float, nothing: float = NOTHING
+) -> list[str]:
+    """Where two tables differ by more than a relative tolerance and more than `nothing`; texts must
+    be equal."""
     if len(ours) != len(theirs):
         return [f"{len(ours) - 1} rows, expected {len(theirs) - 1}"]
     found = []
@@ -156,22 +160,22 @@ def differences(ours: Cells, theirs: Cells, tolerance: float) -> list[str]:
         if len(row) != len(other):
             return [f"row {number}: {len(row)} columns, expected {len(other)}"]
         for index, (cell, wanted) in enumerate(zip(row, other, strict=True)):
-            if cell != wanted and not _near(cell, wanted, tolerance):
+            if cell != wanted and not _near(cell, wanted, tolerance, nothing):
                 where = f"row {number}, {ours[0][index]}"
                 found.append(f"{where}: {cell!r}, expected {wanted!r}")
     return found
 
 
-def _near(cell: str, wanted: str, tolerance: float) -> bool:
+def _near(cell: str, wanted: str, tolerance: float, nothing: float) -> bool:
     try:
-        return math.isclose(float(cell), float(wanted), rel_tol=tolerance, abs_tol=NOTHING)
+        return math.isclose(float(cell), float(wanted), rel_tol=tolerance, abs_tol=nothing)
     except ValueError:
         return False
 
 
 def measured(bound: Bound, tables: Path) -> float | None:
     """The statistic that a bound limits; None where no cell has a value."""
-    cells = _cells(tables / f"{bound.table}.csv") or []
+    cells = read_cells(tables / f"{bound.table}.csv") or []
     if not cells or bound.column not in cells[0]:
         return None
     at = cells[0].index(bound.column)
