@@ -254,7 +254,7 @@ def test_percents_may_have_their_sign() -> None:
     assert percents("1%") == percents("1 %") == percents("1") == percents(1.0) == 1.0
     assert ask("--within", "20%", "--json") == ask("--within", "20", "--json")
     for text in ("-1", "51%", "nan", "a", "%"):
-        with pytest.raises(BadParameter, match=f"'{text}' is no number of percent from 0 to 50"):
+        with pytest.raises(BadParameter, match=f"'{text}' is not a percentage from 0 to 50"):
             percents(text)
 
 

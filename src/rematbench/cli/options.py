@@ -37,14 +37,14 @@ Timeout = Annotated[
 
 
 def percents(text: str | float) -> float:
-    """A number of percent, from 0 to 50, with or without its sign: `1`, `1%`.  BadParameter if it
-    is another."""
+    """A percentage from 0 to 50, with or without its sign: `1`, `1%`.  BadParameter if the text
+    is none."""
     try:
         number = float(str(text).strip().removesuffix("%"))
     except ValueError:
         number = math.nan
     if not 0 <= number <= 50:
-        raise BadParameter(f"{text!r} is no number of percent from 0 to 50, as 1 or 1%")
+        raise BadParameter(f"{text!r} is not a percentage from 0 to 50, as 1 or 1%")
     return number
 
 
