@@ -213,7 +213,7 @@ def drive(
             done += 1
         elif clock.awaiting is not None:
             waiting[clock.awaiting] = rank
-        for key in waiting.keys() & messages.keys():
+        for key in [key for key in waiting if key in messages]:
             ready.append(waiting.pop(key))
     if done < program.pp:
         stuck = [f"rank {rank} waits for message {key}" for key, rank in waiting.items()]
