@@ -56,7 +56,7 @@ def test_actions_are_counted_once_for_all_periods(layout: str) -> None:
         (a.kind, a.op, a.nbytes, a.comm) for rank in program.ranks for a, _, _ in rank.actions()
     )
     found: Counter[object] = Counter()
-    for block, runs in program.blocks:
+    for block, runs in program.block_runs:
         for a, count in block.counted():
             found[a.kind, a.op, a.nbytes, a.comm] += count * runs
     assert found.total() == expected.total()

@@ -255,7 +255,10 @@ def test_percents_may_have_their_sign() -> None:
     assert ask("--within", "20%", "--json") == ask("--within", "20", "--json")
     for text in ("-1", "51%", "nan", "a", "%"):
         with pytest.raises(BadParameter, match=f"'{text}' is not a percentage from 0 to 50"):
-            percents(text)
+            percents(text, 50)
+    assert percents("200%") == 200.0  # a plan may take three times as long: `--lose 200`
+    with pytest.raises(BadParameter, match="'inf' is not a percentage of 0 or more"):
+        percents("inf")
 
 
 def test_the_least_memory_is_bisected() -> None:

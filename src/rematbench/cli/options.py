@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -36,20 +36,22 @@ Timeout = Annotated[
 ]
 
 
-def percents(text: str | float) -> float:
-    """A percentage from 0 to 50, with or without its sign: `1`, `1%`.  BadParameter if the text
+def percents(text: str | float, most: float = math.inf) -> float:
+    """A percentage from 0 to `most`, with or without its sign: `1`, `1%`.  BadParameter if the text
     is none."""
     try:
         number = float(str(text).strip().removesuffix("%"))
     except ValueError:
         number = math.nan
-    if not 0 <= number <= 50:
-        raise BadParameter(f"{text!r} is not a percentage from 0 to 50, as 1 or 1%")
+    if not 0 <= number <= most or number == math.inf:
+        allowed = "of 0 or more" if most == math.inf else f"from 0 to {most:g}"
+        raise BadParameter(f"{text!r} is not a percentage {allowed}, as 1 or 1%")
     return number
 
 
 Within = Annotated[
-    float, Option(parser=percents, metavar="P", help="Percent that may stay unproved.")
+    float,
+    Option(parser=partial(percents, most=50), metavar="P", help="Percent that may stay unproved."),
 ]
 
 OPTIONS = {

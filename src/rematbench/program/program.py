@@ -104,7 +104,7 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         return len(self.ranks)
 
     @cached_property
-    def blocks(self) -> tuple[tuple[Block, int], ...]:
+    def block_runs(self) -> tuple[tuple[Block, int], ...]:
         """Every distinct block of all ranks, and how often the ranks run it."""
         found: dict[int, tuple[Block, int]] = {}
         for rank in self.ranks:

@@ -115,7 +115,7 @@ def _streams(program: Program) -> set[str]:
     """The streams that a program's actions run on or beside."""
     return {
         stream
-        for block, _ in program.blocks
+        for block, _ in program.block_runs
         for action, _ in block.counted()
         for stream in (action.stream, action.beside)
     }

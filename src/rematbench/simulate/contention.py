@@ -34,7 +34,7 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
         return ALONE
     sends = {
         id(block): [action for action in block.actions if action.kind is Kind.SEND]
-        for block, _ in program.blocks
+        for block, _ in program.block_runs
     }
     sent = fsum(
         _sent_bytes(problem, action) * runs
@@ -66,7 +66,7 @@ def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
     copies have blocks of their own."""
     labels = {
         block.label
-        for block, _ in program.blocks
+        for block, _ in program.block_runs
         if any(_by_layer(action, kind) for action, _ in block.counted())
     }
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
@@ -75,18 +75,17 @@ def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
 def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
     """Bytes that the collectives of all ranks send to other nodes, one GPU's for each rank, by the
     label of their passes."""
-    known: dict[int, Counter[Comm]] = {}
+    passes = {
+        id(block): _collectives(block) for block, _ in program.block_runs if block.label in PASSES
+    }
     found: dict[str, list[float]] = {label: [] for label in PASSES}
     for rank in program.ranks:
         for block, runs in zip(rank.blocks, rank.runs, strict=True):
-            if block.label not in found:
-                continue
-            if id(block) not in known:
-                known[id(block)] = _collectives(block)
-            found[block.label] += [
-                problem.cost.network_bytes(comm, rank.rank) * count * runs
-                for comm, count in known[id(block)].items()
-            ]
+            if id(block) in passes:
+                found[block.label] += [
+                    problem.cost.network_bytes(comm, rank.rank) * count * runs
+                    for comm, count in passes[id(block)].items()
+                ]
     return {label: fsum(parts) for label, parts in found.items()}
 
 
@@ -103,7 +102,7 @@ def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> fl
     unless a collective runs beside one of them."""
     found: list[float] = []
     ranked: dict[int, list[tuple[Action, int]]] = {}
-    for block, runs in program.blocks:
+    for block, runs in program.block_runs:
         kernels = [pair for pair in block.counted() if pair[0].kind in KERNELS]
         if any(action.beside for action, _ in kernels):
             ranked[id(block)] = kernels
@@ -120,7 +119,7 @@ def _moved(program: Program, kind: Kind) -> int:
     """Bytes of all copies of a kind, except copies of states after the last kernel."""
     return sum(
         action.nbytes * count * runs
-        for block, runs in program.blocks
+        for block, runs in program.block_runs
         for action, count in block.counted()
         if _by_layer(action, kind)
     )

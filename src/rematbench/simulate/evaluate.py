@@ -253,7 +253,7 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
     one rank each."""
     ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
-    for block, runs in program.blocks:
+    for block, runs in program.block_runs:
         for action, count in block.counted():
             if action.kind is Kind.D2H and action.op != GRADIENTS_DOWN:
                 moved += action.nbytes * count * runs

@@ -148,7 +148,9 @@ class _Run:
         before = [*self.free, *(seen.get(name) for name in names)]
         after = [_latest(row, before) for row in matrix]
         for stream in turn.touched:
-            self.free[stream] = after[stream] or self.free[stream]
+            end = after[stream]
+            assert end is not None  # a stream is never free before it was
+            self.free[stream] = end
         self.touched |= turn.touched
         seen |= {name: end for name, end in zip(names, after[HOST + 1 :], strict=True) if end}
 
