@@ -28,9 +28,9 @@ from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
-from rematbench.search.skeleton import in_order
 from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
+from rematbench.search.walk import Turns, in_order
 from rematbench.simulate.breakdown import PARTS
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError
@@ -148,7 +148,7 @@ def test_the_skeleton_runs_every_pass_after_what_it_waits_for(
 ) -> None:
     """A legal order of all passes, each rank's as scheduled."""
     name: Any = "interleaved_1f1b" if vpp > 1 else "1f1b"
-    order = in_order(name, pp, vpp, count)
+    order = list(in_order(Turns(name, pp, vpp, count)))
     for rank in range(pp):
         mine = tuple(item[1:] for item in order if item[0] == rank)
         assert mine == tuple(tuple(item) for item in passes(name, rank, pp, vpp, count))

@@ -13,7 +13,7 @@ from msgspec import Struct
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.search.arms import KEEP, Arm, Single, Tree
+from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.probe import Refused
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
@@ -31,10 +31,11 @@ early: only an entry whose bound is below (1 - within) x the best step, which th
 TIGHTENED, SIMULATED = 20, 30
 """Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
 
-Stage = Literal["shard", "expand", "made", "pieces", "closed", "tight"]
-"""The next work on an entry of the queue.  shard: read the shard's facts; expand: add a method to
-an arm that does not fit; made: bound an arm made so; pieces: bound an arm in more pieces; closed
-(it has a closed-form bound): bound it by the schedule; tight: simulate it."""
+Stage = Literal["shard", "root", "expand", "made", "pieces", "closed", "tight"]
+"""The next work on an entry of the queue.  shard: read the shard's facts; root: bound an arm that
+the search begins with; expand: add a method to an arm that does not fit; made: bound an arm made
+so; pieces: bound an arm in more pieces; closed (it has a closed-form bound): bound it by the
+schedule; tight: simulate it."""
 
 
 class Place(Struct):
@@ -183,7 +184,7 @@ class Search:
             self._expand(bound_s, place, item.arm)
         elif item.stage == "made":
             self._made(bound_s, place, item.arm)
-        elif item.stage == "pieces":
+        elif item.stage in ("root", "pieces"):
             self._judge(bound_s, place, item.arm, item.pieces)
         else:
             return self._simulate(bound_s, place, item)
@@ -196,7 +197,11 @@ class Search:
             if shard.choices[at].layout.pp >= self.least_pp:
                 place = Place(shard, at, shard.choices[at], [])
                 for root in self.tree.roots:
-                    self._judge(bound_s, place, root)
+                    if len(root.parts) > 1:  # its parts have cheaper probes
+                        bound = max(bound_s, self._parts_s(place, root))
+                        self._push(bound, Item("root", place, None, root))
+                    else:
+                        self._judge(bound_s, place, root)
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
@@ -281,7 +286,7 @@ class Search:
             return
         for more in self.tree.more(arm):
             if not self._dominated(place, more):
-                bound = max(bound_s, *(self._alone_s(place, part) for part in more.parts))
+                bound = max(bound_s, self._parts_s(place, more))
                 self._push(bound, Item("made", place, None, more))
 
     def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
@@ -298,10 +303,11 @@ class Search:
         ):
             self._expand(bound_s, place, arm)
 
-    def _alone_s(self, place: Place, part: Single) -> float:
-        """Least seconds of a step with this method alone; no plan composed of it is faster."""
-        found = place.shard.bounds(Arm((part,)))
-        return 0.0 if isinstance(found, Refused) else float(found.step_s[0, place.index])
+    def _parts_s(self, place: Place, arm: Arm) -> float:
+        """Least seconds of a step with one of an arm's methods alone, the slowest of them; no plan
+        composed of them is faster."""
+        alone = [place.shard.bounds(Arm((part,))) for part in arm.parts]
+        return max(0.0 if isinstance(a, Refused) else a.step_s[0, place.index] for a in alone)
 
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         if (lean, pieces) not in place.families:

@@ -12,7 +12,7 @@ its link to itself.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import fsum
 from typing import Any, NamedTuple
 
@@ -66,9 +66,10 @@ class PassCost(NamedTuple):
 
 class ChunkCost(NamedTuple):
     """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
-    `out_s`, `back_s`: seconds of its whole-chunk copies to the host and back; `moved_bytes`: bytes
-    of all copies; `boundary_bytes`: device bytes that messages add between forward and backward;
-    `host_bytes`: its bytes in host memory; `pool_bytes`: its rank's staging pools."""
+    `out_s`, `back_s`: seconds of the copies to the host and back that run beside other passes of
+    the rank, of the whole chunk or of its last layer; `moved_bytes`: bytes of all copies;
+    `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
+    bytes in host memory; `pool_bytes`: its rank's staging pools."""
 
     forward: PassCost
     backward: PassCost
@@ -185,7 +186,8 @@ class Prober:
             return made
         first, middle, deeper, last = made.chunks
         slope = ending = _minus(deeper, middle)
-        if last.out_s == 0.0 < middle.out_s:  # the method copies no chunk of the last rank
+        whole = made.transfers.granularity == "chunk"
+        if whole and last.out_s == 0.0 < middle.out_s:  # no copies of the last rank's chunk
             more = self._measured(method, (least, least, least, ends + 1))
             if isinstance(more, Refused):
                 return more
@@ -232,13 +234,14 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
 
 
 class Small(NamedTuple):
-    """A probe's problem, the plan that methods begin with, the seconds of its actions, and its
-    lowered programs by plan."""
+    """A probe's problem, the plan that methods begin with, the seconds of its actions, and by plan
+    its lowered programs and the costs of their chunks."""
 
     problem: Problem
     base: Plan
     costs: ActionCosts
     lowered: dict[bytes, Lowered]
+    chunks: dict[bytes, list[ChunkCost]]
 
 
 NO_COMMUNICATION = 1e-9
@@ -298,7 +301,7 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
     partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
     base = replace(small.base_plan, partition=partition)
     same = encode((work, system, small.layout, small.attention, sizes))
-    return Small(small, base, ActionCosts(small), known.setdefault(same, {}))
+    return Small(small, base, ActionCosts(small), known.setdefault(same, {}), {})
 
 
 class Measured(NamedTuple):
@@ -315,9 +318,12 @@ def _measured(small: Small, plan: Plan) -> Measured:
     if same not in small.lowered:
         program = lower(plan, small.problem)
         small.lowered[same] = Lowered(program, program_profiles(program))
-    program, profiles = small.lowered[same]
-    chunks = [_chunk(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)]
-    return Measured(chunks, changed_kinds(small.base, plan), plan.transfers)
+    if same not in small.chunks:
+        program, profiles = small.lowered[same]
+        small.chunks[same] = [
+            _chunk(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)
+        ]
+    return Measured(small.chunks[same], changed_kinds(small.base, plan), plan.transfers)
 
 
 def _chunk(program: Program, rank: int, costs: ActionCosts, profiles: list[Profile]) -> ChunkCost:
@@ -339,6 +345,11 @@ def _chunk(program: Program, rank: int, costs: ActionCosts, profiles: list[Profi
         )
         return min(found, default=0.0)
 
+    def trailing_s(block: Block) -> float:
+        """Seconds of the copies that the block issues after its last kernel."""
+        after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.actions))
+        return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
+
     def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
         found = (bytes_of(block, profile) for label, block, profile in named if label == wanted)
         return min(found, default=0)
@@ -350,7 +361,8 @@ def _chunk(program: Program, rank: int, costs: ActionCosts, profiles: list[Profi
         forward=passes("F"),
         backward=passes("B"),
         released_bytes=-least("free_d2h", net),
-        out_s=copies_s("D2H"),
+        out_s=copies_s("D2H")
+        or min(trailing_s(block) for label, block, _ in named if label == "F"),
         back_s=copies_s("H2D"),
         moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
         boundary_bytes=least("recv_f", net) + least("free_sent_f", net),

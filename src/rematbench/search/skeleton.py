@@ -4,26 +4,30 @@ A rank has two clocks, compute and host, which each pass advances by its PassCos
 arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
 """
 
-from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
 from math import fsum
 from typing import NamedTuple
 
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.schedule import ScheduleName, passes
+from rematbench.lowering.schedule import passes
 from rematbench.lowering.step_end import emit_step_end
 from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
 from rematbench.search.probe import ChunkCost, Facts, Line, PassCost
+from rematbench.search.walk import (
+    Beside,
+    Copies,
+    Pieces,
+    Rules,
+    Turns,
+    walked,
+    walked_beside,
+)
 from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_of
 from rematbench.simulate.seconds import ActionCosts
-
-Node = tuple[int, bool, int, int]
-"""(rank, forward, micro-batch, chunk)."""
 
 
 class Links(NamedTuple):
@@ -38,36 +42,13 @@ class Links(NamedTuple):
 
 class Frame(NamedTuple):
     """The part of a layout's step that does not depend on the fates of activations: the order of
-    passes, messages, seconds of each rank's step end, seconds that compute loses to collectives
-    beside it, passes of each rank's warm-up, and the positions where copies back begin."""
+    passes, messages, seconds of each rank's step end, and seconds that compute loses to
+    collectives beside it."""
 
-    order: tuple[Node, ...]
+    turns: Turns
     links: Links
     end_s: tuple[float, ...]
     stall_s: tuple[float, ...]
-    warm: tuple[int, ...]
-    fetches: tuple[dict[int, list[tuple[int, int]]], ...]
-
-
-@lru_cache(maxsize=64)
-def in_order(schedule: ScheduleName, pp: int, vpp: int, micro_batches: int) -> tuple[Node, ...]:
-    """All passes of all ranks, each after the passes that it waits for."""
-    queues = [passes(schedule, rank, pp, vpp, micro_batches) for rank in range(pp)]
-    at = [0] * pp
-    done: set[tuple[bool, int, int]] = set()
-    found: list[Node] = []
-    while len(found) < sum(map(len, queues)):
-        for rank, queue in enumerate(queues):
-            while at[rank] < len(queue):
-                item = queue[at[rank]]
-                stage = item.chunk * pp + rank
-                before = stage - 1 if item.forward else stage + 1
-                if 0 <= before < pp * vpp and (item.forward, item.micro_batch, before) not in done:
-                    break
-                done.add((item.forward, item.micro_batch, stage))
-                found.append((rank, *item))
-                at[rank] += 1
-    return tuple(found)
 
 
 class _End:
@@ -110,7 +91,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
         emit_step_end(end, plan, problem)
         ends.append(_through(end.blocks, rank, costs))
     return Frame(
-        order=in_order(plan.schedule, lay.pp, lay.vpp, micro_batches),
+        turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),
         links=Links(
             tuple(send_s(rank, 1) for rank in ranks),
             tuple(send_s(rank, -1) for rank in ranks),
@@ -119,13 +100,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
         ),
         end_s=tuple(ends),
         stall_s=tuple(_stall_s(problem, plan, rank) for rank in ranks),
-        warm=tuple(max(0, _first_backward(order) - 1) for order in orders),
-        fetches=tuple(_fetches(order, lay.pp, rank) for rank, order in enumerate(orders)),
     )
-
-
-def _first_backward(order: tuple[Pass, ...]) -> int:
-    return next(index for index, item in enumerate(order) if not item.forward)
 
 
 def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
@@ -158,7 +133,7 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
 class Stage(NamedTuple):
     """A virtual stage.  Forward and backward: seconds (of compute from when it is free, until
     compute ends from the host's start, of the host).  `landed_s`: from the arrival of the copies
-    back to the end of the backward; `out_s`, `back_s`: seconds of whole-chunk copies."""
+    back to the end of the backward; `out_s`, `back_s`: seconds of copies beside other passes."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
@@ -167,8 +142,10 @@ class Stage(NamedTuple):
     back_s: float
 
 
-def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> list[Stage]:
-    """The virtual stages of chunks with `sizes` layers.  Beside whole-chunk copies, kernels are
+def stages_of(
+    facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float, *, whole: bool
+) -> list[Stage]:
+    """The virtual stages of chunks with `sizes` layers.  Beside `whole`-chunk copies, kernels are
     slower by the copies' share of the HBM rate (simulate/contention.py).  For each layer a MiB of
     the copies in each direction is left out, because shares of bytes are rounded to a MiB."""
     roles = [facts.middle] * len(sizes)
@@ -186,7 +163,7 @@ def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> l
     busy = fsum(
         at(role, lambda c: c.forward.kernel_s + c.backward.kernel_s, n) for role, n in pairs
     )
-    whole = any(at(role, lambda c: c.out_s, n) > 0.0 for role, n in pairs)
+    whole = whole and any(at(role, lambda c: c.out_s, n) > 0.0 for role, n in pairs)
     copied = sum(b * share for b, share in zip(moved, surely, strict=True))
     drawn = copied / hbm_bytes_per_s / busy if whole else 0.0
 
@@ -224,100 +201,29 @@ def tightened(
     hide the seconds that compute loses to collectives, so the bound then leaves those out."""
     if moves.granularity == "layer" and facts.middle.base.moved_bytes > 0:
         frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
-    stages = stages_of(facts, sizes, hbm_bytes_per_s)
-    return _Walk(frame, stages, moves).run()
+    whole = moves.granularity == "chunk"
+    stages = stages_of(facts, sizes, hbm_bytes_per_s, whole=whole)
+    pieces, links = _pieces(frame, stages), frame.links
+    rules = Rules(links.waits, links.held)
+    if any(stage.out_s for stage in stages):
+        beside = Beside(
+            [stage.out_s for stage in stages],
+            [stage.back_s for stage in stages],
+            [stage.landed_s for stage in stages],
+            held="warmup" in moves.before_send_phases,
+        )
+        copies = Copies(whole, moves.release_lag)
+        ends = walked_beside(frame.turns, copies, pieces, beside, rules, frame.stall_s)
+    else:
+        ends = walked(frame.turns, pieces, rules, frame.stall_s)
+    return max(at + end for at, end in zip(ends, frame.end_s, strict=True))
 
 
-class _Walk:
-    """Walks all passes of all ranks.  Whole-chunk copies have their own clocks: a copy to the host
-    begins when its forward has ended, a copy back when the backward before its own begins, and
-    compute waits for both (lowering/rank_steps.py)."""
-
-    def __init__(self, frame: Frame, stages: list[Stage], moves: Transfers) -> None:
-        pp = len(frame.end_s)
-        self.frame, self.stages, self.moves, self.pp = frame, stages, moves, pp
-        self.compute, self.host = list(frame.stall_s), [0.0] * pp
-        self.out, self.back = [0.0] * pp, [0.0] * pp
-        micro_batches = len(frame.order) // (2 * len(stages))
-        self.arrived = [[[0.0] * micro_batches for _ in stages] for _ in "BF"]
-        self.copies = any(stage.out_s for stage in stages)
-        self.gone: dict[tuple[int, int], float] = {}  # (micro-batch, stage): its copy's end
-        self.here: dict[tuple[int, int], float] = {}
-        self.position = [0] * pp
-        self.due: list[deque[tuple[int, float]]] = [deque() for _ in range(pp)]
-        self.copying = [0.0] * pp  # when the rank's last copy to the host ends
-
-    def run(self) -> float:
-        down, up, waits, held = self.frame.links
-        last, pp, copies = len(self.stages) - 1, self.pp, self.copies
-        compute, host, arrived = self.compute, self.host, self.arrived
-        for rank, forward, micro_batch, chunk in self.frame.order:
-            number = chunk * pp + rank
-            stage = self.stages[number]
-            if copies:
-                self._fetch(rank)
-            at, issued = compute[rank], host[rank]
-            if number > 0 if forward else number < last:
-                came = arrived[forward][number][micro_batch]
-                at = came if came > at else at
-                if held and at > issued:
-                    issued = at
-            taken, from_host, of_host = stage.forward if forward else stage.backward
-            at, host[rank] = at + taken, issued + of_host
-            at = max(at, issued + from_host)
-            if copies and not forward and stage.back_s:
-                at = max(at, self.here[micro_batch, number] + stage.landed_s)
-            ended = at
-            if 0 <= (peer := number + 1 if forward else number - 1) <= last:
-                message = at + (down[rank] if forward else up[rank])
-                if copies and forward and self._warming(rank) and self.copying[rank] > at:
-                    message = self.copying[rank] + down[rank]
-                arrived[forward][peer][micro_batch] = message
-                at = message if waits else at
-            compute[rank] = at
-            if copies:
-                self._after(rank, (micro_batch, number), ended, stage.out_s if forward else 0.0)
-        return max(at + end for at, end in zip(compute, self.frame.end_s, strict=True))
-
-    def _warming(self, rank: int) -> bool:
-        warm = self.frame.warm[rank]
-        return "warmup" in self.moves.before_send_phases and self.position[rank] < warm
-
-    def _after(self, rank: int, where: tuple[int, int], at: float, seconds: float) -> None:
-        """Begin a copy to the host; compute waits for earlier copies whose device memory must be
-        free by now."""
-        position, due = self.position[rank], self.due[rank]
-        if seconds:
-            end = max(self.out[rank], at) + seconds
-            self.out[rank] = self.gone[where] = self.copying[rank] = end
-            due.append((position + self.moves.release_lag, end))
-        self.position[rank] += 1
-        while due and due[0][0] <= position:
-            self.compute[rank] = max(self.compute[rank], due.popleft()[1])
-
-    def _fetch(self, rank: int) -> None:
-        """Begin the copies back that are due before the rank's next pass."""
-        for micro_batch, number in self.frame.fetches[rank].get(self.position[rank], ()):
-            seconds = self.stages[number].back_s
-            if seconds:
-                ready = max(self.compute[rank], self.gone[micro_batch, number])
-                self.compute[rank] = ready
-                self.back[rank] = max(self.back[rank], ready) + seconds
-                self.here[micro_batch, number] = self.back[rank]
-
-
-def _fetches(order: tuple[Pass, ...], pp: int, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """Position in a rank's order -> the (micro-batch, stage) whose copies back begin there.  A copy
-    back begins with the backward before its own backward, but after its own forward."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    forward_at: dict[tuple[int, int], int] = {}
-    previous = -1
-    for index, item in enumerate(order):
-        where = (item.micro_batch, item.chunk * pp + rank)
-        if item.forward:
-            forward_at[where] = index
-            continue
-        beside = previous if previous >= 0 else index - 1
-        found.setdefault(max(beside, forward_at[where] + 1), []).append(where)
-        previous = index
-    return found
+def _pieces(frame: Frame, stages: list[Stage]) -> Pieces:
+    """The seconds of each stage's backward and forward, with those of their messages."""
+    down, up, pp, last = frame.links.down_s, frame.links.up_s, frame.turns.pp, len(stages) - 1
+    found: list[tuple[float, float, float, float]] = []
+    for number, stage in enumerate(stages):
+        found.append((*stage.backward, up[number % pp] if number else 0.0))
+        found.append((*stage.forward, down[number % pp] if number < last else 0.0))
+    return Pieces(*zip(*found, strict=True))
