@@ -148,7 +148,7 @@ def test_the_skeleton_runs_every_pass_after_what_it_waits_for(
 ) -> None:
     """A legal order of all passes, each rank's as scheduled."""
     name: Any = "interleaved_1f1b" if vpp > 1 else "1f1b"
-    order = list(in_order(Turns(name, pp, vpp, count)))
+    order = in_order(Turns(name, pp, vpp, count))
     for rank in range(pp):
         mine = tuple(item[1:] for item in order if item[0] == rank)
         assert mine == tuple(tuple(item) for item in passes(name, rank, pp, vpp, count))

@@ -24,6 +24,7 @@ from rematbench.simulate.evaluate import (
     RankBytes,
     evaluate_program,
     fullest_rank,
+    host_node_bytes,
     program_bytes,
 )
 from rematbench.solve.memory_plan import planned_peak
@@ -308,12 +309,17 @@ def rank_reserved(
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
+    """The verdict on device and host memory of a plan's evaluation."""
+    return judged(problem, evaluation.ranks, evaluation.reserved_bytes)
+
+
+def judged(problem: Problem, ranks: tuple[RankBytes, ...], reserved_bytes: int) -> Verdict:
     """The verdict on device and host memory. The bytes that the fullest rank reserves are held
     against the usable bytes of a device, and a node's pinned bytes against the host memory that the
     system leaves."""
-    rank = fullest_rank(evaluation.ranks)
-    device = problem.usable_bytes - evaluation.reserved_bytes
-    host = problem.cost.host_room_bytes - evaluation.host_node_bytes
+    rank = fullest_rank(ranks)
+    device = problem.usable_bytes - reserved_bytes
+    host = problem.cost.host_room_bytes - host_node_bytes(problem, ranks)
     short = []
     if device < 0:
         short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")

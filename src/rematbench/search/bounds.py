@@ -192,9 +192,10 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     return np.where(several, np.maximum(found, at_last), at_first)
 
 
-def peak_bound(columns: Columns, facts: Facts) -> Array:
+def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     """Device bytes that each layout needs at least: the largest of the first, the second and the
-    last rank's bytes, during a backward with the most passes in flight."""
+    last rank's bytes, during the pass that brings the most passes in flight and the backward after
+    it.  The device holds the copied tensors of a forward for `release_lag` passes."""
     c = columns
     flights, states = c.in_flight, c.state_bytes
     first, middle, last = facts
@@ -205,14 +206,21 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
 
     def peak(rank: int, chunk: Chunk, others: Array, own: Array) -> Array:
-        """Bytes of a rank: states, pools, activations that the other passes in flight keep, and the
-        highest point of the running pass."""
+        """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
+        are being copied, and the highest point of the running pass."""
+        copying = np.minimum(release_lag, flights[rank] - 1)
+        each = (
+            np.minimum(chunk.copied_bytes, inner.copied_bytes) if rank < 2 else inner.copied_bytes
+        )
         copied = np.where(c.count > c.pp, chunk.copied_bytes, 0.0)
+        if rank < 2:  # the last rank's last forward copies nothing
+            copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
-        passing = np.maximum(own + copied + np.maximum(0.0, high), chunk.forward_high_bytes)
+        backward = own + copied + np.maximum(0.0, high)
+        passing = np.maximum(backward, copying * each + chunk.forward_high_bytes)
         return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
 
     ends = np.maximum(
@@ -232,7 +240,8 @@ def host_bound(columns: Columns, facts: Facts) -> Array:
     opening = np.minimum(
         chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes
     )
-    moving = np.where(c.vpp > 1, 1.0 - 1.0 / c.vpp, 1.0)  # the last chunk may stay on the device
+    # The model's last layers may stay on the device; with two ranks the first rank may have some.
+    moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
     found: Array = moving * ranks * c.in_flight[0] * np.maximum(opening, 0.0)
     return found
 

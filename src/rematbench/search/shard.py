@@ -184,7 +184,9 @@ class Shard:
     def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
         """Least device bytes along an arm's line, [steps of the line, layouts]."""
         lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
-        return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
+        found = self.probe(arm)
+        lag = 1 if isinstance(found, Refused) else found.transfers.release_lag
+        return np.atleast_2d(peak_bound(self.columns, lean, lag) - self._rounding_bytes(arm))
 
     def _rounding_bytes(self, arm: Arm) -> Any:
         cut = arm.line or arm.pieces

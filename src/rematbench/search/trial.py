@@ -4,7 +4,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import same_plan
-from rematbench.choose.outcome import Lowered, Verdict, judge, timed, weighed
+from rematbench.choose.outcome import Lowered, Verdict, judge, judged, timed, weighed
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
@@ -73,9 +73,13 @@ def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry
 
 
 def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
-    """`tried` with the plan's evaluation where the plan fits, else with the reason."""
+    """`tried` with the plan's evaluation where the plan fits, else with the reason.  What takes the
+    least time is done first: live bytes, host bytes, the allocator, the step's seconds."""
     lowered = Lowered(problem, plan)
     room = problem.usable_bytes - problem.reserve_bytes
+    live = judged(problem, lowered.ranks, lowered.live_bytes)
+    if live.host_headroom_bytes < 0 and lowered.live_bytes <= room:
+        return replace(tried, reason=live.binds, verdict=live)
     held = weighed(problem, lowered, room)
     if held.nbytes > room:
         return replace(tried, reason="device memory", short_bytes=float(held.nbytes - room))

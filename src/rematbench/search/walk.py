@@ -5,7 +5,7 @@ as arrays with an entry per event, and walked again for every plan with that pla
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,12 +36,9 @@ class Turns(NamedTuple):
 
     @property
     def half(self) -> int:
-        """The number of backwards: the number of a pass's forward less that of its backward."""
+        """The number of backwards.  Passes are numbered by stage and then by micro-batch, first all
+        backwards and then all forwards."""
         return self.stages * self.micro_batches
-
-    def number(self, forward: bool, micro_batch: int, stage: int) -> int:
-        """The number of a pass: backwards first, by stage, then by micro-batch."""
-        return self.half * forward + stage * self.micro_batches + micro_batch
 
 
 class Copies(NamedTuple):
@@ -55,7 +52,7 @@ class Copies(NamedTuple):
 class Events(NamedTuple):
     """All events of all ranks, each after the events that it waits for, as columns.  `piece`: twice
     the stage of a pass, plus one for a forward; of another event the stage.  `warming`: whether the
-    pass is of its rank's warm-up.  `own`: the number of the pass (`Turns.number`), of copies that
+    pass is of its rank's warm-up.  `own`: the number of the pass (`Turns.half`), of copies that
     of their forward; `source`: the number of the pass whose message a pass waits for, NONE for no
     message."""
 
@@ -67,59 +64,69 @@ class Events(NamedTuple):
     source: Sequence[int]
 
 
-def in_order(turns: Turns) -> Iterator[Node]:
+def in_order(turns: Turns) -> list[Node]:
     """All passes of all ranks, each after the passes that it waits for."""
-    schedule, pp, vpp, micro_batches = turns
-    queues = [passes(schedule, rank, pp, vpp, micro_batches) for rank in range(pp)]
-    at, left = [0] * pp, sum(map(len, queues))
-    done: set[tuple[bool, int, int]] = set()
-    while left:
-        for rank, queue in enumerate(queues):
-            while at[rank] < len(queue):
-                item = queue[at[rank]]
-                stage = item.chunk * pp + rank
-                before = stage - 1 if item.forward else stage + 1
-                if 0 <= before < pp * vpp and (item.forward, item.micro_batch, before) not in done:
-                    break
-                done.add((item.forward, item.micro_batch, stage))
-                yield rank, *item
-                at[rank] += 1
-                left -= 1
+    found = events(turns, None)
+    return [
+        (rank, bool(piece % 2), own % turns.micro_batches, piece // 2 // turns.pp)
+        for rank, piece, own in zip(found.rank, found.piece, found.own, strict=True)
+    ]
+
+
+Event = tuple[int, int, int, bool, int, int]
+"""An entry of Events."""
+
+
+class Turn(NamedTuple):
+    """A pass of a rank: its number, the number of the pass whose message it waits for, and its
+    events: copies back that begin before it, the pass, and waits for copies after it."""
+
+    own: int
+    source: int
+    events: tuple[Event, ...]
 
 
 @lru_cache(maxsize=64)
 def events(turns: Turns, copies: Copies | None) -> Events:
     """The events of a schedule; without copies, of passes only."""
-    columns = [array("b"), *(array("l") for _ in range(5))]
-    beside = [_copies(turns, copies, rank) for rank in range(turns.pp)] if copies else []
-    position, warm = [0] * turns.pp, [_warm(turns, rank) for rank in range(turns.pp)]
-    for rank, forward, micro_batch, chunk in in_order(turns):
-        stage, here = chunk * turns.pp + rank, position[rank]
-        before = stage - 1 if forward else stage + 1
-        source = turns.number(forward, micro_batch, before) if 0 <= before < turns.stages else NONE
-        found = [(PASS, 2 * stage + forward, turns.number(forward, micro_batch, stage), source)]
-        if beside:
-            fetched, freed = (
-                [
-                    (kind, at // turns.micro_batches % turns.stages, at, NONE)
-                    for at in where.get(here, ())
-                ]
-                for kind, where in zip((FETCH, FREE), beside[rank], strict=True)
-            )
-            found = [*fetched, *found, *freed]
-        for kind, piece, own, sender in found:
-            event = (kind, rank, piece, here < warm[rank], own, sender)
-            for column, value in zip(columns, event, strict=True):
-                column.append(value)
-        position[rank] += 1
-    return Events(*columns)
+    queues = [_of_rank(turns, copies, rank) for rank in range(turns.pp)]
+    at, left = [0] * turns.pp, 2 * turns.half
+    done = bytearray(left + 1)
+    done[NONE] = True
+    found: list[Event] = []
+    while left:
+        for rank, queue in enumerate(queues):
+            here = at[rank]
+            while here < len(queue) and done[queue[here].source]:
+                done[queue[here].own] = True
+                found += queue[here].events
+                here += 1
+            left -= here - at[rank]
+            at[rank] = here
+    return Events(*(array("l", column) for column in zip(*found, strict=True)))
 
 
-def _warm(turns: Turns, rank: int) -> int:
-    """The number of forwards of a rank's warm-up."""
+def _of_rank(turns: Turns, copies: Copies | None, rank: int) -> list[Turn]:
+    """The passes of a rank in their order."""
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
-    first = next(index for index, item in enumerate(order) if not item.forward)
-    return max(0, first - 1)
+    warm = max(0, next(index for index, item in enumerate(order) if not item.forward) - 1)
+    fetched, freed = _copies(turns, copies, rank) if copies else ({}, {})
+    found = []
+    half, stride, pp, last = turns.half, turns.micro_batches, turns.pp, turns.stages - 1
+    for index, (forward, micro_batch, chunk) in enumerate(order):
+        stage = chunk * pp + rank
+        own = half * forward + stage * stride + micro_batch
+        source = own - stride if forward else own + stride
+        source = source if stage != (0 if forward else last) else NONE
+        event = (PASS, rank, 2 * stage + forward, index < warm, own, source)
+        begun, ended = fetched.get(index, ()), freed.get(index, ())
+        if begun or ended:
+            before = [(FETCH, rank, at // stride % (last + 1), False, at, NONE) for at in begun]
+            after = [(FREE, rank, at // stride % (last + 1), False, at, NONE) for at in ended]
+            found.append(Turn(own, source, (*before, event, *after)))
+        else:
+            found.append(Turn(own, source, (event,)))
+    return found
 
 
 Due = dict[int, list[int]]
@@ -133,16 +140,16 @@ def _copies(turns: Turns, copies: Copies, rank: int) -> tuple[Due, Due]:
     fetched: Due = {}
     freed: Due = {}
     forward_at: dict[int, int] = {}
-    previous = -1
+    half, stride, previous = turns.half, turns.micro_batches, -1
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
-    for index, item in enumerate(order):
-        forward = turns.number(True, item.micro_batch, item.chunk * turns.pp + rank)
-        if item.forward:
-            forward_at[forward] = index
-            freed.setdefault(index + copies.release_lag, []).append(forward)
+    for index, (forward, micro_batch, chunk) in enumerate(order):
+        number = half + (chunk * turns.pp + rank) * stride + micro_batch
+        if forward:
+            forward_at[number] = index
+            freed.setdefault(index + copies.release_lag, []).append(number)
             continue
         beside = previous if copies.whole and previous >= 0 else index - 1
-        fetched.setdefault(max(beside, forward_at[forward] + 1), []).append(forward)
+        fetched.setdefault(max(beside, forward_at[number] + 1), []).append(number)
         previous = index
     return fetched, freed
 
@@ -211,8 +218,8 @@ def walked_beside(
     the host begins when its forward has ended, a copy back where `events` says, and compute waits
     for both."""
     compute, host = list(begun_s), [0.0] * turns.pp
-    out, back = [0.0] * turns.pp, [0.0] * turns.pp
-    sent = [0.0] * (2 * turns.half)
+    out, back, half = [0.0] * turns.pp, [0.0] * turns.pp, turns.half
+    sent = [0.0] * (2 * half)
     gone, here = list(sent), list(sent)  # by forward: when its copies to the host, and back, end
     seconds = list(zip(*pieces, strict=True))
     for kind, rank, piece, warming, own, source in zip(*events(turns, copies), strict=True):
@@ -234,8 +241,8 @@ def walked_beside(
         host[rank] = issued + of_host
         at = max(at + taken, issued + from_host)
         stage, forward = divmod(piece, 2)
-        if not forward and here[own + turns.half]:
-            at = max(at, here[own + turns.half] + beside.landed_s[stage])
+        if not forward and here[own + half]:
+            at = max(at, here[own + half] + beside.landed_s[stage])
         last = max(at, out[rank]) if forward and warming and beside.held else at
         sent[own] = last + message_s
         compute[rank] = sent[own] if rules.waits and message_s else at
