@@ -12,7 +12,6 @@ from rematbench.search.arms import KEEP, Arm, Single, Tree
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe, Refused
 from rematbench.search.shard import Shard
-from rematbench.search.skeleton import frame
 from rematbench.search.space import Choice, Fixed
 from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import LayoutError
@@ -103,9 +102,8 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
-    framed = frame(problem, base)
-    tight = shard.tight_s(arm, step, pieces, 0, framed)
-    keep = shard.tight_s(KEEP, 1, 1, 0, framed)
+    tight = shard.tight_s(arm, step, pieces, 0)
+    keep = shard.tight_s(KEEP, 1, 1, 0)
     pinned, peak = max(1, found.host_node_bytes), max(found.peak_device_bytes)
     more, more_host = 0.0, 0.0
     if fewer and not isinstance(fewer, Refused):
@@ -163,4 +161,4 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     plan = made.registry.resolve(arm.text(1, 4), None, problem).plan(problem, base)
     assert not isinstance(plan, Unsupported)
     step_s = evaluate_program(problem, plan, lower(plan, problem)).step_s
-    assert 0.99 < shard.tight_s(arm, 1, 4, 0, frame(problem, base)) / step_s <= ROUNDING
+    assert 0.99 < shard.tight_s(arm, 1, 4, 0) / step_s <= ROUNDING

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.problem import Problem, head_parameters, state_fates
-from rematbench.search.probe import ChunkCost, Facts, Line, combined
+from rematbench.search.passes import ChunkCost, combined
+from rematbench.search.probe import Facts, Line
 from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
 
@@ -231,8 +232,9 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     )
 
 
-def host_bound(columns: Columns, facts: Facts) -> Array:
-    """Host bytes that the first stage's ranks on one node pin at least, for passes in flight."""
+def host_bound(columns: Columns, facts: Facts, more_bytes: Array) -> Array:
+    """Host bytes that the first stage's ranks on one node pin at least, for passes in flight.
+    `more_bytes`: bytes by which the pinned blocks of a chunk exceed the tensors in them."""
     c = columns
     ranks = np.array(
         [min(c.gpus_per_node, x.layout.tp * x.layout.cp * x.layout.dp) for x in c.choices]
@@ -242,7 +244,8 @@ def host_bound(columns: Columns, facts: Facts) -> Array:
     )
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
-    found: Array = moving * ranks * c.in_flight[0] * np.maximum(opening, 0.0)
+    pinned = np.maximum(opening, 0.0) + more_bytes
+    found: Array = moving * ranks * c.in_flight[0] * pinned
     return found
 
 

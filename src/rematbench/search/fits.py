@@ -93,7 +93,7 @@ class AnyFit(Search):
             less = leaner(choice)
             if late == (less is None):
                 continue
-            place, arms = Place(shard, at, choice, []), self.tree.roots
+            place, arms = Place(shard, at, []), self.tree.roots
             if less in self._searched and not self._waiting[less]:
                 self.fell["no leaner than with micro-batch 1"] += 1
                 arms = tuple(dict.fromkeys(self._doubts[less]))
@@ -129,7 +129,7 @@ class AnyFit(Search):
                     self._push(0.0, Item("made", place, None, _cut(lean, cut)))
         super()._expand(bound_s, place, arm)
 
-    def _alone_s(self, place: Place, part: object) -> float:
+    def _parts_s(self, place: Place, arm: Arm) -> float:
         return 0.0
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
@@ -137,7 +137,6 @@ class AnyFit(Search):
         if item.stage == "expand":
             self._expand(bound_s, place, item.arm)
             return
-        place.problem = place.problem or place.shard.problem_at(place.index)
         self._push(bound_s, Item("tight", place, None, item.arm, item.step, item.pieces))
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:

@@ -12,12 +12,11 @@ from msgspec import Struct
 
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
-from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.probe import Refused
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
-from rematbench.search.skeleton import Frame, frame
+from rematbench.search.site import Site
 from rematbench.search.space import Choice
 from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
 
@@ -40,26 +39,35 @@ schedule; tight: simulate it."""
 
 class Place(Struct):
     """A layout during the search, and its index in its shard.  `fits`: arms that fit; `families`:
-    whether a family may fit; `judged`: arms and pieces that have bounds; `known`: simulated plans;
+    whether a family may fit; `tightened`: whether any of its arms has a bound by the schedule;
+    `judged`: arms and pieces that have bounds; `known`: simulated plans, by content;
     `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
     a line's least step that host memory cannot hold; `refused`: arms without a plan at any step and
     in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
 
     shard: Shard
     index: int
-    choice: Choice
     fits: list[Arm]
     families: dict[tuple[Arm, Arm | None], bool] = {}
-    problem: Problem | None = None
-    frame: Frame | None = None
+    tightened: bool = False
     engines: Engines | None = None
     judged: set[tuple[Arm, int]] = set()
-    known: dict[bytes, Tried] = {}
+    known: set[bytes] = set()
     short: dict[tuple[Arm, int], float] = {}
     flat: set[tuple[Arm, int]] = set()
     ends: dict[Arm, int] = {}
     refused: set[Arm] = set()
     counted: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        """The layout and its layers."""
+        return self.shard.choices[self.index]
+
+    @property
+    def site(self) -> Site:
+        """What all searches know of the layout."""
+        return self.shard.site(self.index)
 
 
 class Item(Struct, frozen=True):
@@ -178,7 +186,7 @@ class Search:
             self.fell["made of a plan that fits"] += 1
         elif item.stage in ("closed", "tight") and self._settled(bound_s, place, item):
             self.fell["memory or no plan, as before"] += 1
-        elif item.stage == "closed" or (item.stage == "expand" and place.frame is None):
+        elif item.stage == "closed" or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
             self._expand(bound_s, place, item.arm)
@@ -195,7 +203,7 @@ class Search:
         for index in (shard.states_over_bytes <= 0).nonzero()[0]:
             at = int(index)
             if shard.choices[at].layout.pp >= self.least_pp:
-                place = Place(shard, at, shard.choices[at], [])
+                place = Place(shard, at, [])
                 for root in self.tree.roots:
                     if len(root.parts) > 1:  # its parts have cheaper probes
                         bound = max(bound_s, self._parts_s(place, root))
@@ -327,11 +335,8 @@ class Search:
         """Queue an arm with its bound by the schedule.  The bound of an arm to expand holds too: no
         arm composed of it is faster."""
         self.work += TIGHTENED
-        if place.problem is None:
-            place.problem = place.shard.problem_at(place.index)
-        if place.frame is None:
-            place.frame = frame(place.problem, place.choice.base(place.problem.base_plan))
-        tight = place.shard.tight_s(item.arm, item.step, item.pieces, place.index, place.frame)
+        place.tightened = True
+        tight = place.shard.tight_s(item.arm, item.step, item.pieces, place.index)
         stage: Stage = "tight" if item.stage == "closed" else "expand"
         found = Item(stage, place, None, item.arm, item.step, item.pieces)
         self._push(max(bound_s, tight), found)
@@ -339,15 +344,16 @@ class Search:
     def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried | None:
         """Simulate a plan; if it does not fit, queue the next step of its scalars or its expansion.
         None where the same plan was simulated under another name."""
-        assert place.problem is not None
         self.work += SIMULATED
-        arm, before = item.arm, len(place.known)
+        arm, site = item.arm, place.site
         method = arm.text(item.step, item.pieces)
         if self.engine and place.engines is None:
-            place.engines = Engines(place.problem, self.engine)
+            place.engines = Engines(site.problem, self.engine)
         tried = tried_plan(
-            place.choice, place.problem, method, bound_s, self.registry, place.engines, place.known
+            site.choice, site.problem, method, bound_s, self.registry, place.engines, site.trials
         )
+        again = not tried.content or tried.content in place.known
+        place.known.add(tried.content)
         if tried.evaluation is None:
             self.fell[tried.reason.split(":")[0]] += 1
             self._short(tried.short_bytes)
@@ -357,7 +363,7 @@ class Search:
                 place.fits.append(arm)
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf
-        return tried if len(place.known) > before else None
+        return None if again else tried
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue the work that follows a plan that does not fit."""
@@ -380,12 +386,11 @@ class Search:
     def _refused(self, place: Place, item: Item, reason: str) -> bool:
         """Whether an arm has no plan at the last step and in the most pieces either, for the same
         reason: then the reason depends on neither the step nor the pieces."""
-        assert place.problem is not None
-        arm = item.arm
+        arm, site = item.arm, place.site
         other = arm.text(place.shard.steps(arm), most_pieces(arm))
         if not reason.startswith(NO_PLAN) or other == arm.text(item.step, item.pieces):
             return False
-        return planned_at(place.choice, place.problem, other, self.registry) == reason
+        return planned_at(site.choice, site.problem, other, self.registry) == reason
 
     def _settled(self, bound_s: float, place: Place, item: Item) -> bool:
         """Whether simulations after the entry was queued show that its plan cannot fit; where they

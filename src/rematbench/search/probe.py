@@ -10,11 +10,9 @@ data parallelism and number of micro-batches: streams beside compute are left ou
 its link to itself.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
-from itertools import pairwise, takewhile
-from math import fsum
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 from msgspec.json import encode
 from msgspec.structs import replace
@@ -25,15 +23,11 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
-from rematbench.program.ledger import Profile, pool_bytes, program_profiles
-from rematbench.program.program import Block, Program
-from rematbench.simulate.contention import KERNELS
-from rematbench.simulate.macro import COMPUTE, macro_of
-from rematbench.simulate.rows import rows_of
+from rematbench.program.ledger import Profile, program_profiles
+from rematbench.program.program import Program
+from rematbench.search.passes import ChunkCost, chunk_cost, further
+from rematbench.search.pinned import Pinned, pinned_of
 from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import HOST
-from rematbench.simulate.timing import TIMELESS
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
 
@@ -42,49 +36,6 @@ MICRO_BATCHES = 5
 
 RHYTHM = 4
 """Layers of a method's second probe, after a probe with fewer layers gave no plan."""
-
-
-class PassCost(NamedTuple):
-    """One pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is free,
-    `issued_s` from when the host begins to issue, `called_s` if each kernel began when it was
-    issued, `landed_s` from when copies are back.  Seconds of the host and of kernels alone; device
-    bytes that the pass leaves, and its highest point above the bytes at entry."""
-
-    compute_s: float
-    issued_s: float
-    called_s: float
-    landed_s: float
-    host_s: float
-    kernel_s: float
-    net_bytes: float
-    high_bytes: float
-
-    def least(self, other: "PassCost") -> "PassCost":
-        """The lower of the two passes in every number."""
-        return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
-
-
-class ChunkCost(NamedTuple):
-    """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
-    `out_s`, `back_s`: seconds of the copies to the host and back that run beside other passes of
-    the rank, of the whole chunk or of its last layer; `moved_bytes`: bytes of all copies;
-    `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
-    bytes in host memory; `pool_bytes`: its rank's staging pools."""
-
-    forward: PassCost
-    backward: PassCost
-    released_bytes: float
-    out_s: float
-    back_s: float
-    moved_bytes: float
-    boundary_bytes: float
-    host_bytes: float
-    pool_bytes: float
-
-    @property
-    def kept_bytes(self) -> float:
-        """Device bytes that the chunk keeps between forward and backward."""
-        return self.forward.net_bytes + self.boundary_bytes - self.released_bytes
 
 
 class Line(NamedTuple):
@@ -104,11 +55,13 @@ class Facts(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A method's lines, the kinds of change of its plan, and the plan's transfers."""
+    """A method's lines, the kinds of change of its plan, the plan's transfers, and what an inner
+    chunk copies to the host."""
 
     facts: Facts
     kinds: frozenset[Change]
     transfers: Transfers
+    pinned: Pinned
 
 
 class Refused(NamedTuple):
@@ -176,8 +129,8 @@ class Prober:
         made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
-        line = Line(least, made.chunks[0], _minus(more.chunks[0], made.chunks[0]))
-        return Probe(Facts(line, line, line), made.kinds, made.transfers)
+        line = Line(least, made.chunks[0], further(more.chunks[0], made.chunks[0]))
+        return Probe(Facts(line, line, line), made.kinds, made.transfers, made.pinned)
 
     def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
         ends = min(least, 3)
@@ -185,17 +138,17 @@ class Prober:
         if isinstance(made, Refused):
             return made
         first, middle, deeper, last = made.chunks
-        slope = ending = _minus(deeper, middle)
+        slope = ending = further(deeper, middle)
         whole = made.transfers.granularity == "chunk"
         if whole and last.out_s == 0.0 < middle.out_s:  # no copies of the last rank's chunk
             more = self._measured(method, (least, least, least, ends + 1))
             if isinstance(more, Refused):
                 return more
-            ending = _minus(more.chunks[-1], last)
+            ending = further(more.chunks[-1], last)
         facts = Facts(
             Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
         )
-        return Probe(facts, made.kinds, made.transfers)
+        return Probe(facts, made.kinds, made.transfers, made.pinned)
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
         if sizes not in self.smalls:
@@ -217,20 +170,6 @@ def _rhythm(moves: Transfers) -> int:
     """Layers after which a plan's copies repeat: copies by layer do so once every reload slot is in
     use and one of them is used for a second time."""
     return moves.reload_slots + 2 if moves.granularity == "layer" else 1
-
-
-def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
-    """What one layer adds to a chunk's costs."""
-    return combined(more, less, lambda a, b: a - b)
-
-
-def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
-    """A chunk's costs: `numbers` applied to each pair of numbers of two chunks."""
-    forward, backward = (
-        PassCost._make(map(numbers, a, b))
-        for a, b in ((one.forward, other.forward), (one.backward, other.backward))
-    )
-    return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
 
 
 class Small(NamedTuple):
@@ -305,11 +244,13 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
 
 
 class Measured(NamedTuple):
-    """The chunk of every rank, the kinds of change of the plan, and its transfers."""
+    """The chunk of every rank, the kinds of change of the plan, its transfers, and what the chunk
+    of the second rank (or of the only one) copies to the host."""
 
     chunks: list[ChunkCost]
     kinds: frozenset[Change]
     transfers: Transfers
+    pinned: Pinned
 
 
 def _measured(small: Small, plan: Plan) -> Measured:
@@ -321,101 +262,7 @@ def _measured(small: Small, plan: Plan) -> Measured:
     if same not in small.chunks:
         program, profiles = small.lowered[same]
         small.chunks[same] = [
-            _chunk(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)
+            chunk_cost(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)
         ]
-    return Measured(small.chunks[same], changed_kinds(small.base, plan), plan.transfers)
-
-
-def _chunk(program: Program, rank: int, costs: ActionCosts, profiles: list[Profile]) -> ChunkCost:
-    blocks = program.ranks[rank].blocks
-    named = [(block.label, block, profile) for block, profile in zip(blocks, profiles, strict=True)]
-
-    def passes(wanted: str) -> PassCost:
-        return _least(
-            pass_cost(block, rank, costs, profile)
-            for label, block, profile in named
-            if label == wanted
-        )
-
-    def copies_s(wanted: str) -> float:
-        found = (
-            fsum(costs(action, rank) for action in block.actions if action.kind in COPIES)
-            for label, block, _ in named
-            if label == wanted
-        )
-        return min(found, default=0.0)
-
-    def trailing_s(block: Block) -> float:
-        """Seconds of the copies that the block issues after its last kernel."""
-        after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.actions))
-        return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
-
-    def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
-        found = (bytes_of(block, profile) for label, block, profile in named if label == wanted)
-        return min(found, default=0)
-
-    def net(_: Block, profile: Profile) -> int:
-        return profile.device_net
-
-    return ChunkCost(
-        forward=passes("F"),
-        backward=passes("B"),
-        released_bytes=-least("free_d2h", net),
-        out_s=copies_s("D2H")
-        or min(trailing_s(block) for label, block, _ in named if label == "F"),
-        back_s=copies_s("H2D"),
-        moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
-        boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
-        host_bytes=sum(least(label, lambda _, profile: profile.host_net) for label in ("F", "D2H")),
-        pool_bytes=pool_bytes(program.ranks[rank]),
-    )
-
-
-COPIES = (Kind.D2H, Kind.H2D)
-
-
-def _copied_bytes(block: Block, _: Profile) -> int:
-    return sum(action.nbytes for action in block.actions if action.kind in COPIES)
-
-
-def _least(costs: Iterator[PassCost]) -> PassCost:
-    found = next(costs)
-    for cost in costs:
-        found = found.least(cost)
-    return found
-
-
-def _kernels(block: Block, rank: int, costs: ActionCosts) -> tuple[float, float]:
-    """Seconds of a block's kernels, and seconds until the last of them ends if it begins as soon as
-    the host has issued it."""
-    issued = end = 0.0
-    kernels = []
-    for action in block.actions:
-        if action.kind in TIMELESS:
-            continue
-        taken = costs.timing(action, rank)
-        issued += taken.issue
-        if action.stream == "compute" and taken.seconds:
-            end = issued + taken.seconds
-        if action.kind in KERNELS:
-            kernels.append(taken.seconds)
-    return fsum(kernels), end
-
-
-def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
-    """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
-    macro = macro_of(rows_of(block, rank, costs))
-    kernel_s, called_s = _kernels(block, rank, costs)
-    ends = {target: dict(terms) for target, terms in macro.streams}
-    compute = ends.get(COMPUTE, {})
-    landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
-    return PassCost(
-        compute_s=compute.get(COMPUTE, 0.0),
-        issued_s=compute.get(HOST, 0.0),
-        called_s=called_s,
-        landed_s=compute.get(landed, 0.0),
-        host_s=ends.get(HOST, {}).get(HOST, 0.0),
-        kernel_s=kernel_s,
-        net_bytes=profile.device_net,
-        high_bytes=profile.device_high,
-    )
+    pinned = pinned_of(plan, small.lowered[same].program)
+    return Measured(small.chunks[same], changed_kinds(small.base, plan), plan.transfers, pinned)

@@ -23,18 +23,18 @@ from rematbench.search.bounds import (
     peak_bound,
     step_bound,
 )
+from rematbench.search.passes import ChunkCost, PassCost
 from rematbench.search.probe import (
-    ChunkCost,
     Facts,
     Known,
     Line,
-    PassCost,
     Probe,
     Prober,
     Refused,
     placed_alike,
 )
-from rematbench.search.skeleton import Frame, tightened
+from rematbench.search.site import Site
+from rematbench.search.skeleton import tightened
 from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
 
@@ -88,6 +88,7 @@ class Shard:
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._known_highs: dict[Arm | None, list[float]] = {}
         self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
+        self._sites: dict[int, Site] = {}
 
     @cached_property
     def send_s(self) -> Array:
@@ -126,10 +127,13 @@ class Shard:
                 known[lay.pp, lay.dp] = at.usable_bytes - at.reserve_bytes
         return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
 
-    def problem_at(self, index: int) -> Problem:
-        """The problem with the layout at `index`."""
-        layout = self.choices[index].layout
-        return self._reserving(replaced(self.problem, layout=layout, _memo={}, _weights={}))
+    def site(self, index: int) -> "Site":
+        """What all searches know of the layout at `index`."""
+        if index not in self._sites:
+            choice = self.choices[index]
+            at = replaced(self.problem, layout=choice.layout, _memo={}, _weights={})
+            self._sites[index] = Site(choice, self._reserving(at))
+        return self._sites[index]
 
     @cached_property
     def kernels_s(self) -> Array:
@@ -178,8 +182,17 @@ class Shard:
         return Bounds(
             np.atleast_2d(step_bound(self.columns, quick, self.send_s) + self.end_s),
             self._peak_bytes(arm, ends),
-            np.atleast_2d(host_bound(self.columns, quick) - rounding),
+            np.atleast_2d(host_bound(self.columns, quick, self._pinned_bytes(arm)) - rounding),
         )
+
+    def _pinned_bytes(self, arm: Arm) -> Array:
+        """Least bytes by which the pinned blocks of the first chunk exceed the tensors in them,
+        along an arm's line, [steps of the line, layouts]."""
+        found, share = self.probe(arm), self._shares(arm)[0]
+        if isinstance(found, Refused) or bool(found.pinned.budget) != (arm.line is not None):
+            return 0.0 * share
+        layers = np.where(self.columns.pp > 1, self.columns.opening, 0)
+        return np.asarray(found.pinned.more_bytes(share, layers))
 
     def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
         """Least device bytes along an arm's line, [steps of the line, layouts]."""
@@ -220,8 +233,14 @@ class Shard:
         columns = self.columns
         return np.minimum(1.0, steps / columns.most), np.minimum(1.0, steps / columns.fewest)
 
-    def tight_s(self, arm: Arm, step: int, pieces: int, index: int, frame: Frame) -> float:
+    def tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
         """Least seconds of a layout's step (the layout at `index`), by its whole schedule."""
+        known, text = self.site(index).tight_s, arm.text(step, pieces)
+        if text not in known:
+            known[text] = self._tight_s(arm, step, pieces, index)
+        return known[text]
+
+    def _tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
         ends, moves = self._ends(arm, pieces), self.probe(arm, pieces)
         assert not isinstance(ends, Refused)
         assert isinstance(moves, Probe)
@@ -230,7 +249,8 @@ class Shard:
         facts = self._quick(arm, ends, share)
         cost = self.problem.cost
         rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-        found = tightened(frame, facts, moves.transfers, self.choices[index].sizes, rate)
+        frame, sizes = self.site(index).frame, self.choices[index].sizes
+        found = tightened(frame, facts, moves.transfers, sizes, rate)
         return float(found) * (SHARED if arm.line or arm.pieces else LINEAR)
 
     @cached_property

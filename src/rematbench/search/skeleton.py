@@ -15,7 +15,8 @@ from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
-from rematbench.search.probe import ChunkCost, Facts, Line, PassCost
+from rematbench.search.passes import ChunkCost, PassCost
+from rematbench.search.probe import Facts, Line
 from rematbench.search.walk import (
     Beside,
     Copies,

@@ -17,12 +17,14 @@ NO_PLAN = "no plan: "
 
 
 class Tried(Struct, frozen=True, kw_only=True):
-    """One candidate after its trial.  Without an evaluation, `reason` says why: the plan does not
-    fit (it lacks `short_bytes` of a device's memory), or the method has no plan."""
+    """One candidate after its trial.  `content`: what its plan is known by; empty without a plan.
+    Without an evaluation, `reason` says why: the plan does not fit (it lacks `short_bytes` of a
+    device's memory), or the method has no plan."""
 
     choice: Choice
     method: str
     bound_s: float
+    content: bytes = b""
     reason: str = ""
     short_bytes: float = float("inf")
     evaluation: PlanEvaluation | None = None
@@ -44,22 +46,23 @@ def tried_plan(
     known: dict[bytes, Tried] | None = None,
 ) -> Tried:
     """Plan and lower a candidate and count its bytes; time its step if the bytes fit.  The reserve
-    of the problem stays free, and one of `engines` has to have options for the plan.  For a plan
-    equal to a plan in `known` (`same_plan`) the known trial is returned."""
+    of the problem stays free, and one of `engines` has to have options for the plan.  `known`:
+    trials by the content of the plan, to which new ones are added; an equal plan is not lowered
+    again."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
     plan = planned_at(choice, problem, method, registry)
     if isinstance(plan, str):
         return replace(tried, reason=plan)
-    known = {} if known is None else known
-    if (same := same_plan(plan)) in known:
-        return known[same]
+    known, tried = {} if known is None else known, replace(tried, content=same_plan(plan))
+    if found := known.get(tried.content):
+        return replace(found, method=method, bound_s=bound_s)
     if engines and not engines.of(plan):
-        return replace(tried, reason=f"no options of {engines.only}")
+        return replace(tried, content=b"", reason=f"no options of {engines.only}")
     try:
-        known[same] = _judged(tried, problem, plan)
+        known[tried.content] = _judged(tried, problem, plan)
     except (PlanError, LayoutError) as error:
-        return replace(tried, reason=f"{NO_PLAN}{error}")
-    return known[same]
+        return replace(tried, content=b"", reason=f"{NO_PLAN}{error}")
+    return known[tried.content]
 
 
 def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:

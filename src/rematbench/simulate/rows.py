@@ -66,8 +66,14 @@ class RowBlock(NamedTuple):
 
 
 def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
-    """Compile a block into rows.  Periods that repeat are compiled once."""
-    timing, periods = timings(seconds), block.periods
+    """Compile a block into rows, with the costs of its actions."""
+    return rows_with(block, rank, timings(seconds))
+
+
+def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) -> RowBlock:
+    """Compile a block into rows, with the timings of its actions.  Periods that repeat are compiled
+    once."""
+    periods = block.periods
     if periods is None:
         rows, busy = _rows(block.actions, rank, timing)
         parts = [RowPart(tuple(rows))]

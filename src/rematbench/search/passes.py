@@ -1,0 +1,173 @@
+"""The costs of a chunk's passes, read from the blocks of a probe's program."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
+from math import fsum
+from typing import Any, NamedTuple
+
+from rematbench.program.action import Kind
+from rematbench.program.ledger import Profile, pool_bytes
+from rematbench.program.program import Block, Program
+from rematbench.simulate.contention import KERNELS
+from rematbench.simulate.macro import COMPUTE, macro_of
+from rematbench.simulate.rows import rows_with
+from rematbench.simulate.seconds import ActionCosts
+from rematbench.simulate.step import HOST
+from rematbench.simulate.timing import TIMELESS, Timing
+
+
+class PassCost(NamedTuple):
+    """One pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is free,
+    `issued_s` from when the host begins to issue, `called_s` if each kernel began when it was
+    issued, `landed_s` from when copies are back.  Seconds of the host and of kernels alone; device
+    bytes that the pass leaves, and its highest point above the bytes at entry."""
+
+    compute_s: float
+    issued_s: float
+    called_s: float
+    landed_s: float
+    host_s: float
+    kernel_s: float
+    net_bytes: float
+    high_bytes: float
+
+    def least(self, other: "PassCost") -> "PassCost":
+        """The lower of the two passes in every number."""
+        return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
+
+
+class ChunkCost(NamedTuple):
+    """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
+    `out_s`, `back_s`: seconds of the copies to the host and back that run beside other passes of
+    the rank, of the whole chunk or of its last layer; `moved_bytes`: bytes of all copies;
+    `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
+    bytes in host memory; `pool_bytes`: its rank's staging pools."""
+
+    forward: PassCost
+    backward: PassCost
+    released_bytes: float
+    out_s: float
+    back_s: float
+    moved_bytes: float
+    boundary_bytes: float
+    host_bytes: float
+    pool_bytes: float
+
+    @property
+    def kept_bytes(self) -> float:
+        """Device bytes that the chunk keeps between forward and backward."""
+        return self.forward.net_bytes + self.boundary_bytes - self.released_bytes
+
+
+def further(more: ChunkCost, less: ChunkCost) -> ChunkCost:
+    """What one layer adds to a chunk's costs."""
+    return combined(more, less, lambda a, b: a - b)
+
+
+def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
+    """A chunk's costs: `numbers` applied to each pair of numbers of two chunks."""
+    forward, backward = (
+        PassCost._make(map(numbers, a, b))
+        for a, b in ((one.forward, other.forward), (one.backward, other.backward))
+    )
+    return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
+
+
+def chunk_cost(
+    program: Program, rank: int, costs: ActionCosts, profiles: list[Profile]
+) -> ChunkCost:
+    """The costs of the chunk of a rank of a probe."""
+    blocks = program.ranks[rank].blocks
+    named = [(block.label, block, profile) for block, profile in zip(blocks, profiles, strict=True)]
+
+    def passes(wanted: str) -> PassCost:
+        return _least(
+            pass_cost(block, rank, costs, profile)
+            for label, block, profile in named
+            if label == wanted
+        )
+
+    def copies_s(wanted: str) -> float:
+        found = (
+            fsum(costs(action, rank) for action in block.actions if action.kind in COPIES)
+            for label, block, _ in named
+            if label == wanted
+        )
+        return min(found, default=0.0)
+
+    def trailing_s(block: Block) -> float:
+        """Seconds of the copies that the block issues after its last kernel."""
+        after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.actions))
+        return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
+
+    def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
+        found = (bytes_of(block, profile) for label, block, profile in named if label == wanted)
+        return min(found, default=0)
+
+    def net(_: Block, profile: Profile) -> int:
+        return profile.device_net
+
+    return ChunkCost(
+        forward=passes("F"),
+        backward=passes("B"),
+        released_bytes=-least("free_d2h", net),
+        out_s=copies_s("D2H")
+        or min(trailing_s(block) for label, block, _ in named if label == "F"),
+        back_s=copies_s("H2D"),
+        moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
+        boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
+        host_bytes=sum(least(label, lambda _, profile: profile.host_net) for label in ("F", "D2H")),
+        pool_bytes=pool_bytes(program.ranks[rank]),
+    )
+
+
+COPIES = (Kind.D2H, Kind.H2D)
+
+
+def _copied_bytes(block: Block, _: Profile) -> int:
+    return sum(action.nbytes for action in block.actions if action.kind in COPIES)
+
+
+def _least(costs: Iterator[PassCost]) -> PassCost:
+    found = next(costs)
+    for cost in costs:
+        found = found.least(cost)
+    return found
+
+
+def _kernels(block: Block, taken: Mapping[int, Timing]) -> tuple[float, float]:
+    """Seconds of a block's kernels, and seconds until the last of them ends if it begins as soon as
+    the host has issued it.  `taken`: timings by the identity of the action."""
+    issued = end = 0.0
+    kernels = []
+    for action in block.actions:
+        if action.kind in TIMELESS:
+            continue
+        seconds, issue, _ = taken[id(action)]
+        issued += issue
+        if seconds and action.stream == "compute":
+            end = issued + seconds
+        if action.kind in KERNELS:
+            kernels.append(seconds)
+    return fsum(kernels), end
+
+
+def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
+    """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
+    timed = (action for action in block.actions if action.kind not in TIMELESS)
+    taken = {id(action): costs.timing(action, rank) for action in timed}
+    macro = macro_of(rows_with(block, rank, lambda action, _: taken[id(action)]))
+    kernel_s, called_s = _kernels(block, taken)
+    ends = {target: dict(terms) for target, terms in macro.streams}
+    compute = ends.get(COMPUTE, {})
+    landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
+    return PassCost(
+        compute_s=compute.get(COMPUTE, 0.0),
+        issued_s=compute.get(HOST, 0.0),
+        called_s=called_s,
+        landed_s=compute.get(landed, 0.0),
+        host_s=ends.get(HOST, {}).get(HOST, 0.0),
+        kernel_s=kernel_s,
+        net_bytes=profile.device_net,
+        high_bytes=profile.device_high,
+    )

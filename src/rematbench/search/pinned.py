@@ -1,0 +1,49 @@
+"""Bytes that pinned blocks in host memory hold beyond the tensors in them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rematbench.cost.copies import pinned_block_bytes
+from rematbench.plan import ByteBudget, Fate, Offload, Plan, Split
+from rematbench.program.action import Kind
+from rematbench.program.program import Program
+
+
+class Pinned(NamedTuple):
+    """The tensors that a chunk of `layers` layers copies to the host, in bytes, the largest first.
+    `budget`: whether a share of the bytes leaves (ByteBudget), which takes the tensors in this
+    order; None where some tensors leave by a budget and others do not."""
+
+    layers: int
+    sizes: tuple[int, ...]
+    budget: bool | None
+
+    def more_bytes(self, share: Any, layers: Any) -> Any:
+        """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed the tensors
+        in them, at a share of the bytes; arrays for arrays.  The blocks of a tensor that leaves in
+        part may exceed nothing."""
+        if not self.sizes or self.budget is None:
+            return 0.0 * share * layers
+        over = [pinned_block_bytes(nbytes) - nbytes for nbytes in self.sizes]
+        if not self.budget:
+            return sum(over) / self.layers * layers + 0.0 * share
+        shares = np.cumsum((0, *self.sizes)) / sum(self.sizes)
+        found = np.interp(share, shares, np.cumsum((0, *over))) / self.layers * layers
+        return np.maximum(0.0, found - max(over))
+
+
+def pinned_of(plan: Plan, program: Program) -> Pinned:
+    """What the chunk of a program's second rank (or of its only one) copies to the host."""
+    rank = min(1, program.pp - 1)
+    blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
+    block = next((block for block in blocks if block.label == "D2H"), blocks[0])
+    sizes = sorted((a.nbytes for a in block.actions if a.kind is Kind.D2H), reverse=True)
+    budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if _leaves(rule.fate)}
+    budget = next(iter(budgets), False) if len(budgets) < 2 else None
+    return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), budget)
+
+
+def _leaves(fate: Fate) -> bool:
+    """Whether a fate may move bytes to the host."""
+    return isinstance(fate, Offload | ByteBudget) or (isinstance(fate, Split) and fate.offload > 0)
