@@ -6,7 +6,7 @@ et al. 2021, arXiv 2104.04473, section 2.2, with stages of different length).  A
 less than its states and, before a backward, the activations kept by all passes in flight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -73,16 +73,20 @@ class Columns:
 
     @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
-        """The most passes in flight (between forward and backward) of the first, second and last
-        rank."""
+        """The most passes in flight of the first, second and last rank."""
+        after = (self.pp - 1, np.maximum(self.pp - 2, 0), np.zeros_like(self.pp))
+        first, second, last = map(self.in_flight_before, after)
+        return first, second, last
+
+    def in_flight_before(self, after: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The most passes in flight (between forward and backward) of a rank with `after` ranks
+        after it."""
         total = self.count * self.vpp
         plain = self.vpp == 1
         whole = (self.count == self.pp) & ~plain
-        found = []
-        for after in (self.pp - 1, np.maximum(self.pp - 2, 0), np.zeros_like(self.pp)):
-            warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
-            found.append(np.where(whole, total, np.minimum(warm + 1, total)))
-        return tuple(found)
+        warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
+        found: NDArray[np.int64] = np.where(whole, total, np.minimum(warm + 1, total))
+        return found
 
     @cached_property
     def state_bytes(self) -> tuple[Array, Array, Array]:
@@ -232,20 +236,23 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     )
 
 
-def host_bound(columns: Columns, facts: Facts, more_bytes: Array) -> Array:
-    """Host bytes that the first stage's ranks on one node pin at least, for passes in flight.
-    `more_bytes`: bytes by which the pinned blocks of a chunk exceed the tensors in them."""
+def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> Array:
+    """Host bytes that the ranks on the first node pin at least, for passes in flight.  `more`: the
+    bytes by which the pinned blocks of a chunk exceed its tensors, by the chunk's layers."""
     c = columns
-    ranks = np.array(
-        [min(c.gpus_per_node, x.layout.tp * x.layout.cp * x.layout.dp) for x in c.choices]
-    )
-    opening = np.minimum(
-        chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes
-    )
+    layouts = [choice.layout for choice in c.choices]
+    ranks = np.array([lay.tp * lay.cp * lay.dp for lay in layouts])  # of one stage
+    opening, inner = chunk(facts.first, c.opening), chunk(facts.middle, c.fewest)
+    least = np.maximum(np.minimum(opening.host_bytes, inner.host_bytes), 0.0) + more(c.opening)
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
-    pinned = np.maximum(opening, 0.0) + more_bytes
-    found: Array = moving * ranks * c.in_flight[0] * pinned
+    found: Array = moving * np.minimum(c.gpus_per_node, ranks) * c.in_flight[0] * least
+    each = np.maximum(inner.host_bytes, 0.0) + more(c.fewest)
+    for stage in range(1, -(-c.gpus_per_node // int(ranks.min()))):
+        here = np.clip(c.gpus_per_node - stage * ranks, 0, ranks)
+        here = np.where(stage < c.pp - 1, here, 0)
+        after = np.maximum(c.pp - 1 - stage, 0)
+        found = found + moving * here * c.in_flight_before(after) * each
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
-from functools import cached_property
+from functools import cached_property, partial
 from math import fsum
 from typing import Any, NamedTuple
 
@@ -179,19 +179,20 @@ class Shard:
             return ends
         quick = self._quick(arm, ends, self._shares(arm)[0])
         rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
+        host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
         return Bounds(
             np.atleast_2d(step_bound(self.columns, quick, self.send_s) + self.end_s),
             self._peak_bytes(arm, ends),
-            np.atleast_2d(host_bound(self.columns, quick, self._pinned_bytes(arm)) - rounding),
+            np.atleast_2d(host_bytes - rounding),
         )
 
-    def _pinned_bytes(self, arm: Arm) -> Array:
-        """Least bytes by which the pinned blocks of the first chunk exceed the tensors in them,
+    def _more_pinned(self, arm: Arm, layers: Any) -> Array:
+        """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed its tensors,
         along an arm's line, [steps of the line, layouts]."""
         found, share = self.probe(arm), self._shares(arm)[0]
         if isinstance(found, Refused) or bool(found.pinned.budget) != (arm.line is not None):
             return 0.0 * share
-        layers = np.where(self.columns.pp > 1, self.columns.opening, 0)
+        layers = np.where(self.columns.pp > 1, layers, 0)
         return np.asarray(found.pinned.more_bytes(share, layers))
 
     def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
