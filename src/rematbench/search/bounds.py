@@ -34,21 +34,6 @@ class Bounds(NamedTuple):
     host_bytes: Array
 
 
-class Chunk(NamedTuple):
-    """A chunk's costs in seconds and bytes, as arrays over layouts and shares."""
-
-    forward_s: Array
-    backward_s: Array
-    host_s: Array
-    out_s: Array
-    kept_bytes: Array
-    copied_bytes: Array
-    host_bytes: Array
-    pool_bytes: Array
-    high_bytes: Array
-    forward_high_bytes: Array
-
-
 class Columns:
     """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
 
@@ -129,40 +114,76 @@ def _rank_layers(choice: Choice) -> tuple[int, ...]:
     return (ranks[0], second, ranks[-1], ranks[busiest], before[busiest], busiest, before[-1])
 
 
-def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chunk:
-    """The total costs of `count` chunks that have `layers` layers in all."""
-    more = layers - count * line.layers
-    base, slope = line.base, line.slope
+class Chunk:
+    """The total costs of `count` chunks that have `layers` layers in all: seconds and bytes, as
+    arrays over layouts and shares, each made when a bound first asks for it."""
 
-    def at(value: float, step: float) -> Array:
-        return np.asarray(count * value + more * step, dtype=float)
+    def __init__(self, line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> None:
+        self.base, self.slope, self.count = line.base, line.slope, count
+        self.more = layers - count * line.layers
 
-    return Chunk(
-        forward_s=at(base.forward.compute_s, slope.forward.compute_s),
-        backward_s=at(base.backward.compute_s, slope.backward.compute_s),
-        host_s=at(
+    def _at(self, value: Any, step: Any) -> Array:
+        return np.asarray(self.count * value + self.more * step, dtype=float)
+
+    @cached_property
+    def passes_s(self) -> Array:
+        """Seconds of compute in a forward and a backward."""
+        base, slope = self.base, self.slope
+        return self._at(
+            base.forward.compute_s + base.backward.compute_s,
+            slope.forward.compute_s + slope.backward.compute_s,
+        )
+
+    @cached_property
+    def host_s(self) -> Array:
+        """Seconds of the host in a forward and a backward."""
+        base, slope = self.base, self.slope
+        return self._at(
             base.forward.host_s + base.backward.host_s, slope.forward.host_s + slope.backward.host_s
-        ),
-        out_s=at(base.out_s, slope.out_s),
-        kept_bytes=at(base.kept_bytes, slope.kept_bytes),
-        copied_bytes=at(base.released_bytes, slope.released_bytes),
-        host_bytes=at(base.host_bytes, slope.host_bytes),
-        pool_bytes=at(base.pool_bytes, slope.pool_bytes),
-        high_bytes=np.where(more < 0, 0.0, at(base.backward.high_bytes, _fall(slope))),
-        forward_high_bytes=np.where(more < 0, 0.0, at(base.forward.high_bytes, _growth(slope))),
-    )
+        )
 
+    @cached_property
+    def out_s(self) -> Array:
+        """Seconds of copies to the host beside other passes."""
+        return self._at(self.base.out_s, self.slope.out_s)
 
-def _growth(slope: ChunkCost) -> Any:
-    """Bytes that one more layer adds, at least, to the highest point of a forward: the lower slope
-    of the bytes that the forward leaves and of its highest point, and no less than 0."""
-    return np.maximum(0.0, np.minimum(slope.forward.net_bytes, slope.forward.high_bytes))
+    @cached_property
+    def kept_bytes(self) -> Array:
+        """Device bytes between forward and backward."""
+        return self._at(self.base.kept_bytes, self.slope.kept_bytes)
 
+    @cached_property
+    def copied_bytes(self) -> Array:
+        """Device bytes that are freed after their copy to the host."""
+        return self._at(self.base.released_bytes, self.slope.released_bytes)
 
-def _fall(slope: ChunkCost) -> Any:
-    """Bytes (0 or less) by which one more layer lowers a backward's highest point above its entry:
-    the highest point may be at the backward's end, after the layer's bytes were freed."""
-    return np.minimum(0.0, slope.backward.high_bytes)
+    @cached_property
+    def host_bytes(self) -> Array:
+        """Bytes in host memory."""
+        return self._at(self.base.host_bytes, self.slope.host_bytes)
+
+    @cached_property
+    def pool_bytes(self) -> Array:
+        """Bytes of the staging pools of the chunk's rank."""
+        return self._at(self.base.pool_bytes, self.slope.pool_bytes)
+
+    @cached_property
+    def high_bytes(self) -> Array:
+        """The highest point of a backward above its entry.  A further layer may lower it: the
+        highest point may be at the backward's end, after the layer's bytes were freed."""
+        fall = np.minimum(0.0, self.slope.backward.high_bytes)
+        found = self._at(self.base.backward.high_bytes, fall)
+        return np.where(self.more < 0, 0.0, found)
+
+    @cached_property
+    def forward_high_bytes(self) -> Array:
+        """The highest point of a forward above its entry.  A further layer raises it by the lower
+        slope of the bytes that the forward leaves and of its highest point, and by no less than
+        0."""
+        forward = self.slope.forward
+        growth = np.maximum(0.0, np.minimum(forward.net_bytes, forward.high_bytes))
+        found = self._at(self.base.forward.high_bytes, growth)
+        return np.where(self.more < 0, 0.0, found)
 
 
 def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
@@ -170,23 +191,23 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     an inner rank and the last rank."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
-    opening = chunk(first, c.opening)
-    ending = chunk(last, c.ending)
+    opening = Chunk(first, c.opening)
+    ending = Chunk(last, c.ending)
     several = c.pp > 1
-    rest_first = chunk(middle, c.first - c.opening, v - 1)
-    rest_last = chunk(middle, c.last - c.ending, v - 1)
-    inner = chunk(middle, c.inner_work, v)
+    rest_first = Chunk(middle, c.first - c.opening, v - 1)
+    rest_last = Chunk(middle, c.last - c.ending, v - 1)
+    inner = Chunk(middle, c.inner_work, v)
 
     def work(*chunks: Chunk) -> Array:
-        passes = np.add.reduce([x.forward_s + x.backward_s for x in chunks])
-        return m * np.maximum(passes, np.add.reduce([x.host_s for x in chunks]))  # type: ignore[no-any-return]
+        passes_s, host_s = (sum(x.passes_s for x in chunks), sum(x.host_s for x in chunks))
+        return np.asarray(m * np.maximum(passes_s, host_s))
 
     def around(layers: Any, ranks: Any) -> Array:
         """Seconds before a rank's first pass and after its last: the passes and messages of the
         ranks before it."""
-        between = chunk(middle, layers - c.opening, np.maximum(ranks - 1, 0))
-        passes = opening.forward_s + opening.backward_s + between.forward_s + between.backward_s
-        return np.where(ranks > 0, passes + 2 * ranks * send_s, 0.0)
+        between = Chunk(middle, layers - c.opening, np.maximum(ranks - 1, 0))
+        passes_s = opening.passes_s + between.passes_s
+        return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
 
     at_first = work(opening, rest_first)
     at_inner = work(inner) + around(c.inner_before, c.inner_rank)
@@ -204,8 +225,8 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     c = columns
     flights, states = c.in_flight, c.state_bytes
     first, middle, last = facts
-    opening, inner, ending = chunk(first, c.opening), chunk(middle, c.inner), chunk(last, c.ending)
-    least = np.maximum(chunk(middle, c.fewest).kept_bytes, 0.0)
+    opening, inner, ending = Chunk(first, c.opening), Chunk(middle, c.inner), Chunk(last, c.ending)
+    least = np.maximum(Chunk(middle, c.fewest).kept_bytes, 0.0)
     whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
     final = np.where(whole, np.minimum(least, ending.kept_bytes), ending.kept_bytes)
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
@@ -242,7 +263,7 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
     c = columns
     layouts = [choice.layout for choice in c.choices]
     ranks = np.array([lay.tp * lay.cp * lay.dp for lay in layouts])  # of one stage
-    opening, inner = chunk(facts.first, c.opening), chunk(facts.middle, c.fewest)
+    opening, inner = Chunk(facts.first, c.opening), Chunk(facts.middle, c.fewest)
     least = np.maximum(np.minimum(opening.host_bytes, inner.host_bytes), 0.0) + more(c.opening)
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
