@@ -8,7 +8,7 @@ from rematbench.plan import Pass, Phase
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def passes(
     schedule: ScheduleName, rank: int, pp: int, vpp: int, num_micro_batches: int
 ) -> tuple[Pass, ...]:

@@ -73,6 +73,19 @@ class Columns:
         found: NDArray[np.int64] = np.where(whole, total, np.minimum(warm + 1, total))
         return found
 
+    def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
+        """The passes whose copies to the host hold device memory beside the forward that brings the
+        most passes in flight, on the first, second and last rank.  Copies back for the first
+        backward begin before that forward, so its own copies must have ended."""
+        found = []
+        for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
+            others = self.in_flight[rank] - 1
+            since = np.where(self.vpp == 1, others, 2 * after)  # forwards since its own
+            since = np.where((self.vpp > 1) & (self.count == self.pp), self.pp - 1, since)
+            own = (since >= 1) & (since <= release_lag)
+            found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
+        return tuple(found)
+
     @cached_property
     def state_bytes(self) -> tuple[Array, Array, Array]:
         """Bytes of training states on a device of the first, the second and the last rank."""
@@ -223,7 +236,7 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     last rank's bytes, during the pass that brings the most passes in flight and the backward after
     it.  The device holds the copied tensors of a forward for `release_lag` passes."""
     c = columns
-    flights, states = c.in_flight, c.state_bytes
+    flights, states, holding = c.in_flight, c.state_bytes, c.copying(release_lag)
     first, middle, last = facts
     opening, inner, ending = Chunk(first, c.opening), Chunk(middle, c.inner), Chunk(last, c.ending)
     least = np.maximum(Chunk(middle, c.fewest).kept_bytes, 0.0)
@@ -234,7 +247,7 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     def peak(rank: int, chunk: Chunk, others: Array, own: Array) -> Array:
         """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
         are being copied, and the highest point of the running pass."""
-        copying = np.minimum(release_lag, flights[rank] - 1)
+        copying = holding[rank]
         each = (
             np.minimum(chunk.copied_bytes, inner.copied_bytes) if rank < 2 else inner.copied_bytes
         )

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rematbench.lowering.schedule import ScheduleName, passes
 
 Node = tuple[int, bool, int, int]
@@ -73,72 +76,93 @@ def in_order(turns: Turns) -> list[Node]:
     ]
 
 
-Event = tuple[int, int, int, bool, int, int]
-"""An entry of Events."""
-
-
-class Turn(NamedTuple):
-    """A pass of a rank: its number, the number of the pass whose message it waits for, and its
-    events: copies back that begin before it, the pass, and waits for copies after it."""
-
-    own: int
-    source: int
-    events: tuple[Event, ...]
-
-
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def events(turns: Turns, copies: Copies | None) -> Events:
     """The events of a schedule; without copies, of passes only."""
-    queues = [_of_rank(turns, copies, rank) for rank in range(turns.pp)]
+    passed = _passes(turns)
+    count = len(passed.own)
+    piece = 2 * (passed.own // turns.micro_batches % turns.stages) + (passed.own >= turns.half)
+    warming = passed.position < np.array([_warm(turns, r) for r in range(turns.pp)])[passed.rank]
+    columns = [0 * passed.own, passed.rank, piece, warming, passed.own, passed.source]
+    if copies:
+        at = np.empty((turns.pp, count // turns.pp), dtype=int)
+        at[passed.rank, passed.position] = np.arange(count)
+        keys = [3 * np.arange(count) + 1]
+        for rank in range(turns.pp):
+            for kind, due in _copies(turns, copies, rank).items():
+                where, own = np.array(due).T
+                keys.append(3 * at[rank, where] + (0 if kind == FETCH else 2))
+                stage = own // turns.micro_batches % turns.stages
+                more = (kind, rank, stage, 0, own, NONE)
+                columns = [
+                    np.append(a, np.broadcast_to(b, own.shape))
+                    for a, b in zip(columns, more, strict=True)
+                ]
+        order = np.argsort(np.concatenate(keys), kind="stable")
+        columns = [column[order] for column in columns]
+    return Events(*(array("l", column.astype(int).tobytes()) for column in columns))
+
+
+class _Passes(NamedTuple):
+    """All passes, each after the passes that it waits for: rank, position in the rank's order,
+    number, and the number of the pass whose message it waits for."""
+
+    rank: NDArray[np.int64]
+    position: NDArray[np.int64]
+    own: NDArray[np.int64]
+    source: NDArray[np.int64]
+
+
+@lru_cache(maxsize=32)
+def _passes(turns: Turns) -> _Passes:
+    queues = [_of_rank(turns, rank) for rank in range(turns.pp)]
     at, left = [0] * turns.pp, 2 * turns.half
     done = bytearray(left + 1)
     done[NONE] = True
-    found: list[Event] = []
+    found: list[tuple[int, int, int]] = []
     while left:
-        for rank, queue in enumerate(queues):
-            here = at[rank]
-            while here < len(queue) and done[queue[here].source]:
-                done[queue[here].own] = True
-                found += queue[here].events
+        for rank, (owns, sources) in enumerate(queues):
+            begun = here = at[rank]
+            while here < len(owns) and done[sources[here]]:
+                done[owns[here]] = True
                 here += 1
-            left -= here - at[rank]
-            at[rank] = here
-    return Events(*(array("l", column) for column in zip(*found, strict=True)))
+            if here > begun:
+                found.append((rank, begun, here))
+                at[rank] = here
+                left -= here - begun
+    parts = [
+        ([rank] * (end - begun), range(begun, end), owns[begun:end], sources[begun:end])
+        for rank, begun, end in found
+        for owns, sources in [queues[rank]]
+    ]
+    return _Passes(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _of_rank(turns: Turns, copies: Copies | None, rank: int) -> list[Turn]:
-    """The passes of a rank in their order."""
+def _of_rank(turns: Turns, rank: int) -> tuple[list[int], list[int]]:
+    """The passes of a rank in their order: their numbers, and the numbers of the passes whose
+    messages they wait for."""
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
-    warm = max(0, next(index for index, item in enumerate(order) if not item.forward) - 1)
-    fetched, freed = _copies(turns, copies, rank) if copies else ({}, {})
-    found = []
-    half, stride, pp, last = turns.half, turns.micro_batches, turns.pp, turns.stages - 1
-    for index, (forward, micro_batch, chunk) in enumerate(order):
-        stage = chunk * pp + rank
-        own = half * forward + stage * stride + micro_batch
-        source = own - stride if forward else own + stride
-        source = source if stage != (0 if forward else last) else NONE
-        event = (PASS, rank, 2 * stage + forward, index < warm, own, source)
-        begun, ended = fetched.get(index, ()), freed.get(index, ())
-        if begun or ended:
-            before = [(FETCH, rank, at // stride % (last + 1), False, at, NONE) for at in begun]
-            after = [(FREE, rank, at // stride % (last + 1), False, at, NONE) for at in ended]
-            found.append(Turn(own, source, (*before, event, *after)))
-        else:
-            found.append(Turn(own, source, (event,)))
-    return found
+    forward, micro_batch, chunk = np.array(order).T
+    stage = chunk * turns.pp + rank
+    own = turns.half * forward + stage * turns.micro_batches + micro_batch
+    first = np.where(forward, stage == 0, stage == turns.stages - 1)
+    source = own + np.where(forward, -turns.micro_batches, turns.micro_batches)
+    return own.tolist(), np.where(first, NONE, source).tolist()
 
 
-Due = dict[int, list[int]]
-"""Position in a rank's order -> numbers of forwards."""
+def _warm(turns: Turns, rank: int) -> int:
+    """The number of passes of a rank's warm-up."""
+    order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
+    return max(0, next(index for index, item in enumerate(order) if not item.forward) - 1)
 
 
-def _copies(turns: Turns, copies: Copies, rank: int) -> tuple[Due, Due]:
-    """Where a rank's copies back begin, and where compute waits for its copies to the host, as in
-    lowering/rank_steps.py.  Copies back of a whole chunk begin with the backward before the chunk's
-    own, those of a chunk's last layer with the pass before, but both after the chunk's forward."""
-    fetched: Due = {}
-    freed: Due = {}
+def _copies(turns: Turns, copies: Copies, rank: int) -> dict[int, list[tuple[int, int]]]:
+    """By kind of event: the positions in a rank's order where copies back begin, and where compute
+    waits for copies to the host, with the numbers of their forwards, as in
+    lowering/rank_steps.py.  Copies back of a whole chunk begin with the backward before the
+    chunk's own, those of a chunk's last layer with the pass before, but both after the chunk's
+    forward."""
+    found: dict[int, list[tuple[int, int]]] = {FETCH: [], FREE: []}
     forward_at: dict[int, int] = {}
     half, stride, previous = turns.half, turns.micro_batches, -1
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
@@ -146,12 +170,13 @@ def _copies(turns: Turns, copies: Copies, rank: int) -> tuple[Due, Due]:
         number = half + (chunk * turns.pp + rank) * stride + micro_batch
         if forward:
             forward_at[number] = index
-            freed.setdefault(index + copies.release_lag, []).append(number)
+            if index + copies.release_lag < len(order):
+                found[FREE].append((index + copies.release_lag, number))
             continue
         beside = previous if copies.whole and previous >= 0 else index - 1
-        fetched.setdefault(max(beside, forward_at[number] + 1), []).append(number)
+        found[FETCH].append((max(beside, forward_at[number] + 1), number))
         previous = index
-    return fetched, freed
+    return {kind: due for kind, due in found.items() if due}
 
 
 class Pieces(NamedTuple):
@@ -189,20 +214,24 @@ def walked(turns: Turns, pieces: Pieces, rules: Rules, begun_s: Sequence[float])
     compute, host = list(begun_s), [0.0] * turns.pp
     sent = [0.0] * (2 * turns.half)
     seconds = list(zip(*pieces, strict=True))
+    waits, held = rules
     found = events(turns, None)
     for rank, piece, own, source in zip(
         found.rank, found.piece, found.own, found.source, strict=True
     ):
         at, issued = compute[rank], host[rank]
         if source != NONE:
-            at = max(at, sent[source])
-            if rules.held and at > issued:
+            if (came := sent[source]) > at:
+                at = came
+            if held and at > issued:
                 issued = at
         taken, from_host, of_host, message_s = seconds[piece]
         host[rank] = issued + of_host
-        at = max(at + taken, issued + from_host)
-        sent[own] = at + message_s
-        compute[rank] = sent[own] if rules.waits else at
+        at += taken
+        if (later := issued + from_host) > at:
+            at = later
+        sent[own] = message = at + message_s
+        compute[rank] = message if waits else at
     return compute
 
 
@@ -222,30 +251,36 @@ def walked_beside(
     sent = [0.0] * (2 * half)
     gone, here = list(sent), list(sent)  # by forward: when its copies to the host, and back, end
     seconds = list(zip(*pieces, strict=True))
+    out_s, back_s, landed_s, holds = beside
+    waits, held = rules
     for kind, rank, piece, warming, own, source in zip(*events(turns, copies), strict=True):
         at = compute[rank]
-        if kind == FREE:
-            compute[rank] = max(at, gone[own])
-            continue
-        if kind == FETCH:
-            if taken := beside.back_s[piece]:
-                compute[rank] = at = max(at, gone[own])
-                here[own] = back[rank] = max(back[rank], at) + taken
+        if kind:  # compute waits for copies to the host, and copies back begin
+            compute[rank] = at = max(at, gone[own])
+            if kind == FETCH and (taken := back_s[piece]):
+                begun = back[rank]
+                here[own] = back[rank] = (begun if begun > at else at) + taken
             continue
         issued = host[rank]
         if source != NONE:
-            at = max(at, sent[source])
-            if rules.held and at > issued:
+            if (came := sent[source]) > at:
+                at = came
+            if held and at > issued:
                 issued = at
         taken, from_host, of_host, message_s = seconds[piece]
         host[rank] = issued + of_host
-        at = max(at + taken, issued + from_host)
-        stage, forward = divmod(piece, 2)
-        if not forward and here[own + half]:
-            at = max(at, here[own + half] + beside.landed_s[stage])
-        last = max(at, out[rank]) if forward and warming and beside.held else at
-        sent[own] = last + message_s
-        compute[rank] = sent[own] if rules.waits and message_s else at
-        if forward and (taken := beside.out_s[stage]):
-            out[rank] = gone[own] = max(out[rank], at) + taken
+        at += taken
+        if (later := issued + from_host) > at:
+            at = later
+        if own < half:  # a backward
+            landed = here[own + half]
+            at = max(at, landed + landed_s[piece >> 1]) if landed else at
+            sent[own] = at + message_s
+            compute[rank] = sent[own] if waits else at
+            continue
+        begun = out[rank]
+        sent[own] = (begun if holds and warming and begun > at else at) + message_s
+        compute[rank] = sent[own] if waits and message_s else at
+        if taken := out_s[piece >> 1]:
+            out[rank] = gone[own] = (begun if begun > at else at) + taken
     return compute
