@@ -11,7 +11,8 @@ from math import inf
 from msgspec.structs import replace
 
 from rematbench.search.arms import KEEP, Arm
-from rematbench.search.frontier import Item, Place, Search, most_pieces
+from rematbench.search.frontier import Search
+from rematbench.search.place import Item, Place, most_pieces
 from rematbench.search.probe import Refused
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried

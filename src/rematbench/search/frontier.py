@@ -5,19 +5,16 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from itertools import count
 from math import inf
-from typing import Literal
 
 import numpy as np
-from msgspec import Struct
 
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
+from rematbench.search.place import Item, Place, Stage, in_one_piece, most_pieces
 from rematbench.search.probe import Refused
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
-from rematbench.search.site import Site
-from rematbench.search.space import Choice
 from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
 
 SHOWN = 1.1
@@ -29,56 +26,6 @@ early: only an entry whose bound is below (1 - within) x the best step, which th
 
 TIGHTENED, SIMULATED = 20, 30
 """Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
-
-Stage = Literal["shard", "root", "expand", "made", "pieces", "closed", "tight"]
-"""The next work on an entry of the queue.  shard: read the shard's facts; root: bound an arm that
-the search begins with; expand: add a method to an arm that does not fit; made: bound an arm made
-so; pieces: bound an arm in more pieces; closed (it has a closed-form bound): bound it by the
-schedule; tight: simulate it."""
-
-
-class Place(Struct):
-    """A layout during the search, and its index in its shard.  `fits`: arms that fit; `families`:
-    whether a family may fit; `tightened`: whether any of its arms has a bound by the schedule;
-    `judged`: arms and pieces that have bounds; `known`: simulated plans, by content;
-    `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
-    a line's least step that host memory cannot hold; `refused`: arms without a plan at any step and
-    in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
-
-    shard: Shard
-    index: int
-    fits: list[Arm]
-    families: dict[tuple[Arm, Arm | None], bool] = {}
-    tightened: bool = False
-    engines: Engines | None = None
-    judged: set[tuple[Arm, int]] = set()
-    known: set[bytes] = set()
-    short: dict[tuple[Arm, int], float] = {}
-    flat: set[tuple[Arm, int]] = set()
-    ends: dict[Arm, int] = {}
-    refused: set[Arm] = set()
-    counted: bool = False
-
-    @property
-    def choice(self) -> Choice:
-        """The layout and its layers."""
-        return self.shard.choices[self.index]
-
-    @property
-    def site(self) -> Site:
-        """What all searches know of the layout."""
-        return self.shard.site(self.index)
-
-
-class Item(Struct, frozen=True):
-    """An entry of the queue: its next work, and the arm at a step of its line and of its pieces."""
-
-    stage: Stage
-    place: Place | None
-    shard: Shard | None
-    arm: Arm
-    step: int = 1
-    pieces: int = 1
 
 
 class Search:
@@ -266,7 +213,7 @@ class Search:
             self.refusal = found.reason
             return None
         over = found.peak_bytes[:, at] - shard.usable_bytes[at]
-        last = min(len(over), place.ends.get(_in_one_piece(arm), len(over) + 1) - 1)
+        last = min(len(over), place.ends.get(in_one_piece(arm), len(over) + 1) - 1)
         for step in range(after + 1, last + 1):
             host_over = found.host_bytes[step - 1, at] - shard.problem.cost.host_room_bytes
             if host_over > 0:
@@ -377,7 +324,7 @@ class Search:
             self._push(bound_s, Item("expand", place, None, arm))
             return
         if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
-            place.ends.setdefault(_in_one_piece(arm), item.step)
+            place.ends.setdefault(in_one_piece(arm), item.step)
         elif arm.pieces and place.short.get((arm, item.step)) == tried.short_bytes:
             place.flat.add((arm, item.step))  # more pieces freed no bytes
         place.short[arm, item.step] = tried.short_bytes
@@ -398,7 +345,7 @@ class Search:
         arm = item.arm
         if arm in place.refused:
             return True
-        if item.step < place.ends.get(_in_one_piece(arm), inf):
+        if item.step < place.ends.get(in_one_piece(arm), inf):
             return False
         self._next(bound_s, place, item)
         return True
@@ -413,13 +360,3 @@ class Search:
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         elif not found:
             self._push(bound_s, Item("expand", place, None, arm))
-
-
-def _in_one_piece(arm: Arm) -> Arm:
-    return arm.without(arm.pieces) if arm.pieces else arm
-
-
-def most_pieces(arm: Arm) -> int:
-    """The number of values of an arm's pieces; 1 for an arm without pieces."""
-    scalar = arm.pieces.scalar if arm.pieces else None
-    return len(scalar.values) if scalar else 1

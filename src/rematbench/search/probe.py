@@ -10,6 +10,7 @@ data parallelism and number of micro-batches: streams beside compute are left ou
 its link to itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace as replaced
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.program.ledger import Profile, program_profiles
 from rematbench.program.program import Program
+from rematbench.search.kernels import placed_alike
 from rematbench.search.passes import ChunkCost, chunk_cost, further
 from rematbench.search.pinned import Pinned, pinned_of
 from rematbench.simulate.seconds import ActionCosts
@@ -34,8 +36,8 @@ from rematbench.spec.layout import Layout, LayoutError
 MICRO_BATCHES = 5
 """Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
 
-RHYTHM = 4
-"""Layers of a method's second probe, after a probe with fewer layers gave no plan."""
+MORE_LAYERS = (3, 4)
+"""Layers of a method's further probes, after a probe with fewer layers gave no plan."""
 
 
 class Line(NamedTuple):
@@ -65,10 +67,11 @@ class Probe(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why a method has no plan for a probe, and the number of layers to try the method with."""
+    """Why a method has no plan for a probe; `layers`: the number of layers to try the method with,
+    where it is known."""
 
     reason: str
-    layers: int = RHYTHM
+    layers: int = 0
 
 
 class Lowered(NamedTuple):
@@ -120,9 +123,12 @@ class Prober:
         least = 3 if self.problem.layout.zero_stage > 1 else 1
         measure = self._one_rank if self.single else self._pipeline
         found = measure(method, least)
-        while isinstance(found, Refused) and found.layers > least:
-            least = found.layers
-            found = measure(method, least)
+        for layers in MORE_LAYERS:
+            if not isinstance(found, Refused):
+                break
+            if max(layers, found.layers) > least:
+                least = max(layers, found.layers)
+                found = measure(method, least)
         return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
@@ -141,16 +147,19 @@ class Prober:
         slope = ending = further(deeper, middle)
         whole = made.transfers.granularity == "chunk"
         if whole and last.out_s == 0.0 < middle.out_s:  # no copies of the last rank's chunk
-            more = self._measured(method, (least, least, least, ends + 1))
+            more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
             if isinstance(more, Refused):
                 return more
-            ending = further(more.chunks[-1], last)
+            ending = further(more.chunks[0], last)
         facts = Facts(
             Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
         )
         return Probe(facts, made.kinds, made.transfers, made.pinned)
 
-    def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
+    def _measured(
+        self, method: Composition, sizes: tuple[int, ...], ranks: Sequence[int] | None = None
+    ) -> "Measured | Refused":
+        """The chunks of some ranks (None: of all) with `sizes` layers on the ranks."""
         if sizes not in self.smalls:
             self.smalls[sizes] = _small(self.problem, sizes, self.known)
         small = self.smalls[sizes]
@@ -161,40 +170,31 @@ class Prober:
             if sizes[0] < (layers := _rhythm(plan.transfers)):
                 return Refused(f"copies by layer have no rhythm yet after {sizes[0]}", layers)
             self.layers += sum(sizes)
-            return _measured(small, plan)
+            return _measured(small, plan, range(len(sizes)) if ranks is None else ranks)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
 
 
 def _rhythm(moves: Transfers) -> int:
-    """Layers after which a plan's copies repeat: copies by layer do so once every reload slot is in
-    use and one of them is used for a second time."""
-    return moves.reload_slots + 2 if moves.granularity == "layer" else 1
+    """Layers after which a further layer waits for the copies of an earlier one: copies by layer
+    have it once every reload slot is in use.  Passes of more layers take no less for each."""
+    return moves.reload_slots + 1 if moves.granularity == "layer" else 1
 
 
 class Small(NamedTuple):
     """A probe's problem, the plan that methods begin with, the seconds of its actions, and by plan
-    its lowered programs and the costs of their chunks."""
+    its lowered programs and, also by rank, the costs of their chunks."""
 
     problem: Problem
     base: Plan
     costs: ActionCosts
     lowered: dict[bytes, Lowered]
-    chunks: dict[bytes, list[ChunkCost]]
+    chunks: dict[tuple[bytes, int], ChunkCost]
 
 
 NO_COMMUNICATION = 1e-9
 """Factor on the seconds of a probe's collectives, where a probe's groups may lie worse on nodes
 than a layout's groups: a bound may not count them."""
-
-
-def placed_alike(problem: Problem) -> bool:
-    """Whether tensor- and context-parallel groups lie alike on nodes in every layout: their ranks
-    are neighbours, and a group's size divides a node or is a number of whole nodes."""
-    lay, node = problem.layout, problem.cluster.gpus_per_node
-    sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses)
-    whole = all(node % size == 0 or size % node == 0 for size in sizes)
-    return whole and problem.system.rank_order[:2] == ("tp", "cp")
 
 
 def _same_copies(problem: Problem) -> Cluster:
@@ -244,7 +244,7 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
 
 
 class Measured(NamedTuple):
-    """The chunk of every rank, the kinds of change of the plan, its transfers, and what the chunk
+    """The chunks of some ranks, the kinds of change of the plan, its transfers, and what the chunk
     of the second rank (or of the only one) copies to the host."""
 
     chunks: list[ChunkCost]
@@ -253,16 +253,17 @@ class Measured(NamedTuple):
     pinned: Pinned
 
 
-def _measured(small: Small, plan: Plan) -> Measured:
-    """The chunks of a small problem under a plan."""
+def _measured(small: Small, plan: Plan, ranks: Sequence[int]) -> Measured:
+    """The chunks of some ranks of a small problem under a plan."""
     same = same_plan(plan)
     if same not in small.lowered:
         program = lower(plan, small.problem)
         small.lowered[same] = Lowered(program, program_profiles(program))
-    if same not in small.chunks:
-        program, profiles = small.lowered[same]
-        small.chunks[same] = [
-            chunk_cost(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)
-        ]
-    pinned = pinned_of(plan, small.lowered[same].program)
-    return Measured(small.chunks[same], changed_kinds(small.base, plan), plan.transfers, pinned)
+    program, profiles = small.lowered[same]
+    for rank in ranks:
+        if (same, rank) not in small.chunks:
+            cost = chunk_cost(program, rank, small.costs, profiles[rank])
+            small.chunks[same, rank] = cost
+    chunks = [small.chunks[same, rank] for rank in ranks]
+    kinds = changed_kinds(small.base, plan)
+    return Measured(chunks, kinds, plan.transfers, pinned_of(plan, program))

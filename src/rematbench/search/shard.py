@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.operators.ops import Comm, CommKind, Op, OpTable
+from rematbench.operators.ops import Comm, CommKind
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
@@ -23,7 +23,8 @@ from rematbench.search.bounds import (
     peak_bound,
     step_bound,
 )
-from rematbench.search.passes import ChunkCost, PassCost
+from rematbench.search.kernels import compute_cost, layer_cost
+from rematbench.search.passes import ChunkCost
 from rematbench.search.probe import (
     Facts,
     Known,
@@ -31,7 +32,6 @@ from rematbench.search.probe import (
     Probe,
     Prober,
     Refused,
-    placed_alike,
 )
 from rematbench.search.site import Site
 from rematbench.search.skeleton import tightened
@@ -138,7 +138,7 @@ class Shard:
     @cached_property
     def kernels_s(self) -> Array:
         """A first bound of the arm that keeps everything, in seconds, from the operator tables."""
-        kinds = [_line(self.problem, table) for table in self.problem.layer_kinds]
+        kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, _nothing(), layer)
         return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
@@ -374,43 +374,5 @@ def _with_high(cost: ChunkCost, high: float) -> ChunkCost:
     return cost._replace(forward=forward, backward=cost.backward._replace(high_bytes=high))
 
 
-def _line(problem: Problem, table: OpTable) -> ChunkCost:
-    """Seconds of a layer's kernels and of the collectives that compute waits for."""
-    found = [_op_s(problem, op) for op in table.ops]
-    return _cost(fsum(forward for forward, _ in found), fsum(backward for _, backward in found))
-
-
-def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
-    """Seconds of an operator's forward and backward, with its collectives before, after or beside
-    its kernels as emit_op and emit_backward place them."""
-    cost = problem.cost
-    gemm = problem.system.tp_overlap == "gemm"
-    split = op.has_weight and problem.system.tp_overlap in ("backward", "gemm")
-    comm_s = cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
-
-    def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:
-        beside_s = kernel_s
-        for comm, beside in comms:
-            if comm and (beside or comm.kind == "ring"):
-                beside_s = max(beside_s, comm_s(comm, 0))
-            elif comm:
-                kernel_s += comm_s(comm, 0)
-        return max(kernel_s, beside_s)
-
-    fused = gemm and op.name != "attention"
-    forward = after(
-        cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)
-    )
-    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
-    inputs = after(cost.op_s(op, "backward_input"), *brought)
-    return forward, inputs + after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split))
-
-
 def _nothing() -> ChunkCost:
-    return _cost(0.0, 0.0)
-
-
-def _cost(forward_s: float, backward_s: float) -> ChunkCost:
-    none = (0.0,) * 5
-    forward, backward = (PassCost(s, *none, 0, 0) for s in (forward_s, backward_s))
-    return ChunkCost(forward, backward, 0, 0.0, 0.0, 0, 0, 0, 0)
+    return compute_cost(0.0, 0.0)

@@ -68,12 +68,13 @@ class ActionCosts:
             seconds = 0.0 if still else self(action, rank)
             issue = 0.0 if still else self.issue_s(action, rank)
             return Timing(seconds, issue, self.held(action))
-        where = (kind, action.part[:1], action.variant, action.op, action.offset > 0.0)
-        key = (*where, action.fraction, action.columns, action.beside, rank if action.beside else 0)
-        if key not in self._timings:
+        beside = action.beside
+        where = (action.part[:1], action.variant, action.op, rank if beside else 0, beside)
+        key = (kind, where, action.fraction, action.columns, action.offset > 0.0)
+        if (found := self._timings.get(key)) is None:
             issue = self.issue_s(action, rank)
-            self._timings[key] = Timing(self(action, rank), issue, self.held(action))
-        return self._timings[key]
+            found = self._timings[key] = Timing(self(action, rank), issue, self.held(action))
+        return found
 
     def issue_s(self, action: Action, rank: int) -> float:
         """Seconds that the host takes to issue an action: a launch for each kernel, or one for a

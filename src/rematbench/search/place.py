@@ -1,0 +1,72 @@
+"""The entries of a search's queue: a layout, an arm, and the next work on it."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.packages.flags import Engines
+from rematbench.search.arms import Arm
+from rematbench.search.shard import Shard
+from rematbench.search.site import Site
+from rematbench.search.space import Choice
+
+Stage = Literal["shard", "root", "expand", "made", "pieces", "closed", "tight"]
+"""The next work on an entry of the queue.  shard: read the shard's facts; root: bound an arm that
+the search begins with; expand: add a method to an arm that does not fit; made: bound an arm made
+so; pieces: bound an arm in more pieces; closed (it has a closed-form bound): bound it by the
+schedule; tight: simulate it."""
+
+
+class Place(Struct):
+    """A layout during the search, and its index in its shard.  `fits`: arms that fit; `families`:
+    whether a family may fit; `tightened`: whether any of its arms has a bound by the schedule;
+    `judged`: arms and pieces that have bounds; `known`: simulated plans, by content;
+    `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
+    a line's least step that host memory cannot hold; `refused`: arms without a plan at any step and
+    in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
+
+    shard: Shard
+    index: int
+    fits: list[Arm]
+    families: dict[tuple[Arm, Arm | None], bool] = {}
+    tightened: bool = False
+    engines: Engines | None = None
+    judged: set[tuple[Arm, int]] = set()
+    known: set[bytes] = set()
+    short: dict[tuple[Arm, int], float] = {}
+    flat: set[tuple[Arm, int]] = set()
+    ends: dict[Arm, int] = {}
+    refused: set[Arm] = set()
+    counted: bool = False
+
+    @property
+    def choice(self) -> Choice:
+        """The layout and its layers."""
+        return self.shard.choices[self.index]
+
+    @property
+    def site(self) -> Site:
+        """What all searches know of the layout."""
+        return self.shard.site(self.index)
+
+
+class Item(Struct, frozen=True):
+    """An entry of the queue: its next work, and the arm at a step of its line and of its pieces."""
+
+    stage: Stage
+    place: Place | None
+    shard: Shard | None
+    arm: Arm
+    step: int = 1
+    pieces: int = 1
+
+
+def in_one_piece(arm: Arm) -> Arm:
+    """The arm without its pieces."""
+    return arm.without(arm.pieces) if arm.pieces else arm
+
+
+def most_pieces(arm: Arm) -> int:
+    """The number of values of an arm's pieces; 1 for an arm without pieces."""
+    scalar = arm.pieces.scalar if arm.pieces else None
+    return len(scalar.values) if scalar else 1
