@@ -56,6 +56,10 @@ class Columns:
         self.fewest = np.array([min(choice.sizes) for choice in choices])
         self.most = np.array([max(choice.sizes) for choice in choices])
 
+    def layers_of(self, stage: int) -> NDArray[np.int64]:
+        """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
+        return np.array([min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices])
+
     @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
         """The most passes in flight of the first, second and last rank."""
@@ -271,23 +275,34 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
 
 
 def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> Array:
-    """Host bytes that the ranks on the first node pin at least, for passes in flight.  `more`: the
-    bytes by which the pinned blocks of a chunk exceed its tensors, by the chunk's layers."""
-    c = columns
-    layouts = [choice.layout for choice in c.choices]
-    ranks = np.array([lay.tp * lay.cp * lay.dp for lay in layouts])  # of one stage
-    opening, inner = Chunk(facts.first, c.opening), Chunk(facts.middle, c.fewest)
-    least = np.maximum(np.minimum(opening.host_bytes, inner.host_bytes), 0.0) + more(c.opening)
+    """Host bytes that the ranks of the first node, or of the first node without the first stage,
+    pin at least, for passes in flight.  `more`: the bytes by which the pinned blocks of a chunk
+    exceed its tensors, by the chunk's layers."""
+    c, node = columns, columns.gpus_per_node
+    nothing = np.zeros(len(c.choices)) * more(c.opening)
+    if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
+        return nothing
+    ranks = np.array([x.layout.tp * x.layout.cp * x.layout.dp for x in c.choices])  # of a stage
+    opening, alike = Chunk(facts.first, c.opening), Chunk(facts.middle, c.opening)
+    each = np.minimum(opening.host_bytes, np.where(c.vpp > 1, alike.host_bytes, np.inf))
+    found = []
+    for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
+        total = nothing
+        for stage in range(2 + 2 * node // int(ranks.min())):
+            end = np.minimum((stage + 1) * ranks, begun + node)
+            here = np.maximum(0, end - np.maximum(stage * ranks, begun))
+            here = np.where(
+                (stage > 0) & (stage >= c.pp - 1), 0, here
+            )  # the last stage may keep all
+            if here.any():
+                layers = c.layers_of(stage) if stage else c.opening
+                chunk_bytes = Chunk(facts.middle, layers).host_bytes if stage else each
+                pinned = np.maximum(0.0, chunk_bytes) + more(layers)
+                total = total + here * c.in_flight_before(np.maximum(0, c.pp - 1 - stage)) * pinned
+        found.append(total)
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
-    found: Array = moving * np.minimum(c.gpus_per_node, ranks) * c.in_flight[0] * least
-    each = np.maximum(inner.host_bytes, 0.0) + more(c.fewest)
-    for stage in range(1, -(-c.gpus_per_node // int(ranks.min()))):
-        here = np.clip(c.gpus_per_node - stage * ranks, 0, ranks)
-        here = np.where(stage < c.pp - 1, here, 0)
-        after = np.maximum(c.pp - 1 - stage, 0)
-        found = found + moving * here * c.in_flight_before(after) * each
-    return found
+    return np.asarray(moving * np.maximum(*found))
 
 
 def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
