@@ -186,7 +186,7 @@ class Tree:
         self.most = most
         self.roots = (KEEP,) if keeping else tuple(Arm((single,)) for single in self.places)
         rebuild = [s for s in self._of("rebuild") if s.scalar is None]
-        leanest = min(rebuild, key=lambda s: found[s].facts.middle.slope.kept_bytes, default=None)
+        leanest = min(rebuild, key=lambda s: found[s].nbytes.middle.slope.kept_bytes, default=None)
         offload = {single.method: single for single in self._of("offload")}
         self.stands_for = {
             single: leanest if single in self._of("rebuild") else offload.get(single.method, single)

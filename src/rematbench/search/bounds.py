@@ -6,132 +6,35 @@ et al. 2021, arXiv 2104.04473, section 2.2, with stages of different length).  A
 less than its states and, before a backward, the activations kept by all passes in flight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.problem import Problem, head_parameters, state_fates
+from rematbench.search.columns import Array, Columns
 from rematbench.search.passes import ChunkCost, combined
 from rematbench.search.probe import Facts, Line
-from rematbench.search.space import Choice
-from rematbench.spec.layout import Layout
-
-Array = NDArray[np.float64]
 
 ROUNDING_BYTES = 1 << 20
 """A chunk's share of bytes is rounded up to a multiple of this."""
 
 
-class Bounds(NamedTuple):
-    """Lower bounds for each layout: seconds of a step, bytes of the fullest device, and host bytes
-    of the fullest node."""
+class Bounds:
+    """Lower bounds for each layout, [steps of the arm's line, layouts]: bytes of the fullest
+    device, host bytes of the fullest node, and seconds of a step, which `step_s` gives."""
 
-    step_s: Array
-    peak_bytes: Array
-    host_bytes: Array
-
-
-class Columns:
-    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
-
-    def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
-        self.choices, self.problem = choices, problem
-        self.gpus_per_node = problem.cluster.gpus_per_node
-        layouts = [choice.layout for choice in choices]
-        self.pp = np.array([lay.pp for lay in layouts])
-        self.vpp = np.array([lay.vpp for lay in layouts])
-        self.count = np.array([lay.num_micro_batches for lay in layouts])
-        rows = [_rank_layers(choice) for choice in choices]
-        self.first, self.second, self.last = (np.array([r[i] for r in rows]) for i in range(3))
-        self.inner_work = np.array([r[3] for r in rows])
-        self.inner_before = np.array([r[4] for r in rows])
-        self.inner_rank = np.array([r[5] for r in rows])
-        self.before_last = np.array([r[6] for r in rows])
-        self.opening = np.array([choice.sizes[0] for choice in choices])
-        self.ending = np.array([choice.sizes[-1] for choice in choices])
-        self.inner = np.array([min(c.sizes[1 :: c.layout.pp] or c.sizes) for c in choices])
-        self.fewest = np.array([min(choice.sizes) for choice in choices])
-        self.most = np.array([max(choice.sizes) for choice in choices])
-
-    def layers_of(self, stage: int) -> NDArray[np.int64]:
-        """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
-        return np.array([min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices])
+    def __init__(self, peak_bytes: Array, host_bytes: Array, step_s: Callable[[], Array]) -> None:
+        self.peak_bytes, self.host_bytes, self._step_s = peak_bytes, host_bytes, step_s
 
     @cached_property
-    def in_flight(self) -> tuple[NDArray[np.int64], ...]:
-        """The most passes in flight of the first, second and last rank."""
-        after = (self.pp - 1, np.maximum(self.pp - 2, 0), np.zeros_like(self.pp))
-        first, second, last = map(self.in_flight_before, after)
-        return first, second, last
-
-    def in_flight_before(self, after: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The most passes in flight (between forward and backward) of a rank with `after` ranks
-        after it."""
-        total = self.count * self.vpp
-        plain = self.vpp == 1
-        whole = (self.count == self.pp) & ~plain
-        warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
-        found: NDArray[np.int64] = np.where(whole, total, np.minimum(warm + 1, total))
-        return found
-
-    def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
-        """The passes whose copies to the host hold device memory beside the forward that brings the
-        most passes in flight, on the first, second and last rank.  Copies back for the first
-        backward begin before that forward, so its own copies must have ended."""
-        found = []
-        for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
-            others = self.in_flight[rank] - 1
-            since = np.where(self.vpp == 1, others, 2 * after)  # forwards since its own
-            since = np.where((self.vpp > 1) & (self.count == self.pp), self.pp - 1, since)
-            own = (since >= 1) & (since <= release_lag)
-            found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
-        return tuple(found)
-
-    @cached_property
-    def state_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of training states on a device of the first, the second and the last rank."""
-        problem = self.problem
-        layer = min(table.parameters for table in problem.layer_kinds)
-        head, embedding = head_parameters(problem), problem.embedding.parameters
-        single = self.pp == 1
-        counts = (
-            self.first * layer + embedding + np.where(single, head, 0),
-            self.second * layer,
-            self.last * layer + head + np.where(single, embedding, 0),
-        )
-        system = problem.system
-        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
-        per = np.array([_shards(c.layout, problem) for c in self.choices])
-        first, second, last = (
-            np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
-            for n in counts
-        )
-        return first, second, last
+    def step_s(self) -> Array:
+        """Seconds of a step."""
+        return self._step_s()
 
 
-def _shards(layout: Layout, problem: Problem) -> list[int]:
-    """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
-    leaves next to nothing on the device."""
-    fates = state_fates(layout, problem.system)
-    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
-
-
-def _rank_layers(choice: Choice) -> tuple[int, ...]:
-    """Layers of the first, second and last rank; for the inner rank that bounds the step most, its
-    layers, the layers before it and its number; the layers before the last rank."""
-    lay, sizes = choice.layout, choice.sizes
-    ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
-    before = [sum(sizes[:rank]) for rank in range(lay.pp)]
-    inner = range(1, lay.pp - 1)
-    busiest = max(inner, key=lambda r: lay.num_micro_batches * ranks[r] + before[r], default=0)
-    second = ranks[1] if lay.pp > 1 else ranks[0]
-    return (ranks[0], second, ranks[-1], ranks[busiest], before[busiest], busiest, before[-1])
-
-
-class Chunk:
+class Total:
     """The total costs of `count` chunks that have `layers` layers in all: seconds and bytes, as
     arrays over layouts and shares, each made when a bound first asks for it."""
 
@@ -208,21 +111,21 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     an inner rank and the last rank."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
-    opening = Chunk(first, c.opening)
-    ending = Chunk(last, c.ending)
+    opening = Total(first, c.opening)
+    ending = Total(last, c.ending)
     several = c.pp > 1
-    rest_first = Chunk(middle, c.first - c.opening, v - 1)
-    rest_last = Chunk(middle, c.last - c.ending, v - 1)
-    inner = Chunk(middle, c.inner_work, v)
+    rest_first = Total(middle, c.first - c.opening, v - 1)
+    rest_last = Total(middle, c.last - c.ending, v - 1)
+    inner = Total(middle, c.inner_work, v)
 
-    def work(*chunks: Chunk) -> Array:
+    def work(*chunks: Total) -> Array:
         passes_s, host_s = (sum(x.passes_s for x in chunks), sum(x.host_s for x in chunks))
         return np.asarray(m * np.maximum(passes_s, host_s))
 
     def around(layers: Any, ranks: Any) -> Array:
         """Seconds before a rank's first pass and after its last: the passes and messages of the
         ranks before it."""
-        between = Chunk(middle, layers - c.opening, np.maximum(ranks - 1, 0))
+        between = Total(middle, layers - c.opening, np.maximum(ranks - 1, 0))
         passes_s = opening.passes_s + between.passes_s
         return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
 
@@ -242,13 +145,13 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
     c = columns
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(release_lag)
     first, middle, last = facts
-    opening, inner, ending = Chunk(first, c.opening), Chunk(middle, c.inner), Chunk(last, c.ending)
-    least = np.maximum(Chunk(middle, c.fewest).kept_bytes, 0.0)
+    opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
+    least = np.maximum(Total(middle, c.fewest).kept_bytes, 0.0)
     whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
     final = np.where(whole, np.minimum(least, ending.kept_bytes), ending.kept_bytes)
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
 
-    def peak(rank: int, chunk: Chunk, others: Array, own: Array) -> Array:
+    def peak(rank: int, chunk: Total, others: Array, own: Array) -> Array:
         """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
         are being copied, and the highest point of the running pass."""
         copying = holding[rank]
@@ -283,7 +186,7 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
     if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
         return nothing
     ranks = np.array([x.layout.tp * x.layout.cp * x.layout.dp for x in c.choices])  # of a stage
-    opening, alike = Chunk(facts.first, c.opening), Chunk(facts.middle, c.opening)
+    opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)
     each = np.minimum(opening.host_bytes, np.where(c.vpp > 1, alike.host_bytes, np.inf))
     found = []
     for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
@@ -296,7 +199,7 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
             )  # the last stage may keep all
             if here.any():
                 layers = c.layers_of(stage) if stage else c.opening
-                chunk_bytes = Chunk(facts.middle, layers).host_bytes if stage else each
+                chunk_bytes = Total(facts.middle, layers).host_bytes if stage else each
                 pinned = np.maximum(0.0, chunk_bytes) + more(layers)
                 total = total + here * c.in_flight_before(np.maximum(0, c.pp - 1 - stage)) * pinned
         found.append(total)

@@ -11,6 +11,7 @@ import numpy as np
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
+from rematbench.search.bounds import Bounds
 from rematbench.search.place import Item, Place, Stage, in_one_piece, most_pieces
 from rematbench.search.probe import Refused
 from rematbench.search.queue import Queue
@@ -170,8 +171,9 @@ class Search:
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], pieces))
         if arm.pieces is None:
-            if not found and not isinstance(first := shard.bounds(arm), Refused):
-                bound = max(bound_s, float(first.step_s[0, at]))
+            known = shard.bounds(arm) if not found and self.tree.grows else None
+            if isinstance(known, Bounds):
+                bound = max(bound_s, float(known.step_s[0, at]))
                 self._push(bound, Item("expand", place, None, arm))
             return
         if pieces < most_pieces(arm) and (not found or found[1] > 1):

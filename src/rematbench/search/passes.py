@@ -1,6 +1,8 @@
 """The costs of a chunk's passes, read from the blocks of a probe's program."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from itertools import takewhile
 from math import fsum
 from typing import Any, NamedTuple
@@ -73,52 +75,65 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
     return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
 
 
-def chunk_cost(
-    program: Program, rank: int, costs: ActionCosts, profiles: list[Profile]
-) -> ChunkCost:
-    """The costs of the chunk of a rank of a probe."""
-    blocks = program.ranks[rank].blocks
-    named = [(block.label, block, profile) for block, profile in zip(blocks, profiles, strict=True)]
+class Chunk:
+    """The chunk of a rank of a probe's program."""
 
-    def passes(wanted: str) -> PassCost:
-        return _least(
-            pass_cost(block, rank, costs, profile)
-            for label, block, profile in named
-            if label == wanted
+    def __init__(self, program: Program, rank: int, profiles: list[Profile]) -> None:
+        self.program, self.rank = program, rank
+        self.blocks: dict[str, list[tuple[Block, Profile]]] = defaultdict(list)  # by label
+        for block, profile in zip(program.ranks[rank].blocks, profiles, strict=True):
+            self.blocks[block.label].append((block, profile))
+
+    @cached_property
+    def nbytes(self) -> ChunkCost:
+        """The chunk's costs without seconds."""
+
+        def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
+            return min((bytes_of(*each) for each in self.blocks[wanted]), default=0)
+
+        def net(_: Block, profile: Profile) -> int:
+            return profile.device_net
+
+        def host(_: Block, profile: Profile) -> int:
+            return profile.host_net
+
+        return ChunkCost(
+            forward=_least(pass_bytes(profile) for _, profile in self.blocks["F"]),
+            backward=_least(pass_bytes(profile) for _, profile in self.blocks["B"]),
+            released_bytes=-least("free_d2h", net),
+            out_s=0.0,
+            back_s=0.0,
+            moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
+            boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
+            host_bytes=sum(least(label, host) for label in ("F", "D2H")),
+            pool_bytes=pool_bytes(self.program.ranks[self.rank]),
         )
 
-    def copies_s(wanted: str) -> float:
-        found = (
-            fsum(costs(action, rank) for action in block.actions if action.kind in COPIES)
-            for label, block, _ in named
-            if label == wanted
+    def timed(self, costs: ActionCosts) -> ChunkCost:
+        """The chunk's costs with seconds."""
+        rank = self.rank
+
+        def passes(wanted: str) -> PassCost:
+            return _least(pass_cost(b, rank, costs, profile) for b, profile in self.blocks[wanted])
+
+        def copies_s(wanted: str) -> float:
+            found = (
+                fsum(costs(action, rank) for action in block.actions if action.kind in COPIES)
+                for block, _ in self.blocks[wanted]
+            )
+            return min(found, default=0.0)
+
+        def trailing_s(block: Block) -> float:
+            """Seconds of the copies that the block issues after its last kernel."""
+            after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.actions))
+            return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
+
+        return self.nbytes._replace(
+            forward=passes("F"),
+            backward=passes("B"),
+            out_s=copies_s("D2H") or min(trailing_s(block) for block, _ in self.blocks["F"]),
+            back_s=copies_s("H2D"),
         )
-        return min(found, default=0.0)
-
-    def trailing_s(block: Block) -> float:
-        """Seconds of the copies that the block issues after its last kernel."""
-        after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.actions))
-        return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
-
-    def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
-        found = (bytes_of(block, profile) for label, block, profile in named if label == wanted)
-        return min(found, default=0)
-
-    def net(_: Block, profile: Profile) -> int:
-        return profile.device_net
-
-    return ChunkCost(
-        forward=passes("F"),
-        backward=passes("B"),
-        released_bytes=-least("free_d2h", net),
-        out_s=copies_s("D2H")
-        or min(trailing_s(block) for label, block, _ in named if label == "F"),
-        back_s=copies_s("H2D"),
-        moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
-        boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
-        host_bytes=sum(least(label, lambda _, profile: profile.host_net) for label in ("F", "D2H")),
-        pool_bytes=pool_bytes(program.ranks[rank]),
-    )
 
 
 COPIES = (Kind.D2H, Kind.H2D)
@@ -152,6 +167,12 @@ def _kernels(block: Block, taken: Mapping[int, Timing]) -> tuple[float, float]:
     return fsum(kernels), end
 
 
+def pass_bytes(profile: Profile) -> PassCost:
+    """The cost of a block without its seconds."""
+    none = (0.0,) * 6
+    return PassCost(*none, net_bytes=profile.device_net, high_bytes=profile.device_high)
+
+
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
     timed = (action for action in block.actions if action.kind not in TIMELESS)
@@ -161,13 +182,11 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
     landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
-    return PassCost(
+    return pass_bytes(profile)._replace(
         compute_s=compute.get(COMPUTE, 0.0),
         issued_s=compute.get(HOST, 0.0),
         called_s=called_s,
         landed_s=compute.get(landed, 0.0),
         host_s=ends.get(HOST, {}).get(HOST, 0.0),
         kernel_s=kernel_s,
-        net_bytes=profile.device_net,
-        high_bytes=profile.device_high,
     )

@@ -10,25 +10,25 @@ data parallelism and number of micro-batches: streams beside compute are left ou
 its link to itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace as replaced
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import Kind as Change
 from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.program.ledger import Profile, program_profiles
+from rematbench.program.ledger import program_profiles
 from rematbench.program.program import Program
 from rematbench.search.kernels import placed_alike
-from rematbench.search.passes import ChunkCost, chunk_cost, further
-from rematbench.search.pinned import Pinned, pinned_of
+from rematbench.search.passes import Chunk, ChunkCost, further
+from rematbench.search.pinned import pinned_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
@@ -56,14 +56,23 @@ class Facts(NamedTuple):
     last: Line
 
 
-class Probe(NamedTuple):
-    """A method's lines, the kinds of change of its plan, the plan's transfers, and what an inner
-    chunk copies to the host."""
+class Probe:
+    """The kinds of change of a method's plan, the plan's transfers, and what an inner chunk copies
+    to the host.  `lines`: gives the method's lines, with or without seconds."""
 
-    facts: Facts
-    kinds: frozenset[Change]
-    transfers: Transfers
-    pinned: Pinned
+    def __init__(self, made: "Measured", lines: "Callable[[bool], Facts]") -> None:
+        self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, made.pinned
+        self._lines = lines
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The method's lines."""
+        return self._lines(True)
+
+    @cached_property
+    def nbytes(self) -> Facts:
+        """The method's lines without seconds, which a plan that does not fit needs not."""
+        return self._lines(False)
 
 
 class Refused(NamedTuple):
@@ -74,11 +83,13 @@ class Refused(NamedTuple):
     layers: int = 0
 
 
-class Lowered(NamedTuple):
-    """A plan's program, and the byte profiles of each rank's blocks."""
+class Lowered:
+    """A plan's program for a probe, and the chunk of each of its ranks."""
 
-    program: Program
-    profiles: list[list[Profile]]
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        profiles = program_profiles(program)
+        self.chunks = [Chunk(program, rank, own) for rank, own in enumerate(profiles)]
 
 
 Known = dict[bytes, dict[bytes, Lowered]]
@@ -135,31 +146,40 @@ class Prober:
         made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
-        line = Line(least, made.chunks[0], further(more.chunks[0], made.chunks[0]))
-        return Probe(Facts(line, line, line), made.kinds, made.transfers, made.pinned)
+
+        def lines(timed: bool) -> Facts:
+            base = made.cost(0, timed)
+            line = Line(least, base, further(more.cost(0, timed), base))
+            return Facts(line, line, line)
+
+        return Probe(made, lines)
 
     def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
         ends = min(least, 3)
         made = self._measured(method, (least, least, least + 1, ends))
         if isinstance(made, Refused):
             return made
-        first, middle, deeper, last = made.chunks
-        slope = ending = further(deeper, middle)
-        whole = made.transfers.granularity == "chunk"
-        if whole and last.out_s == 0.0 < middle.out_s:  # no copies of the last rank's chunk
-            more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
+        ended = made
+        copied = [made.cost(rank, timed=False).released_bytes for rank in (1, 3)]
+        if made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]:
+            more = self._measured(method, (least, least, least, ends + 1))
             if isinstance(more, Refused):
                 return more
-            ending = further(more.chunks[0], last)
-        facts = Facts(
-            Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
-        )
-        return Probe(facts, made.kinds, made.transfers, made.pinned)
+            ended = more
 
-    def _measured(
-        self, method: Composition, sizes: tuple[int, ...], ranks: Sequence[int] | None = None
-    ) -> "Measured | Refused":
-        """The chunks of some ranks (None: of all) with `sizes` layers on the ranks."""
+        def lines(timed: bool) -> Facts:
+            first, middle, deeper, last = (made.cost(rank, timed) for rank in range(4))
+            slope = ending = further(deeper, middle)
+            if ended is not made:  # no copies of the last rank's chunk
+                ending = further(ended.cost(3, timed), last)
+            return Facts(
+                Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
+            )
+
+        return Probe(made, lines)
+
+    def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
+        """A method's plan with `sizes` layers on the ranks, lowered."""
         if sizes not in self.smalls:
             self.smalls[sizes] = _small(self.problem, sizes, self.known)
         small = self.smalls[sizes]
@@ -170,7 +190,7 @@ class Prober:
             if sizes[0] < (layers := _rhythm(plan.transfers)):
                 return Refused(f"copies by layer have no rhythm yet after {sizes[0]}", layers)
             self.layers += sum(sizes)
-            return _measured(small, plan, range(len(sizes)) if ranks is None else ranks)
+            return Measured(small, plan)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
 
@@ -183,7 +203,7 @@ def _rhythm(moves: Transfers) -> int:
 
 class Small(NamedTuple):
     """A probe's problem, the plan that methods begin with, the seconds of its actions, and by plan
-    its lowered programs and, also by rank, the costs of their chunks."""
+    its lowered programs and, also by rank, the costs of their chunks with seconds."""
 
     problem: Problem
     base: Plan
@@ -243,27 +263,23 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
     return Small(small, base, ActionCosts(small), known.setdefault(same, {}), {})
 
 
-class Measured(NamedTuple):
-    """The chunks of some ranks, the kinds of change of the plan, its transfers, and what the chunk
-    of the second rank (or of the only one) copies to the host."""
+class Measured:
+    """A plan of a small problem, lowered: its kinds of change, its transfers, and what the chunk of
+    the second rank (or of the only one) copies to the host."""
 
-    chunks: list[ChunkCost]
-    kinds: frozenset[Change]
-    transfers: Transfers
-    pinned: Pinned
+    def __init__(self, small: Small, plan: Plan) -> None:
+        self.small, self.same = small, same_plan(plan)
+        if self.same not in small.lowered:
+            small.lowered[self.same] = Lowered(lower(plan, small.problem))
+        self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
+        self.pinned = pinned_of(plan, small.lowered[self.same].program)
 
-
-def _measured(small: Small, plan: Plan, ranks: Sequence[int]) -> Measured:
-    """The chunks of some ranks of a small problem under a plan."""
-    same = same_plan(plan)
-    if same not in small.lowered:
-        program = lower(plan, small.problem)
-        small.lowered[same] = Lowered(program, program_profiles(program))
-    program, profiles = small.lowered[same]
-    for rank in ranks:
-        if (same, rank) not in small.chunks:
-            cost = chunk_cost(program, rank, small.costs, profiles[rank])
-            small.chunks[same, rank] = cost
-    chunks = [small.chunks[same, rank] for rank in ranks]
-    kinds = changed_kinds(small.base, plan)
-    return Measured(chunks, kinds, plan.transfers, pinned_of(plan, program))
+    def cost(self, rank: int, timed: bool) -> ChunkCost:
+        """The costs of a rank's chunk, with or without seconds."""
+        small, chunk = self.small, self.small.lowered[self.same].chunks[rank]
+        if not timed:
+            return chunk.nbytes
+        key = (self.same, rank)
+        if key not in small.chunks:
+            small.chunks[key] = chunk.timed(small.costs)
+        return small.chunks[key]

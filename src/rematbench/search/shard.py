@@ -15,14 +15,13 @@ from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import (
     ROUNDING_BYTES,
-    Array,
     Bounds,
-    Columns,
     host_bound,
     mixed,
     peak_bound,
     step_bound,
 )
+from rematbench.search.columns import Array, Columns
 from rematbench.search.kernels import compute_cost, layer_cost
 from rematbench.search.passes import ChunkCost
 from rematbench.search.probe import (
@@ -177,14 +176,17 @@ class Shard:
         ends = self._ends(arm, pieces)
         if isinstance(ends, Refused):
             return ends
-        quick = self._quick(arm, ends, self._shares(arm)[0])
+        share = self._shares(arm)[0]
         rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
+        quick = self._quick(arm, (ends[0].nbytes, ends[1].nbytes), share)
         host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
-        return Bounds(
-            np.atleast_2d(step_bound(self.columns, quick, self.send_s) + self.end_s),
-            self._peak_bytes(arm, ends),
-            np.atleast_2d(host_bytes - rounding),
-        )
+
+        def step_s() -> Array:
+            timed = self._quick(arm, self._timed(arm, pieces), share)
+            return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
+
+        peak_bytes = self._peak_bytes(arm, (ends[0].nbytes, ends[1].nbytes))
+        return Bounds(peak_bytes, np.atleast_2d(host_bytes - rounding), step_s)
 
     def _more_pinned(self, arm: Arm, layers: Any) -> Array:
         """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed its tensors,
@@ -207,22 +209,28 @@ class Shard:
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
     def _quick(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
-        """Facts for the seconds of an arm at a share of its line.  Which operators are cut in
-        pieces may depend on the share, so an arm with a line counts no seconds for pieces."""
+        """The facts of an arm at a share of its line."""
         if arm.line is None:
             return ends[1]
-        if arm.pieces is not None:
-            whole = self._ends(arm.without(arm.pieces), 1)
-            ends = ends if isinstance(whole, Refused) else whole
         return mixed(*ends, share)
 
-    def _ends(self, arm: Arm, pieces: int) -> tuple[Facts, Facts] | Refused:
-        """The facts at both ends of an arm's line; two equal facts for an arm without a line."""
+    def _timed(self, arm: Arm, pieces: int) -> tuple[Facts, Facts]:
+        """The facts for seconds at both ends of an arm's line.  Which operators are cut in pieces
+        may depend on the share, so an arm with a line counts no seconds for pieces."""
+        ends = self._ends(arm, pieces)
+        if arm.line is not None and arm.pieces is not None:
+            whole = self._ends(arm.without(arm.pieces), 1)
+            ends = ends if isinstance(whole, Refused) else whole
+        assert not isinstance(ends, Refused)
+        return ends[0].facts, ends[1].facts
+
+    def _ends(self, arm: Arm, pieces: int) -> tuple[Probe, Probe] | Refused:
+        """The probes at both ends of an arm's line; two equal ones for an arm without a line."""
         one = self.probe(arm, pieces)
         zero = one if arm.line is None else self.probe(arm.without(arm.line), pieces)
         if isinstance(one, Refused):
             return one
-        return zero if isinstance(zero, Refused) else (zero.facts, one.facts)
+        return zero if isinstance(zero, Refused) else (zero, one)
 
     def _shares(self, arm: Arm) -> tuple[Array, Array]:
         """Shares of the longest and of the shortest chunk, [steps of the arm's line, layouts]; one
@@ -242,12 +250,11 @@ class Shard:
         return known[text]
 
     def _tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
-        ends, moves = self._ends(arm, pieces), self.probe(arm, pieces)
-        assert not isinstance(ends, Refused)
+        moves = self.probe(arm, pieces)
         assert isinstance(moves, Probe)
         shares = self._shares(arm)[0]
         share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
-        facts = self._quick(arm, ends, share)
+        facts = self._quick(arm, self._timed(arm, pieces), share)
         cost = self.problem.cost
         rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
         frame, sizes = self.site(index).frame, self.choices[index].sizes
@@ -277,13 +284,13 @@ class Shard:
         found = self.probe(Arm((*lean.parts, *pieces.parts)), 1) if pieces else self.probe(lean)
         if isinstance(found, Refused):
             return self.least_bytes(pieces)
-        return self._above(found.facts, pieces)
+        return self._above(found.nbytes, pieces)
 
     def least_bytes(self, pieces: Arm | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs, as in `family_bytes`."""
         keep = self.probe(KEEP)
         assert isinstance(keep, Probe)
-        nothing = (line._replace(base=_nothing(), slope=_nothing()) for line in keep.facts)
+        nothing = (line._replace(base=_nothing(), slope=_nothing()) for line in keep.nbytes)
         return self._above(Facts._make(nothing), pieces)
 
     def _above(self, facts: Facts, pieces: Arm | None) -> Array:
@@ -298,7 +305,7 @@ class Shard:
         first, a middle and the last rank; with `pieces`: extrapolated to endlessly many pieces."""
         if pieces not in self._known_highs:
             probes = [self.probe(pieces, at) for at in (1, 2)] if pieces else [self.probe(KEEP)]
-            facts = [one.facts for one in probes if isinstance(one, Probe)]
+            facts = [one.nbytes for one in probes if isinstance(one, Probe)]
             if len(facts) < len(probes):
                 self._known_highs[pieces] = [0.0] * 3
             else:
@@ -318,8 +325,8 @@ class Shard:
             return np.zeros((self.steps(arm), len(self.choices)))
         beyond = (2.0**-pieces - 2.0**-more) / (2.0**-fewer - 2.0**-pieces)
         zero, one = (
-            Facts._make(_chord(*lines, beyond) for lines in zip(*both, strict=True))
-            for both in zip(few, many, strict=True)
+            Facts._make(_chord(*lines, beyond) for lines in zip(a.nbytes, b.nbytes, strict=True))
+            for a, b in zip(few, many, strict=True)
         )
         return self._peak_bytes(arm, (zero, one))
 

@@ -1,0 +1,110 @@
+"""The numbers that bounds need of the layouts of one shard, as arrays with an entry per layout."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.problem import Problem, head_parameters, state_fates
+from rematbench.search.space import Choice
+from rematbench.spec.layout import Layout
+
+Array = NDArray[np.float64]
+
+
+class Columns:
+    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
+
+    def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
+        self.choices, self.problem = choices, problem
+        self.gpus_per_node = problem.cluster.gpus_per_node
+        layouts = [choice.layout for choice in choices]
+        self.pp = np.array([lay.pp for lay in layouts])
+        self.vpp = np.array([lay.vpp for lay in layouts])
+        self.count = np.array([lay.num_micro_batches for lay in layouts])
+        rows = [_rank_layers(choice) for choice in choices]
+        self.first, self.second, self.last = (np.array([r[i] for r in rows]) for i in range(3))
+        self.inner_work = np.array([r[3] for r in rows])
+        self.inner_before = np.array([r[4] for r in rows])
+        self.inner_rank = np.array([r[5] for r in rows])
+        self.before_last = np.array([r[6] for r in rows])
+        self.opening = np.array([choice.sizes[0] for choice in choices])
+        self.ending = np.array([choice.sizes[-1] for choice in choices])
+        self.inner = np.array([min(c.sizes[1 :: c.layout.pp] or c.sizes) for c in choices])
+        self.fewest = np.array([min(choice.sizes) for choice in choices])
+        self.most = np.array([max(choice.sizes) for choice in choices])
+
+    def layers_of(self, stage: int) -> NDArray[np.int64]:
+        """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
+        return np.array([min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices])
+
+    @cached_property
+    def in_flight(self) -> tuple[NDArray[np.int64], ...]:
+        """The most passes in flight of the first, second and last rank."""
+        after = (self.pp - 1, np.maximum(self.pp - 2, 0), np.zeros_like(self.pp))
+        first, second, last = map(self.in_flight_before, after)
+        return first, second, last
+
+    def in_flight_before(self, after: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The most passes in flight (between forward and backward) of a rank with `after` ranks
+        after it."""
+        total = self.count * self.vpp
+        plain = self.vpp == 1
+        whole = (self.count == self.pp) & ~plain
+        warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
+        found: NDArray[np.int64] = np.where(whole, total, np.minimum(warm + 1, total))
+        return found
+
+    def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
+        """The passes whose copies to the host hold device memory beside the forward that brings the
+        most passes in flight, on the first, second and last rank.  Copies back for the first
+        backward begin before that forward, so its own copies must have ended."""
+        found = []
+        for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
+            others = self.in_flight[rank] - 1
+            since = np.where(self.vpp == 1, others, 2 * after)  # forwards since its own
+            since = np.where((self.vpp > 1) & (self.count == self.pp), self.pp - 1, since)
+            own = (since >= 1) & (since <= release_lag)
+            found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
+        return tuple(found)
+
+    @cached_property
+    def state_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of training states on a device of the first, the second and the last rank."""
+        problem = self.problem
+        layer = min(table.parameters for table in problem.layer_kinds)
+        head, embedding = head_parameters(problem), problem.embedding.parameters
+        single = self.pp == 1
+        counts = (
+            self.first * layer + embedding + np.where(single, head, 0),
+            self.second * layer,
+            self.last * layer + head + np.where(single, embedding, 0),
+        )
+        system = problem.system
+        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+        per = np.array([_shards(c.layout, problem) for c in self.choices])
+        first, second, last = (
+            np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
+            for n in counts
+        )
+        return first, second, last
+
+
+def _shards(layout: Layout, problem: Problem) -> list[int]:
+    """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
+    leaves next to nothing on the device."""
+    fates = state_fates(layout, problem.system)
+    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+
+
+def _rank_layers(choice: Choice) -> tuple[int, ...]:
+    """Layers of the first, second and last rank; for the inner rank that bounds the step most, its
+    layers, the layers before it and its number; the layers before the last rank."""
+    lay, sizes = choice.layout, choice.sizes
+    ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
+    before = [sum(sizes[:rank]) for rank in range(lay.pp)]
+    inner = range(1, lay.pp - 1)
+    busiest = max(inner, key=lambda r: lay.num_micro_batches * ranks[r] + before[r], default=0)
+    second = ranks[1] if lay.pp > 1 else ranks[0]
+    return (ranks[0], second, ranks[-1], ranks[busiest], before[busiest], busiest, before[-1])
