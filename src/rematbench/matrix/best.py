@@ -172,7 +172,9 @@ class Answers:
         if (ANY, "") not in self._known:
             known, search = self.fastest, self.cell.search()
             search.beat(known.step_s)
-            found = _answer(self.cell, search, in_one_process(search, most_work=MINUTE_OF_ONE))
+            found = _answer(
+                self.cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0)
+            )
             best = found if found.step_s < known.step_s else known
             self._known[ANY, ""] = structs.replace(
                 best, gap=search.gap, layouts=found.layouts, simulations=found.simulations

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rematbench.plan import Transfers
 from rematbench.search.columns import Array, Columns
 from rematbench.search.passes import ChunkCost, combined
 from rematbench.search.probe import Facts, Line
@@ -138,12 +139,18 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     return np.where(several, np.maximum(found, at_last), at_first)
 
 
-def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
+MOVES = Transfers()
+"""The transfers of a plan that copies nothing."""
+
+
+def peak_bound(columns: Columns, facts: Facts, moves: Transfers = MOVES) -> Array:
     """Device bytes that each layout needs at least: the largest of the first, the second and the
     last rank's bytes, during the pass that brings the most passes in flight and the backward after
-    it.  The device holds the copied tensors of a forward for `release_lag` passes."""
+    it.  The device holds the copied tensors of a forward until `moves` releases them, and staging
+    pools: of whole chunks where a second micro-batch comes, of layers as many slots as the fewest
+    layers use."""
     c = columns
-    flights, states, holding = c.in_flight, c.state_bytes, c.copying(release_lag)
+    flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
     opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
     least = np.maximum(Total(middle, c.fewest).kept_bytes, 0.0)
@@ -162,6 +169,8 @@ def peak_bound(columns: Columns, facts: Facts, release_lag: int = 1) -> Array:
         if rank < 2:  # the last rank's last forward copies nothing
             copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
+        if moves.granularity == "layer":
+            pools = np.where(chunk.more < 0, 0.0, chunk.base.pool_bytes)
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)

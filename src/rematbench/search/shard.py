@@ -14,6 +14,7 @@ from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import (
+    MOVES,
     ROUNDING_BYTES,
     Bounds,
     host_bound,
@@ -201,8 +202,8 @@ class Shard:
         """Least device bytes along an arm's line, [steps of the line, layouts]."""
         lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
         found = self.probe(arm)
-        lag = 1 if isinstance(found, Refused) else found.transfers.release_lag
-        return np.atleast_2d(peak_bound(self.columns, lean, lag) - self._rounding_bytes(arm))
+        moves = MOVES if isinstance(found, Refused) else found.transfers
+        return np.atleast_2d(peak_bound(self.columns, lean, moves) - self._rounding_bytes(arm))
 
     def _rounding_bytes(self, arm: Arm) -> Any:
         cut = arm.line or arm.pieces
