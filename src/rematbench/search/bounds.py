@@ -147,8 +147,8 @@ def peak_bound(columns: Columns, facts: Facts, moves: Transfers = MOVES) -> Arra
     """Device bytes that each layout needs at least: the largest of the first, the second and the
     last rank's bytes, during the pass that brings the most passes in flight and the backward after
     it.  The device holds the copied tensors of a forward until `moves` releases them, and staging
-    pools: of whole chunks where a second micro-batch comes, of layers as many slots as the fewest
-    layers use."""
+    pools: of whole chunks where a second micro-batch comes; of layers as many slots as the fewest
+    layers use, but with one micro-batch a pipeline's last layers of a chunk stay in them."""
     c = columns
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
@@ -170,7 +170,8 @@ def peak_bound(columns: Columns, facts: Facts, moves: Transfers = MOVES) -> Arra
             copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
         if moves.granularity == "layer":
-            pools = np.where(chunk.more < 0, 0.0, chunk.base.pool_bytes)
+            known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
+            pools = np.where(known, chunk.base.pool_bytes, 0.0)
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)

@@ -1,5 +1,6 @@
 """Bytes that pinned blocks in host memory hold beyond the tensors in them."""
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,19 @@ from rematbench.program.program import Program
 class Pinned(NamedTuple):
     """The tensors that a chunk of `layers` layers copies to the host, in bytes, the largest first.
     `budget`: whether a share of the bytes leaves (ByteBudget), which takes the tensors in this
-    order; None where some tensors leave by a budget and others do not."""
+    order; None where some tensors leave by a budget and others do not.  `besides`: more layers of
+    the chunk, which may copy nothing."""
 
     layers: int
     sizes: tuple[int, ...]
     budget: bool | None
+    besides: int = 0
+
+    def further(self, more: "Pinned") -> "Pinned":
+        """What each further layer copies, from a chunk with one layer `more`."""
+        added = Counter(more.sizes) - Counter(self.sizes)
+        sizes = tuple(sorted(added.elements(), reverse=True))
+        return Pinned(more.layers - self.layers, sizes, self.budget, besides=self.layers)
 
     def more_bytes(self, share: Any, layers: Any) -> Any:
         """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed the tensors
@@ -25,6 +34,7 @@ class Pinned(NamedTuple):
         part may exceed nothing."""
         if not self.sizes or self.budget is None:
             return 0.0 * share * layers
+        layers = np.maximum(0, layers - self.besides)
         over = [pinned_block_bytes(nbytes) - nbytes for nbytes in self.sizes]
         if not self.budget:
             return sum(over) / self.layers * layers + 0.0 * share

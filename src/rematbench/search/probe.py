@@ -28,7 +28,7 @@ from rematbench.program.ledger import program_profiles
 from rematbench.program.program import Program
 from rematbench.search.kernels import placed_alike
 from rematbench.search.passes import Chunk, ChunkCost, further
-from rematbench.search.pinned import pinned_of
+from rematbench.search.pinned import Pinned, pinned_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
@@ -60,8 +60,8 @@ class Probe:
     """The kinds of change of a method's plan, the plan's transfers, and what an inner chunk copies
     to the host.  `lines`: gives the method's lines, with or without seconds."""
 
-    def __init__(self, made: "Measured", lines: "Callable[[bool], Facts]") -> None:
-        self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, made.pinned
+    def __init__(self, made: "Measured", pinned: Pinned, lines: "Callable[[bool], Facts]") -> None:
+        self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
         self._lines = lines
 
     @cached_property
@@ -152,7 +152,7 @@ class Prober:
             line = Line(least, base, further(more.cost(0, timed), base))
             return Facts(line, line, line)
 
-        return Probe(made, lines)
+        return Probe(made, made.pinned.further(more.pinned), lines)
 
     def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
         ends = min(least, 3)
@@ -176,7 +176,7 @@ class Prober:
                 Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
             )
 
-        return Probe(made, lines)
+        return Probe(made, made.pinned, lines)
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
         """A method's plan with `sizes` layers on the ranks, lowered."""

@@ -195,7 +195,6 @@ class Shard:
         found, share = self.probe(arm), self._shares(arm)[0]
         if isinstance(found, Refused) or bool(found.pinned.budget) != (arm.line is not None):
             return 0.0 * share
-        layers = np.where(self.columns.pp > 1, layers, 0)
         return np.asarray(found.pinned.more_bytes(share, layers))
 
     def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
