@@ -120,7 +120,8 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     inner = Total(middle, c.inner_work, v)
 
     def work(*chunks: Total) -> Array:
-        passes_s, host_s = (sum(x.passes_s for x in chunks), sum(x.host_s for x in chunks))
+        passes_s = np.add.reduce([x.passes_s for x in chunks])
+        host_s = np.add.reduce([x.host_s for x in chunks])
         return np.asarray(m * np.maximum(passes_s, host_s))
 
     def around(layers: Any, ranks: Any) -> Array:

@@ -5,6 +5,7 @@ arrives one transfer after its pass.  The blocks after the last pass are lowered
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import fsum
 from typing import NamedTuple
 
@@ -183,6 +184,11 @@ def stages_of(
         issued_s = max(issued_s, of("compute_s"), of("called_s"))
         return (of("compute_s") + slower, issued_s, of("host_s"))
 
+    # A method may spare the model's last layers: a stage near the end is sure to copy only where
+    # the probe's last chunk holds no layer of the stage.
+    behind = accumulate(reversed(sizes), initial=0)  # layers after each stage, from the last one
+    spared = [0 < layers < facts.last.layers for layers in behind][: len(sizes)][::-1]
+    surely = [0.0 if spare else share for spare, share in zip(spared, surely, strict=True)]
     return [
         Stage(
             passed(role, "forward", n),

@@ -1,0 +1,141 @@
+"""The bounds of plans with copies: where copies begin and must have ended, what pinned blocks hold
+beyond their tensors, and trials that searches of one job share."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rematbench.choose.outcome import Lowered
+from rematbench.cost.copies import pinned_block_bytes
+from rematbench.plan import MIB, Plan
+from rematbench.plugins.discover import discover
+from rematbench.search import trial
+from rematbench.search.arms import Arm, Single
+from rematbench.search.bounds import Bounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.pinned import Pinned
+from rematbench.search.space import Choice, Fixed
+from rematbench.search.trial import planned_at
+from rematbench.search.walk import FETCH, FREE, Copies, Turns, events
+from rematbench.spec.problemspec import ProblemSpec
+
+NAMES = {FETCH: "H2D", FREE: "free_d2h"}
+
+
+def job(**changes: int) -> SearchJob:
+    spec = ProblemSpec(
+        model="llama-7b", cluster="h800-80gb", system="megatron-kwai", gpus=8, seq_len=8192,
+        global_batch=16,
+    )  # fmt: skip
+    fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, **changes)
+    return SearchJob(Asked(spec=spec, fixed=fixed, within=0.01))
+
+
+def lowered(made: SearchJob, choice: Choice, method: str) -> tuple[Plan, Lowered]:
+    problem = made.problem(choice)
+    plan = planned_at(choice, problem, method, made.registry)
+    assert isinstance(plan, Plan)
+    return plan, Lowered(problem, plan)
+
+
+@pytest.mark.parametrize("method", ["memo:alpha=0.5", "pp_offload:alpha=0.5"])
+@pytest.mark.parametrize(("pp", "vpp"), [(4, 1), (4, 2), (8, 2)])
+def test_copies_begin_and_end_where_the_lowered_steps_say(method: str, pp: int, vpp: int) -> None:
+    """On ranks that copy: every fetch before the same pass, and no wait for copies is later."""
+    made = job(tp=1, pp=pp, vpp=vpp)
+    choice = next(one for one in made.space.choices if one.even)
+    plan, found = lowered(made, choice, method)
+    lay, moves = choice.layout, plan.transfers
+    turns = Turns(plan.schedule, lay.pp, lay.vpp, lay.num_micro_batches)
+    columns = events(turns, Copies(moves.granularity == "chunk", moves.release_lag))
+    for rank in range(lay.pp - 1):
+        expected: list[tuple[str, int, int]] = []
+        for kind, at, own in zip(columns.kind, columns.rank, columns.own, strict=True):
+            stage = own // turns.micro_batches % turns.stages
+            name = NAMES.get(kind, "F" if own >= turns.half else "B")
+            if at == rank:
+                expected.append((name, own % turns.micro_batches, stage // lay.pp))
+        program = found.program.ranks[rank]
+        steps = [(program.blocks[s.block].label, s.micro_batch, s.chunk) for s in program.steps]
+        steps = [step for step in steps if step[0] in ("F", "B", *NAMES.values())]
+        timed = [step for step in steps if step[0] != "free_d2h"]
+        assert timed == [step for step in expected if step[0] != "free_d2h"]
+        for step in (step for step in expected if step[0] == "free_d2h"):
+            passes = [s for s in expected[: expected.index(step)] if s[0] in "FB"]
+            before = steps[: steps.index(step)]
+            assert len([s for s in before if s[0] in "FB"]) <= len(passes)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5 * MIB), min_size=1, max_size=6),
+    layers=st.integers(1, 5),
+    share=st.floats(0.0, 1.0),
+)
+def test_pinned_blocks_hold_no_less_than_the_bound(
+    sizes: list[int], layers: int, share: float
+) -> None:
+    """A share of the bytes takes the largest tensors first and splits one of them."""
+    ordered = sorted(sizes, reverse=True)
+    tensors = sorted(ordered * layers, reverse=True)
+    left = round(share * sum(tensors))
+    held = 0
+    for nbytes in tensors:
+        part = min(left, nbytes)
+        left -= part
+        held += pinned_block_bytes(part) - part
+    whole = Pinned(1, tuple(ordered), budget=True)
+    largest = max(pinned_block_bytes(nbytes) - nbytes for nbytes in sizes)
+    over = sum(pinned_block_bytes(nbytes) - nbytes for nbytes in tensors)
+    assert whole.more_bytes(share, layers) <= held + layers
+    assert whole.more_bytes(1.0, layers) == pytest.approx(over - largest)
+    assert Pinned(1, tuple(ordered), budget=False).more_bytes(1.0, layers) == pytest.approx(over)
+    assert Pinned(1, tuple(ordered), budget=None).more_bytes(share, layers) == 0.0
+
+
+@pytest.mark.parametrize(("step", "least"), [(8, 0.97), (20, 0.95), (32, 0.85)])
+def test_bytes_of_a_share_are_bounded_within_a_few_per_cent(step: int, least: float) -> None:
+    """The copied chunks that a forward runs beside count, and so do blocks of a power of two."""
+    made = job(tp=1, pp=8)
+    (arm,) = (Arm((one,)) for one in made.singles if one.method == "pp_offload")
+    for index in range(len(made._cuts)):
+        shard = made._shard(index)
+        bounds = shard.bounds(arm)
+        assert isinstance(bounds, Bounds)
+        for at, choice in enumerate(shard.choices):
+            _, found = lowered(made, choice, arm.text(step))
+            live = found.live_bytes
+            assert least * live <= bounds.peak_bytes[step - 1, at] <= live
+
+
+def test_one_rank_and_its_layers_slots_count_with_one_micro_batch() -> None:
+    """Rounding buffers are there however many micro-batches come."""
+    made = job(tp=8, pp=1)
+    arm = Arm((Single("memo", "memo:alpha=0.5"),))
+    shard = made._shard(0)
+    bounds = shard.bounds(arm)
+    assert isinstance(bounds, Bounds)
+    _, found = lowered(made, shard.choices[0], arm.text())
+    assert 0.95 * found.live_bytes <= bounds.peak_bytes[0, 0] <= found.live_bytes
+
+
+def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second search of the same arm lowers nothing, and finds the same under its own name."""
+    made, tried = job(tp=1, pp=4), []
+    once = trial._judged
+
+    def counted(*words: object) -> object:
+        tried.append(words)
+        return once(*words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trial, "_judged", counted)
+    arm = Arm((Single("full_recompute", "full_recompute"),))
+    first = [one for one in made.search_of([arm]).run() if one]
+    count = len(tried)
+    again = Arm((Single("full_recompute", "full_recompute:method=uniform"),))
+    second = [one for one in made.search_of([again]).run() if one]
+    assert count == len(tried) == len(first) > 0
+    assert [one.step_s for one in first] == [one.step_s for one in second]
+    assert {one.method for one in second} == {again.text()}
+    assert discover().methods.keys() == made.registry.methods.keys()
