@@ -37,7 +37,8 @@ ROUNDED_BYTES = 64
 
 class Checked(NamedTuple):
     """One candidate: what it is, and its bounds as shares of what is simulated; `keep`: the one of
-    keeping everything; `more` and `more_host`: bytes as fewer pieces bound them."""
+    keeping everything; `family`, `least`: bytes of every plan of the arm's family, and of all
+    plans; `more` and `more_host`: bytes as fewer pieces bound them."""
 
     text: str
     first: float
@@ -46,6 +47,8 @@ class Checked(NamedTuple):
     keep: float
     peak: float
     host: float
+    family: float
+    least: float
     more: float
     more_host: float
 
@@ -62,7 +65,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
         global_batch=global_batch,
     )
     made, chance = SearchJob(Asked(spec=spec)), random.Random(seed)
-    arms = _arms(made)
+    tree, arms = _arms(made)
     choices = [
         choice
         for choice in made.space.choices
@@ -70,14 +73,15 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
     ]
     found: list[Checked] = []
     for _ in range(20 * count):
-        one = _checked(made, chance.choice(choices), chance.choice(arms), chance)
+        choice, arm = chance.choice(choices), chance.choice(arms)
+        one = _checked(made, choice, arm, tree.family(arm), chance)
         found += [one] if one else []
         if len(found) == count:
             break
     return found
 
 
-def _arms(made: SearchJob) -> list[Arm]:
+def _arms(made: SearchJob) -> tuple[Tree, list[Arm]]:
     known = [Single(s.method, s.text, s.scalar, s.composes) for s in made.singles]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
     shard = Shard([layout], made.problem(layout), made.registry)
@@ -85,10 +89,16 @@ def _arms(made: SearchJob) -> list[Arm]:
     tree, arms = Tree([probes], 3), [KEEP]
     for arm in arms:
         arms += tree.more(arm)
-    return arms
+    return tree, arms
 
 
-def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -> Checked | None:
+def _checked(
+    made: SearchJob,
+    choice: Choice,
+    arm: Arm,
+    family: tuple[Arm, Arm | None],
+    chance: random.Random,
+) -> Checked | None:
     problem = made.problem(choice)
     shard = Shard([choice], problem, made.registry)
     step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 4)
@@ -117,6 +127,8 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         keep / found.step_s,
         (float(bounds.peak_bytes[step - 1, 0]) - ROUNDED_BYTES) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
+        (float(shard.family_bytes(*family)[0]) - ROUNDED_BYTES) / peak,
+        (float(shard.least_bytes(family[1])[0]) - ROUNDED_BYTES) / peak,
         more,
         more_host,
     )
@@ -156,7 +168,7 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     (choice,) = (c for c in made.space.choices if c.even)
     problem = made.problem(choice)
     shard, base = Shard([choice], problem, made.registry), choice.base(problem.base_plan)
-    arms = _arms(SearchJob(Asked(spec=spec)))
+    _, arms = _arms(SearchJob(Asked(spec=spec)))
     arm = next(a for a in arms if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
     plan = made.registry.resolve(arm.text(1, 4), None, problem).plan(problem, base)
     assert not isinstance(plan, Unsupported)

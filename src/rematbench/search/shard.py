@@ -275,7 +275,7 @@ class Shard:
         kept = _nothing()
         entering = tables[0].activations["layer_input"].nbytes
         kept = kept._replace(forward=kept.forward._replace(net_bytes=entering))
-        line = Line(0, _with_high(_nothing(), whole), kept)
+        line = Line(0, _kept(_nothing(), whole), kept)
         return np.asarray(peak_bound(self.columns, Facts(line, line, line)) / self.usable_bytes)
 
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
@@ -295,7 +295,7 @@ class Shard:
 
     def _above(self, facts: Facts, pieces: Arm | None) -> Array:
         lines = (
-            line._replace(base=_with_high(line.base, high))
+            line._replace(base=_kept(line.base, high), slope=_kept(line.slope, 0.0))
             for line, high in zip(facts, self._highs(pieces), strict=True)
         )
         return peak_bound(self.columns, Facts._make(lines))
@@ -376,9 +376,12 @@ def _high(cost: ChunkCost) -> float:
     return max(backward.high_bytes, forward.high_bytes - forward.net_bytes)
 
 
-def _with_high(cost: ChunkCost, high: float) -> ChunkCost:
-    forward = cost.forward._replace(high_bytes=0)
-    return cost._replace(forward=forward, backward=cost.backward._replace(high_bytes=high))
+def _kept(cost: ChunkCost, high: float) -> ChunkCost:
+    """The bytes that a chunk keeps, and `high` above them.  Copies and staging pools are left out:
+    a plan that copies less has less of both."""
+    found = compute_cost(0.0, 0.0)
+    forward = found.forward._replace(net_bytes=cost.kept_bytes)
+    return found._replace(forward=forward, backward=found.backward._replace(high_bytes=high))
 
 
 def _nothing() -> ChunkCost:

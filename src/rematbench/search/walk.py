@@ -100,7 +100,7 @@ def events(turns: Turns, copies: Copies | None) -> Events:
                 ]
         order = np.argsort(np.concatenate(keys), kind="stable")
         columns = [column[order] for column in columns]
-    return Events(*(array("l", column.astype(int).tobytes()) for column in columns))
+    return Events(*(array("q", column.astype(np.int64).tobytes()) for column in columns))
 
 
 class _Passes(NamedTuple):
