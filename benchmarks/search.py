@@ -3,25 +3,35 @@ benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to s
 
 Targets, two cores: llama-175b on 256 H800 (Yuan et al., USENIX ATC 2024), the whole space: a proved
 gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations, 2 GB of all processes;
-bounds of 10^6 layouts a second.  Others print, for searches of their own: Calculon 600 evaluations
-a second and core, Astra 1.27 s, Aceso 92 configurations a second.
+bounds of 10^6 layouts a second; a cell of the matrix, all its questions to 1 %, in 4 CPU seconds.
+Others print, for searches of their own: Calculon 600 evaluations a second and core, Astra 1.27 s,
+Aceso 92 configurations a second.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from rematbench.cli.matrix import declared
+from rematbench.matrix.best import WITHIN, Worker
 from rematbench.search.arms import KEEP, Arm
+from rematbench.search.bounds import Bounds
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
+from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard, key
 from rematbench.search.space import Choice
 from rematbench.spec.problemspec import ProblemSpec
 
 GAPS = (0.02, 0.005)
 LAYOUTS = 100_000
+CELLS = [("llama3-8b", 4096), ("llama3-8b", 131072), ("llama-175b", 4096), ("llama-175b", 131072)]
+"""Models and lengths of the matrix; each has a cell on every cluster, and these share programs."""
 
 
 def job(small: bool) -> Asked:
@@ -83,13 +93,35 @@ def bounded(asked: Asked, layouts: int) -> None:
     shard = Shard(many, made.problem(largest[0]), made.registry)
     shard.bounds(KEEP)  # untimed: arrays that a shard makes once for all arms
     arm = Arm((made.singles[0],))
-    shard.probe(arm)
+    probe = shard.probe(arm)
+    assert isinstance(probe, Probe)
+    _ = probe.facts, probe.nbytes
     start = time.perf_counter()
-    shard.bounds(arm)
+    found = shard.bounds(arm)
+    assert isinstance(found, Bounds)
+    _ = found.step_s
     seconds = time.perf_counter() - start
     count = len(many)
     rate = f"{count / seconds:,.0f} a second"
     sys.stdout.write(f"bounds of {count:,} layouts in {seconds:.3f} s: {rate}\n")
+
+
+def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str]) -> None:
+    """Print the CPU seconds that cells of the matrix take, searched anew; no cluster: all."""
+    spec = declared(Path(__file__).parent.parent / "config" / "paper.yaml")
+    spec = replace(spec, clusters=tuple(clusters) or spec.clusters)
+    works = {work.model: work for work in spec.works}
+    search, total, count = Worker(spec, WITHIN), 0.0, 0
+    for model, seq_len in tasks:
+        start = time.process_time()
+        lines = search((works[model], seq_len))
+        seconds = time.process_time() - start
+        total, count = total + seconds, count + len(spec.clusters)
+        sys.stdout.write(
+            f"{len(spec.clusters)} cells of {model} at {seq_len}: {seconds:.1f} CPU seconds, "
+            f"{len(lines)} answers, {sum(line['simulations'] for line in lines)} simulations\n"
+        )
+    sys.stdout.write(f"a cell: {total / count:.1f} CPU seconds\n")
 
 
 def main(arguments: list[str]) -> None:
@@ -102,6 +134,7 @@ def main(arguments: list[str]) -> None:
     sys.stdout.write(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone\n")
     bounded(asked, 1_000 if small else LAYOUTS)
     searched(asked)
+    cells(*((CELLS[:1], ["h800-80gb"]) if small else (CELLS, [])))
 
 
 if __name__ == "__main__":

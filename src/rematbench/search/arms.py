@@ -1,8 +1,8 @@
 """The plans that a search tries on each layout: methods with settings, policies, compositions.
 
 The rule of compositions is `compare`'s: methods whose kinds of change have different places compose
-in the order of the places.  A composed plan is never faster than a plan that it is composed of, so
-the search tries no composition of a plan that fits.
+in the order of the places.  A plan is never faster than the plan that its last method was added to,
+so the search adds no method to a plan that fits.
 """
 
 from collections.abc import Iterable, Sequence

@@ -130,9 +130,6 @@ class AnyFit(Search):
                     self._push(0.0, Item("made", place, None, _cut(lean, cut)))
         super()._expand(bound_s, place, arm)
 
-    def _parts_s(self, place: Place, arm: Arm) -> float:
-        return 0.0
-
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         """Go on without a bound of seconds."""
         if item.stage == "expand":

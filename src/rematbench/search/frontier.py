@@ -140,7 +140,9 @@ class Search:
             self._expand(bound_s, place, item.arm)
         elif item.stage == "made":
             self._made(bound_s, place, item.arm)
-        elif item.stage in ("root", "pieces"):
+        elif item.stage == "root":
+            self._root(bound_s, place, item.arm, item.step)
+        elif item.stage == "pieces":
             self._judge(bound_s, place, item.arm, item.pieces)
         else:
             return self._simulate(bound_s, place, item)
@@ -153,11 +155,20 @@ class Search:
             if shard.choices[at].layout.pp >= self.least_pp:
                 place = Place(shard, at, [])
                 for root in self.tree.roots:
-                    if len(root.parts) > 1:  # its parts have cheaper probes
-                        bound = max(bound_s, self._parts_s(place, root))
-                        self._push(bound, Item("root", place, None, root))
-                    else:
-                        self._judge(bound_s, place, root)
+                    self._root(bound_s, place, root)
+
+    def _root(self, bound_s: float, place: Place, arm: Arm, known: int = 0) -> None:
+        """Bound an arm of several methods by the methods before its last, whose probes are cheaper:
+        first by one, then by two, as long as the bound is the least of all; then judge it.  A plan
+        is no faster than the plan that its last method was added to.  `known`: the methods that
+        have bounds."""
+        if known + 1 >= len(arm.parts):
+            self._judge(bound_s, place, arm)
+            return
+        found = place.shard.bounds(Arm(arm.parts[: known + 1]))
+        if isinstance(found, Bounds):
+            bound_s = max(bound_s, float(found.step_s[0, place.index]))
+        self._push(bound_s, Item("root", place, None, arm, known + 1))
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
@@ -232,9 +243,10 @@ class Search:
         return None
 
     def _dominated(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm contains all methods of an arm that fits, so that it is not faster.
+        """Whether an arm is made of an arm that fits by further methods, so that it is not faster.
+        (It may be faster than its other methods alone: what one rebuilds the next need not copy.)
         `fits` has no arm with a scalar: with one more method the scalar may be smaller."""
-        return any(set(known.parts) <= set(arm.parts) for known in place.fits)
+        return any(known.parts == arm.parts[: len(known.parts)] for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
         """Queue the arms with one more method than `arm`, if the lean arm of any family may fit."""
@@ -243,8 +255,7 @@ class Search:
             return
         for more in self.tree.more(arm):
             if not self._dominated(place, more):
-                bound = max(bound_s, self._parts_s(place, more))
-                self._push(bound, Item("made", place, None, more))
+                self._push(bound_s, Item("made", place, None, more))
 
     def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
         """Judge an arm if the lean arm of its family may fit; else expand the arm if a family that
@@ -259,12 +270,6 @@ class Search:
             for more, cut in self.tree.families
         ):
             self._expand(bound_s, place, arm)
-
-    def _parts_s(self, place: Place, arm: Arm) -> float:
-        """Least seconds of a step with one of an arm's methods alone, the slowest of them; no plan
-        composed of them is faster."""
-        alone = [place.shard.bounds(Arm((part,))) for part in arm.parts]
-        return max(0.0 if isinstance(a, Refused) else a.step_s[0, place.index] for a in alone)
 
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         if (lean, pieces) not in place.families:
