@@ -9,6 +9,7 @@ import pytest
 from rematbench.lowering.lower import lower
 from rematbench.plan import PlanError, Unsupported
 from rematbench.search.arms import KEEP, Arm, Single, Tree
+from rematbench.search.bounds import Bounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe, Refused
 from rematbench.search.shard import Shard
@@ -36,12 +37,14 @@ ROUNDED_BYTES = 64
 
 
 class Checked(NamedTuple):
-    """One candidate: what it is, and its bounds as shares of what is simulated; `keep`: the one of
-    keeping everything; `family`, `least`: bytes of every plan of the arm's family, and of all
-    plans; `more` and `more_host`: bytes as fewer pieces bound them."""
+    """One candidate: what it is, and its bounds as shares of what is simulated; `before`: the one
+    of the arm without its last method; `keep`: the one of keeping everything; `family`, `least`:
+    bytes of every plan of the arm's family, and of all plans; `more` and `more_host`: bytes as
+    fewer pieces bound them."""
 
     text: str
     first: float
+    before: float
     time: float
     tight: float
     keep: float
@@ -122,6 +125,7 @@ def _checked(
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",
         float(shard.kernels_s[0]) / found.step_s,
+        _before_s(shard, arm) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
         keep / found.step_s,
@@ -132,6 +136,11 @@ def _checked(
         more,
         more_host,
     )
+
+
+def _before_s(shard: Shard, arm: Arm) -> float:
+    found = shard.bounds(Arm(arm.parts[:-1]))
+    return float(found.step_s[0, 0]) if isinstance(found, Bounds) else 0.0
 
 
 def _holds(found: list[Checked]) -> None:
