@@ -24,7 +24,6 @@ from rematbench.simulate.evaluate import (
     RankBytes,
     evaluate_program,
     fullest_rank,
-    host_node_bytes,
     program_bytes,
 )
 from rematbench.solve.memory_plan import planned_peak
@@ -310,16 +309,19 @@ def rank_reserved(
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
     """The verdict on device and host memory of a plan's evaluation."""
-    return judged(problem, evaluation.ranks, evaluation.reserved_bytes)
+    held, pinned = evaluation.reserved_bytes, evaluation.host_node_bytes
+    return judged(problem, evaluation.ranks, held, pinned)
 
 
-def judged(problem: Problem, ranks: tuple[RankBytes, ...], reserved_bytes: int) -> Verdict:
+def judged(
+    problem: Problem, ranks: tuple[RankBytes, ...], reserved_bytes: int, host_node_bytes: int
+) -> Verdict:
     """The verdict on device and host memory. The bytes that the fullest rank reserves are held
     against the usable bytes of a device, and a node's pinned bytes against the host memory that the
     system leaves."""
     rank = fullest_rank(ranks)
     device = problem.usable_bytes - reserved_bytes
-    host = problem.cost.host_room_bytes - host_node_bytes(problem, ranks)
+    host = problem.cost.host_room_bytes - host_node_bytes
     short = []
     if device < 0:
         short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")

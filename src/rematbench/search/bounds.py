@@ -205,9 +205,8 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
         for stage in range(2 + 2 * node // int(ranks.min())):
             end = np.minimum((stage + 1) * ranks, begun + node)
             here = np.maximum(0, end - np.maximum(stage * ranks, begun))
-            here = np.where(
-                (stage > 0) & (stage >= c.pp - 1), 0, here
-            )  # the last stage may keep all
+            # Of several stages the last may keep everything on the device.
+            here = np.where((stage > 0) & (stage >= c.pp - 1), 0, here)
             if here.any():
                 layers = c.layers_of(stage) if stage else c.opening
                 chunk_bytes = Total(facts.middle, layers).host_bytes if stage else each

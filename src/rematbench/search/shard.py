@@ -179,14 +179,15 @@ class Shard:
             return ends
         share = self._shares(arm)[0]
         rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
-        quick = self._quick(arm, (ends[0].nbytes, ends[1].nbytes), share)
+        zero, one = ends[0].nbytes, ends[1].nbytes
+        quick = self._quick(arm, (zero, one), share)
         host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
 
         def step_s() -> Array:
             timed = self._quick(arm, self._timed(arm, pieces), share)
             return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
 
-        peak_bytes = self._peak_bytes(arm, (ends[0].nbytes, ends[1].nbytes))
+        peak_bytes = self._peak_bytes(arm, (zero, one))
         return Bounds(peak_bytes, np.atleast_2d(host_bytes - rounding), step_s)
 
     def _more_pinned(self, arm: Arm, layers: Any) -> Array:

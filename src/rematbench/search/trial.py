@@ -10,7 +10,7 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.space import Choice
-from rematbench.simulate.evaluate import PlanEvaluation
+from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
 
 NO_PLAN = "no plan: "
@@ -80,7 +80,8 @@ def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
     least time is done first: live bytes, host bytes, the allocator, the step's seconds."""
     lowered = Lowered(problem, plan)
     room = problem.usable_bytes - problem.reserve_bytes
-    live = judged(problem, lowered.ranks, lowered.live_bytes)
+    pinned = host_node_bytes(problem, lowered.ranks)
+    live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)
     if live.host_headroom_bytes < 0 and lowered.live_bytes <= room:
         return replace(tried, reason=live.binds, verdict=live)
     held = weighed(problem, lowered, room)
