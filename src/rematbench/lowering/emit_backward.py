@@ -10,7 +10,8 @@ from rematbench.lowering.emit_recompute import Recomputer
 from rematbench.lowering.emit_reload import Reloader
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.graphs import captured, graph_name
-from rematbench.lowering.mini import MiniRun
+from rematbench.lowering.mini import MiniRun, Piece
+from rematbench.lowering.pieces import write_pieces
 from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import Transfers
@@ -131,10 +132,14 @@ class BackwardEmitter:
             if storage not in self.grads and tensor.differentiable:
                 self.grads[storage] = gradient_of(storage)
                 emit_alloc(self.w, gradient_of(storage), tensor.nbytes)
-        for piece in run.pieces:
+
+        def write(piece: Piece) -> None:
             self.recomputer.run, self.recomputer.piece = run, piece
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
+
+        known = self.recomputer.known._replace(table=self.grads)
+        write_pieces(self.w, run.pieces, write, known)
         self.recomputer.run = self.recomputer.piece = None
 
     @property

@@ -6,6 +6,7 @@ from rematbench.lowering.emit_states import ParameterGatherer
 from rematbench.lowering.fates import Resolved, Site
 from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun, Piece
+from rematbench.lowering.pieces import Known, write_pieces
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.plan import Transfers
 from rematbench.program.action import HOST, Action, Alloc, Kind, layer_slot, place
@@ -178,13 +179,16 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
     """Emit the forward of all pieces of a mini-sequence run; its outputs are written in slices."""
     for name in run.outputs:
         emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
-    for piece in run.pieces:
+
+    def write(piece: Piece) -> None:
         for op in run.ops:
             names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))
             writes = {n: s for n, s in names.items() if n in run.interior}
             slices = {n: s for n, s in names.items() if n in run.outputs}
             tag, share = piece.tag, Share(piece.fraction, piece.offset)
             emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), share)
+
+    write_pieces(w, run.pieces, write, Known())
 
 
 def piece_names(

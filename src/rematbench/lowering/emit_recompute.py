@@ -5,6 +5,7 @@ from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
 from rematbench.lowering.fates import Resolved
 from rematbench.lowering.mini import MiniRun, Piece
+from rematbench.lowering.pieces import Known, write_pieces
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import PlanError
@@ -30,6 +31,11 @@ class Recomputer:
             for name, _, site in chunk.saved(unit):
                 if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
                     self.have.update(p.name for p in chunk.parts(unit, name, fates[site]))
+
+    @property
+    def known(self) -> Known:
+        """What the recomputer remembers of tensors."""
+        return Known((self.have, self.rebuilt))
 
     @property
     def tag(self) -> str:
@@ -127,11 +133,14 @@ class Recomputer:
                 storage = self._run_output(unit, name)
                 emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
                 made[name] = storage
-        for piece in run.pieces:
+
+        def write(piece: Piece) -> None:
             self.run, self.piece = run, piece
             inner = dict(made)
             for op in ops:
                 self._recompute_op(unit, op, missing, inner)
+
+        write_pieces(self.w, run.pieces, write, self.known)
         self.run = self.piece = None
 
     def _run_output(self, unit: Unit, name: str) -> str:

@@ -11,16 +11,14 @@ compare the result with the whole chunk's own block.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from operator import itemgetter
 from typing import NamedTuple, Protocol
-
-from msgspec.structs import replace
 
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.emit_forward import Fates
+from rematbench.lowering.template import Template, older
 from rematbench.lowering.writer import BlockWriter, Place
 from rematbench.plan import Group, Transfers
-from rematbench.program.action import Action, Alloc, event_number, in_layer, is_local, local_event
+from rematbench.program.action import Action, event_number, in_layer, is_local, local_event
 from rematbench.program.program import Block, Periods
 
 LEAST_SHARE = 0.5
@@ -144,11 +142,11 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
     tail = block.actions[edges[2].action :]
     lower, upper = (head, tail) if forward else (tail, head)
     oldest = places[at - short.reach].event
-    if _crossing(short, [*lower, *here], [*upper, *here]) or _older([*here, *tail], oldest):
+    if _crossing(short, [*lower, *here], [*upper, *here]) or older([*here, *tail], oldest):
         return None
     times, gap = short.dropped // short.period + 1, short.dropped
     first = 0 if forward else gap
-    actions, one = short.shift(first, 0, gap).of(head), Template(here)
+    actions, one = short.shift(first, 0, gap).of(head), Layers(here)
     for period in range(times):
         actions += one.moved(short.shift(first + period * layers, period * events, gap))
     actions += short.shift(gap - first, (times - 1) * events, gap).of(tail)
@@ -161,11 +159,6 @@ def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) ->
     return any(short.high > number >= near.stop for number in _layers(lower)) or any(
         short.low < number < near.start for number in _layers(upper)
     )
-
-
-def _older(actions: Iterable[Action], oldest: int) -> bool:
-    """Whether an action waits for an event before the event number `oldest`."""
-    return any(is_local(a.wait) and event_number(a.wait) < oldest for a in actions)
 
 
 def _layers(actions: Iterable[Action]) -> set[int]:
@@ -186,83 +179,25 @@ class Shift(NamedTuple):
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """The actions with the new names."""
-        return Template(actions).moved(self)
+        return Layers(actions).moved(self)
 
 
-Picker = Callable[[Sequence[str]], tuple[str, ...]]
-Line = tuple[Action, int, int, Picker, Sequence[tuple[int, int, str]], Picker, int, int, int]
-"""An action and where its names are: part, operator, reads, new storages (with their bytes and
-slots), freed storages, and its events."""
-
-
-class Template:
-    """Actions taken apart, to be written again and again with other names: each name once, and for
-    each action the places of its names."""
+class Layers:
+    """The actions of some layers, to be written again as those of other layers."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
-        places: dict[str, int] = {}
-        self._lines = [_line(action, places) for action in actions]
-        self._names = [*places]
-        self._layers = [
-            (at, *words)
-            for at, name in enumerate(self._names)
-            if (words := in_layer(name)) is not None
-        ]
-        self._events = [
-            (at, event_number(name)) for at, name in enumerate(self._names) if is_local(name)
-        ]
+        self._template = Template(actions)
+        names = [*enumerate(self._template.names)]
+        self._layers = [(at, *words) for at, name in names if (words := in_layer(name)) is not None]
+        self._events = [(at, event_number(name)) for at, name in names if is_local(name)]
 
     def moved(self, shift: Shift) -> list[Action]:
         """The actions with the new names."""
-        new = self._moved_names(shift)
-        return [
-            replace(
-                action,
-                part=new[part],
-                op=new[op],  # a storage where a gradient's memory is allocated
-                reads=reads(new),
-                allocs=tuple([Alloc(new[at], nbytes, slot) for at, nbytes, slot in allocs]),
-                frees=frees(new),
-                event=new[event],
-                begin=new[begin],
-                wait=new[wait],
-            )
-            for action, part, op, reads, allocs, frees, event, begin, wait in self._lines
-        ]
-
-    def _moved_names(self, shift: Shift) -> list[str]:
-        new = [*self._names]
+        new = [*self._template.names]
         for at, before, number, after in self._layers:
             if number > shift.low:
                 by = shift.layers if number < shift.high else shift.above
                 new[at] = f"{before}{number + by}{after}"
         for at, number in self._events:
             new[at] = local_event(number + shift.events)
-        return new
-
-
-def _line(action: Action, places: dict[str, int]) -> Line:
-    def at(name: str) -> int:
-        return places.setdefault(name, len(places))
-
-    return (
-        action,
-        at(action.part),
-        at(action.op),
-        _picker([at(name) for name in action.reads]),
-        [(at(new.name), new.nbytes, new.slot) for new in action.allocs],
-        _picker([at(name) for name in action.frees]),
-        at(action.event),
-        at(action.begin),
-        at(action.wait),
-    )
-
-
-def _picker(places: Sequence[int]) -> Picker:
-    """What takes the names at these places; `itemgetter` alone gives no tuple of one name."""
-    if not places:
-        return lambda _: ()
-    if len(places) == 1:
-        (at,) = places
-        return lambda names: (names[at],)
-    return itemgetter(*places)
+        return self._template.written(new)

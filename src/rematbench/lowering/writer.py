@@ -1,6 +1,7 @@
 """Writes the actions of one block: events, waits, collectives, and frees derived from liveness."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -39,8 +40,6 @@ class BlockWriter:
         self.slots: dict[str, str] = {}  # storage -> staging slot
         self.places: list[Place] = []
         self._events = 0
-        self._waited_at: dict[str, int] = {}
-        self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
 
     def add(self, action: Action) -> int:
         """Append an action; returns its index."""
@@ -51,9 +50,19 @@ class BlockWriter:
         self.actions.append(action)
         return len(self.actions) - 1
 
+    @property
+    def here(self) -> Place:
+        """Where the next action is written."""
+        return Place(len(self.actions), self._events)
+
     def begin_unit(self) -> None:
         """Note that the next unit begins."""
-        self.places.append(Place(len(self.actions), self._events))
+        self.places.append(self.here)
+
+    def rewrite(self, start: Place, actions: Sequence[Action], events: int) -> None:
+        """Put `actions` in place of all from `start` on; they record `events` more events."""
+        self.actions[start.action :] = actions
+        self._events += events
 
     def new_event(self) -> str:
         self._events += 1
@@ -82,8 +91,6 @@ class BlockWriter:
 
     def wait(self, stream: str, event: str) -> None:
         self.add(Action(kind=Kind.WAIT, stream=stream, wait=event))
-        if stream == COMPUTE:
-            self._waited_at[event] = len(self.actions) - 1
 
     def compute(
         self,
@@ -162,8 +169,6 @@ class BlockWriter:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
         self.wait(comm.group, after or self.mark(COMPUTE))
         event = self.new_event()
-        if after:
-            self._beside[after] = len(self.actions)
         self.add(
             Action(
                 kind=COMM_KIND[comm.kind],
@@ -208,14 +213,18 @@ class BlockWriter:
     def _ends(self, survivors: set[str], arrivals: set[str]) -> list[tuple[int, str]]:
         """(index of the action after which a tensor is freed, its name) of every lifetime that ends
         in the block."""
-        waited, end = self._first_waits(), len(self.actions) - 1
+        waited, begun = self._waits()
+        end = len(self.actions) - 1
         last: dict[str, int] = {}
         earlier: list[tuple[int, str]] = []
         born = set(arrivals)
         for index, action in enumerate(self.actions):
             allocs, reads = action.allocs, action.reads
             if allocs or reads:
-                safe = self._safe_index(index, action, waited)
+                if action.stream != COMPUTE:
+                    safe = waited[index]
+                else:  # not before a collective beside the kernel has allocated its output
+                    safe = begun.get(action.begin, index) if action.begin else index
                 for alloc in allocs:
                     if alloc.name in born and alloc.name in last:
                         earlier.append((last[alloc.name], alloc.name))
@@ -228,27 +237,26 @@ class BlockWriter:
                 born.difference_update(action.frees)
         return [*earlier, *((last.get(name, end), name) for name in born - survivors)]
 
-    def _first_waits(self) -> list[int]:
+    def _waits(self) -> tuple[list[int], dict[str, int]]:
         """For each action of another stream, the index where compute has waited for it: for its own
         event or for the event of a later action of that stream (a stream runs in order); the last
-        index if nowhere."""
+        index if nowhere.  And by event that another stream waits for, the index after the wait."""
         end = len(self.actions) - 1
+        on_compute: dict[str, int] = {}
+        elsewhere: dict[str, int] = {}
         soonest: dict[str, int] = {}
         table = [end] * len(self.actions)
         for index in range(end, -1, -1):
             action = self.actions[index]
             stream = action.stream
             if stream == COMPUTE:
+                if action.kind is Kind.WAIT:
+                    on_compute.setdefault(action.wait, index)
                 continue
-            waited = self._waited_at.get(action.event, end) if action.event else end
+            if action.kind is Kind.WAIT:
+                elsewhere.setdefault(action.wait, index + 1)
+            waited = on_compute.get(action.event, end) if action.event else end
             if waited < soonest.get(stream, end):
                 soonest[stream] = waited
             table[index] = soonest.get(stream, end)
-        return table
-
-    def _safe_index(self, index: int, action: Action, waited: list[int]) -> int:
-        """The index after which a tensor used at `index` may be freed: after the compute stream's
-        wait, and not before a collective that runs beside the kernel has allocated its output."""
-        if action.stream == COMPUTE:
-            return self._beside.get(action.begin, index)
-        return waited[index]
+        return table, elsewhere

@@ -223,9 +223,21 @@ def in_layer(name: str) -> tuple[str, int, str] | None:
     return (found[1], int(found[2]), found[3]) if found else None
 
 
+_OF_PIECE = re.compile(r"(.*%)(\d+)(.*)")
+
+
+@lru_cache(maxsize=1 << 15)
+def in_piece(name: str) -> tuple[str, int, str] | None:
+    """The words around the number of the piece in the name of its storage (`L3.act%`, 2, ``); None
+    for a name without a piece."""
+    found = _OF_PIECE.fullmatch(name) if "%" in name else None
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
 _NUMBER = re.compile(r"(\d+)")
 
 
+@lru_cache(maxsize=1 << 15)
 def by_number(name: str) -> list[str | int]:
     """A sort key of names: numbers in them count by value, so that the storages of layers 9 and 10
     have the order of those of layers 8 and 9."""

@@ -1,0 +1,124 @@
+"""Many pieces of a mini-sequence: the emitters write the first pieces, and one of them is repeated.
+
+After the first pieces, which may rebuild whole tensors, every piece's actions are those of the
+piece before, with the next number in the names of its storages, later events and its own rows.  So
+four pieces are written, and where the second and the third are alike, the third is repeated, and
+the fourth becomes the last.  Tests compare the result with all pieces written.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from rematbench.lowering.mini import Piece
+from rematbench.lowering.template import Template, older
+from rematbench.lowering.writer import BlockWriter, Place
+from rematbench.program.action import Action, event_number, in_piece, is_local, local_event
+
+WRITTEN = 4
+"""Pieces that are written before one is repeated."""
+
+LEAST = 3
+"""Pieces that a repetition must spare to be worth its checks."""
+
+
+class Known(NamedTuple):
+    """What an emitter remembers by the names of tensors: sets of names, and names by name."""
+
+    sets: tuple[set[str], ...] = ()
+    table: dict[str, str] | None = None
+
+
+def write_pieces(
+    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], known: Known
+) -> None:
+    """Write the actions of all pieces.  `write`: writes those of one piece, and changes `known`."""
+    larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
+    for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
+        if len(alike) < WRITTEN + LEAST or not _repeat(w, alike, write, known):
+            for piece in alike if len(alike) < WRITTEN + LEAST else alike[WRITTEN:]:
+                write(piece)
+
+
+def _repeat(
+    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], known: Known
+) -> bool:
+    """Write four of some pieces of equal size and repeat the third; False, with the four written,
+    where the third is not as the second."""
+    edges = [w.here]
+    for piece in pieces[: WRITTEN - 1]:
+        write(piece)
+        edges.append(w.here)
+    sets, table = [{*names} for names in known.sets], {*(known.table or ())}
+    write(pieces[WRITTEN - 1])
+    edges.append(w.here)
+    rows = _rows_of_piece(w.actions, edges, pieces)
+    if rows is None:
+        return False
+    events, spared = edges[3].event - edges[2].event, len(pieces) - WRITTEN
+    third, fourth = (
+        Body(w.actions[a.action : b.action], events, rows)
+        for a, b in zip(edges[2:], edges[3:], strict=False)
+    )
+    actions = [a for by in range(spared) for a in third.moved(by + 1, pieces[by + 3])]
+    actions += fourth.moved(spared, pieces[-1])
+    w.rewrite(edges[3], actions, spared * events)
+    for names, before in zip(known.sets, sets, strict=True):
+        names.update(_later(names - before, spared))
+    if known.table is not None:
+        added = {k: v for k, v in known.table.items() if k not in table}
+        known.table.update(zip(_later(added, spared), _later(added.values(), spared), strict=True))
+    return True
+
+
+def _rows_of_piece(
+    actions: Sequence[Action], edges: Sequence[Place], pieces: Sequence[Piece]
+) -> list[bool] | None:
+    """For each action of the third piece whether it works on the piece's own rows; None where the
+    piece is not the second one with later names and rows, or waits for what is older than both."""
+    second, third, fourth = (
+        actions[a.action : b.action] for a, b in zip(edges[1:], edges[2:], strict=False)
+    )
+    events = [b.event - a.event for a, b in zip(edges[1:], edges[2:], strict=False)]
+    if len({len(second), len(third), len(fourth)}) > 1 or len({*events}) > 1:
+        return None
+    own = (pieces[1].offset, pieces[2].offset)
+    rows = [(a.offset, b.offset) == own for a, b in zip(second, third, strict=True)]
+    again = Body(second, events[0], rows).moved(1, pieces[2])
+    return rows if again == third and not older(second, edges[0].event) else None
+
+
+def _later(names: Iterable[str], spared: int) -> list[str]:
+    """The names of the next `spared` pieces, for each name of a piece."""
+    found = [words for name in names if (words := in_piece(name)) is not None]
+    return [
+        f"{before}{number + by}{after}"
+        for by in range(1, spared + 1)
+        for before, number, after in found
+    ]
+
+
+class Body:
+    """The actions of one piece, to be written again as those of later pieces.  `events`: events of
+    a piece; `rows`: for each action whether it works on the piece's own rows."""
+
+    def __init__(self, actions: Sequence[Action], events: int, rows: Sequence[bool]) -> None:
+        self.events, self.rows = events, rows
+        self._template = Template(actions)
+        names = [*enumerate(self._template.names)]
+        self._pieces = [(at, *words) for at, name in names if (words := in_piece(name)) is not None]
+        self._events = [(at, event_number(name)) for at, name in names if is_local(name)]
+
+    def moved(self, by: int, piece: Piece) -> list[Action]:
+        """The actions as those of `piece`, which is `by` pieces later."""
+        new = [*self._template.names]
+        for at, before, number, after in self._pieces:
+            new[at] = f"{before}{number + by}{after}"
+        for at, number in self._events:
+            new[at] = local_event(number + by * self.events)
+        offset = piece.offset
+        return [
+            replace(action, offset=offset) if own else action
+            for action, own in zip(self._template.written(new), self.rows, strict=True)
+        ]
