@@ -33,6 +33,7 @@ from rematbench.published.bands import ratio_band, reserve_bytes, shipped
 from rematbench.published.evidence import methods_of
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
+from rematbench.search.shared import Shared
 from rematbench.search.trial import tried_plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
@@ -136,7 +137,7 @@ def test_no_layout_of_the_space_is_faster_by_more_than_the_gap(
 ) -> None:
     """Beside every layout tried by itself, on a small job that the best plans fill."""
     spec, lines = tiny_ran
-    job = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], {})
+    job = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared())
     checked = 0
     for arm in spec.arms:
         (line,) = [one for one in lines if (one["table"], one["arm"]) == (BEST, arm.name)]
@@ -230,7 +231,7 @@ def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> Non
     assert all(row["gap"] for row in rows)
     wanted = {}
     for work, cluster, seq_len in product(spec.works, spec.clusters, spec.seq_lens):
-        answers = Answers(CellJob(spec, work, cluster, seq_len, {}), spec, registry, {})
+        answers = Answers(CellJob(spec, work, cluster, seq_len, Shared()), spec, registry, {})
         arms = [arm.name for arm in spec.all_arms(registry) if searched(arm, seq_len, registry)]
         keys = [(BEST, name) for name in arms] + [(SAME, spec.baseline), (ANY, "")]
         where = (work.model, cluster, str(seq_len))

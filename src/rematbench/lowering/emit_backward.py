@@ -138,8 +138,8 @@ class BackwardEmitter:
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
-        known = self.recomputer.known._replace(table=self.grads)
-        write_pieces(self.w, run.pieces, write, known)
+        noted = self.recomputer.noted._replace(table=self.grads)
+        write_pieces(self.w, run.pieces, write, noted)
         self.recomputer.run = self.recomputer.piece = None
 
     @property

@@ -5,7 +5,7 @@ from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
 from rematbench.lowering.fates import Resolved
 from rematbench.lowering.mini import MiniRun, Piece
-from rematbench.lowering.pieces import Known, write_pieces
+from rematbench.lowering.pieces import Noted, write_pieces
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import PlanError
@@ -33,9 +33,9 @@ class Recomputer:
                     self.have.update(p.name for p in chunk.parts(unit, name, fates[site]))
 
     @property
-    def known(self) -> Known:
-        """What the recomputer remembers of tensors."""
-        return Known((self.have, self.rebuilt))
+    def noted(self) -> Noted:
+        """What the recomputer has noted of tensors."""
+        return Noted((self.have, self.rebuilt))
 
     @property
     def tag(self) -> str:
@@ -140,7 +140,7 @@ class Recomputer:
             for op in ops:
                 self._recompute_op(unit, op, missing, inner)
 
-        write_pieces(self.w, run.pieces, write, self.known)
+        write_pieces(self.w, run.pieces, write, self.noted)
         self.run = self.piece = None
 
     def _run_output(self, unit: Unit, name: str) -> str:

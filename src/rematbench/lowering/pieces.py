@@ -7,6 +7,7 @@ the fourth becomes the last.  Tests compare the result with all pieces written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -23,26 +24,26 @@ LEAST = 3
 """Pieces that a repetition must spare to be worth its checks."""
 
 
-class Known(NamedTuple):
-    """What an emitter remembers by the names of tensors: sets of names, and names by name."""
+class Noted(NamedTuple):
+    """What an emitter has noted of tensors: sets of names, and names by name."""
 
     sets: tuple[set[str], ...] = ()
     table: dict[str, str] | None = None
 
 
 def write_pieces(
-    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], known: Known
+    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], noted: Noted
 ) -> None:
-    """Write the actions of all pieces.  `write`: writes those of one piece, and changes `known`."""
+    """Write the actions of all pieces.  `write`: writes those of one piece, and changes `noted`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
-        if len(alike) < WRITTEN + LEAST or not _repeat(w, alike, write, known):
+        if len(alike) < WRITTEN + LEAST or not _repeat(w, alike, write, noted):
             for piece in alike if len(alike) < WRITTEN + LEAST else alike[WRITTEN:]:
                 write(piece)
 
 
 def _repeat(
-    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], known: Known
+    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], noted: Noted
 ) -> bool:
     """Write four of some pieces of equal size and repeat the third; False, with the four written,
     where the third is not as the second."""
@@ -50,7 +51,7 @@ def _repeat(
     for piece in pieces[: WRITTEN - 1]:
         write(piece)
         edges.append(w.here)
-    sets, table = [{*names} for names in known.sets], {*(known.table or ())}
+    sets, table = [{*names} for names in noted.sets], {*(noted.table or ())}
     write(pieces[WRITTEN - 1])
     edges.append(w.here)
     rows = _rows_of_piece(w.actions, edges, pieces)
@@ -58,17 +59,16 @@ def _repeat(
         return False
     events, spared = edges[3].event - edges[2].event, len(pieces) - WRITTEN
     third, fourth = (
-        Body(w.actions[a.action : b.action], events, rows)
-        for a, b in zip(edges[2:], edges[3:], strict=False)
+        Body(w.actions[a.action : b.action], events, rows) for a, b in pairwise(edges[2:])
     )
     actions = [a for by in range(spared) for a in third.moved(by + 1, pieces[by + 3])]
     actions += fourth.moved(spared, pieces[-1])
     w.rewrite(edges[3], actions, spared * events)
-    for names, before in zip(known.sets, sets, strict=True):
+    for names, before in zip(noted.sets, sets, strict=True):
         names.update(_later(names - before, spared))
-    if known.table is not None:
-        added = {k: v for k, v in known.table.items() if k not in table}
-        known.table.update(zip(_later(added, spared), _later(added.values(), spared), strict=True))
+    if noted.table is not None:
+        added = {k: v for k, v in noted.table.items() if k not in table}
+        noted.table.update(zip(_later(added, spared), _later(added.values(), spared), strict=True))
     return True
 
 
@@ -77,10 +77,8 @@ def _rows_of_piece(
 ) -> list[bool] | None:
     """For each action of the third piece whether it works on the piece's own rows; None where the
     piece is not the second one with later names and rows, or waits for what is older than both."""
-    second, third, fourth = (
-        actions[a.action : b.action] for a, b in zip(edges[1:], edges[2:], strict=False)
-    )
-    events = [b.event - a.event for a, b in zip(edges[1:], edges[2:], strict=False)]
+    second, third, fourth = (actions[a.action : b.action] for a, b in pairwise(edges[1:]))
+    events = [b.event - a.event for a, b in pairwise(edges[1:])]
     if len({len(second), len(third), len(fourth)}) > 1 or len({*events}) > 1:
         return None
     own = (pieces[1].offset, pieces[2].offset)

@@ -23,7 +23,7 @@ from rematbench.search.arms import arms_of, chooses
 from rematbench.search.frontier import Search
 from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, distinct, in_one_process
 from rematbench.search.job import Asked, SearchJob
-from rematbench.search.probe import Known
+from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed, may_host, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.layout import LayoutError
@@ -75,7 +75,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class CellJob(SearchJob):
-    """The searches of one cell.  `known`: programs that the cells of one model and length share."""
+    """The searches of one cell.  `shared`: what the cells of one model and length share."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class CellJob(SearchJob):
         work: Work,
         cluster: str,
         seq_len: int,
-        known: Known,
+        shared: Shared,
         within: float = WITHIN,
     ) -> None:
         hosts = may_host(load_cluster(cluster), load_system(spec.system))
         home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
         problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
-        super().__init__(Asked(spec=problem, fixed=fixed, within=within), known)
+        super().__init__(Asked(spec=problem, fixed=fixed, within=within), shared)
         self.at = (work.model, cluster, seq_len)
 
     def job(self, choice: Choice) -> Job:
@@ -217,7 +217,7 @@ def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[L
     for arm in spec.all_arms(registry):
         arm.resolved(registry)  # raises here, and not in a worker process
     for work, cluster in product(spec.works, spec.clusters):
-        _ = CellJob(spec, work, cluster, spec.seq_lens[0], {}).space
+        _ = CellJob(spec, work, cluster, spec.seq_lens[0], Shared()).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
     waiting, found = list(tasks), dict[Task, list[Line]]()
     pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec, within), LIMIT_S)
@@ -243,10 +243,10 @@ class Worker:
 
     def __call__(self, task: Task) -> list[Line]:
         """The lines of the cells, in the order of the clusters."""
-        known: Known = {}
+        shared = Shared()
         found: list[Line] = []
         for name in self.spec.clusters:
-            cell = CellJob(self.spec, task[0], name, task[1], known, self.within)
+            cell = CellJob(self.spec, task[0], name, task[1], shared, self.within)
             answers = Answers(cell, self.spec, self.registry, {})
             found += [line_of(answers, BEST, arm, answers.best(arm)) for arm in answers.searched]
             found.append(line_of(answers, SAME, self.spec.baseline, answers.one_layout()))

@@ -15,7 +15,7 @@ from rematbench.matrix.cell import ArmTried, Programs, tried
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row
-from rematbench.search.probe import Known
+from rematbench.search.shared import Shared
 from rematbench.simulate.breakdown import busiest
 
 TABLES = (SAME, BEST)
@@ -40,9 +40,9 @@ def run_matrix(
     for work in spec.works:
         for seq_len in spec.seq_lens:
             programs = Programs()
-            lowered: Known = {}
+            shared = Shared()
             for cluster in spec.clusters:
-                cell = CellJob(spec, work, cluster, seq_len, lowered)
+                cell = CellJob(spec, work, cluster, seq_len, shared)
                 own = known[work.model, cluster, str(seq_len)]
                 yield run_cell(Answers(cell, spec, registry, own), programs)
 

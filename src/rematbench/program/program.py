@@ -103,6 +103,11 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         """Pipeline ranks."""
         return len(self.ranks)
 
+    @property
+    def actions(self) -> int:
+        """The actions of all distinct blocks."""
+        return sum(len(block.actions) for block, _ in self.block_runs)
+
     @cached_property
     def block_runs(self) -> tuple[tuple[Block, int], ...]:
         """Every distinct block of all ranks, and how often the ranks run it."""

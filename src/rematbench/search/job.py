@@ -23,8 +23,9 @@ from rematbench.published.bands import leaving_reserve
 from rematbench.search.arms import Arm, Given, Single, Tree, rebuilds, singles
 from rematbench.search.fits import AnyFit
 from rematbench.search.frontier import Search
-from rematbench.search.probe import Known, Probe
+from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard, key
+from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed, Space, space
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
@@ -61,11 +62,11 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 
 class SearchJob:
-    """One search, ready to run.  `known`: programs that earlier searches of the same model and
-    length have lowered.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
+    """One search, ready to run.  `shared`: what searches of the same model and length on other
+    clusters have lowered.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
 
-    def __init__(self, asked: Asked, known: Known | None = None) -> None:
-        self.asked, self.known = asked, {} if known is None else known
+    def __init__(self, asked: Asked, shared: Shared | None = None) -> None:
+        self.asked, self.shared = asked, shared
         self._shards: dict[int, Shard] = {}
         spec = asked.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
@@ -188,7 +189,7 @@ class SearchJob:
                 choices,
                 problem,
                 self.registry,
-                self.known,
+                self.shared,
                 self._reserving,
             )
         return self._shards[index]

@@ -27,12 +27,12 @@ from rematbench.search.kernels import compute_cost, layer_cost
 from rematbench.search.passes import ChunkCost
 from rematbench.search.probe import (
     Facts,
-    Known,
     Line,
     Probe,
     Prober,
     Refused,
 )
+from rematbench.search.shared import Shared
 from rematbench.search.site import Site
 from rematbench.search.skeleton import tightened
 from rematbench.search.space import Choice
@@ -69,21 +69,22 @@ def key(choice: Choice) -> Key:
 
 
 class Shard:
-    """The layouts of one key.  `problem` has one of them; `known`: programs lowered so far;
-    `reserving`: gives a problem the reserve of its layout (None: that of `problem`)."""
+    """The layouts of one key.  `problem` has one of them; `shared`: what searches of the same model
+    and length on other clusters have lowered; `reserving`: gives a problem the reserve of its
+    layout (None: that of `problem`)."""
 
     def __init__(
         self,
         choices: Sequence[Choice],
         problem: Problem,
         registry: Registry,
-        known: Known | None = None,
+        shared: Shared | None = None,
         reserving: Callable[[Problem], Problem] | None = None,
     ) -> None:
         self.problem, self.registry, self._reserving = problem, registry, reserving or _same
-        self.choices = choices
+        self.choices, self._shared = choices, shared
         self.columns = Columns(choices, problem)
-        self._prober = Prober(problem, {} if known is None else known)
+        self._prober = Prober(problem, shared.probes if shared else {})
         self._probes: dict[str, Probe | Refused] = {}
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._known_highs: dict[Arm | None, list[float]] = {}
@@ -132,7 +133,8 @@ class Shard:
         if index not in self._sites:
             choice = self.choices[index]
             at = replaced(self.problem, layout=choice.layout, _memo={}, _weights={})
-            self._sites[index] = Site(choice, self._reserving(at))
+            lowered = self._shared.plans(at) if self._shared else None
+            self._sites[index] = Site(choice, self._reserving(at), lowered)
         return self._sites[index]
 
     @cached_property

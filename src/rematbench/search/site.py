@@ -2,20 +2,23 @@
 
 from functools import cached_property
 
+from rematbench.choose.outcome import Lowered
 from rematbench.problem import Problem
 from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice
-from rematbench.search.trial import Tried
+from rematbench.search.trial import Trials
 
 
 class Site:
     """A layout of a job with its problem.  `tight_s`: seconds of bounds by the schedule, by the
-    text of the arm; `trials`: simulated plans, by content."""
+    text of the arm; `trials`: what is known of plans."""
 
-    def __init__(self, choice: Choice, problem: Problem) -> None:
+    def __init__(
+        self, choice: Choice, problem: Problem, lowered: dict[bytes, Lowered] | None = None
+    ) -> None:
         self.choice, self.problem = choice, problem
         self.tight_s: dict[str, float] = {}
-        self.trials: dict[bytes, Tried] = {}
+        self.trials = Trials({}, lowered)
 
     @cached_property
     def frame(self) -> Frame:

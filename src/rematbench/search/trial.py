@@ -1,5 +1,7 @@
 """The trial of one candidate: plan, lower, count bytes, and time the step where the bytes fit."""
 
+from typing import NamedTuple
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -14,6 +16,9 @@ from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
 
 NO_PLAN = "no plan: "
+
+KEPT_ACTIONS = 20_000
+"""The largest program, in actions of its blocks, that is kept for other clusters."""
 
 
 class Tried(Struct, frozen=True, kw_only=True):
@@ -36,6 +41,14 @@ class Tried(Struct, frozen=True, kw_only=True):
         return self.evaluation.step_s if self.evaluation else float("inf")
 
 
+class Trials(NamedTuple):
+    """What is known of the plans of a layout, by content: their trials, and their lowered programs
+    where these are kept for other clusters."""
+
+    tried: dict[bytes, Tried]
+    lowered: dict[bytes, Lowered] | None = None
+
+
 def tried_plan(
     choice: Choice,
     problem: Problem,
@@ -43,26 +56,31 @@ def tried_plan(
     bound_s: float,
     registry: Registry,
     engines: Engines | None = None,
-    known: dict[bytes, Tried] | None = None,
+    known: Trials | None = None,
 ) -> Tried:
     """Plan and lower a candidate and count its bytes; time its step if the bytes fit.  The reserve
     of the problem stays free, and one of `engines` has to have options for the plan.  `known`:
-    trials by the content of the plan, to which new ones are added; an equal plan is not lowered
+    earlier trials at the layout, to which the new one is added; an equal plan is not lowered
     again."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
     plan = planned_at(choice, problem, method, registry)
     if isinstance(plan, str):
         return replace(tried, reason=plan)
-    known, tried = {} if known is None else known, replace(tried, content=same_plan(plan))
-    if found := known.get(tried.content):
+    known, tried = known or Trials({}), replace(tried, content=same_plan(plan))
+    if found := known.tried.get(tried.content):
         return replace(found, method=method, bound_s=bound_s)
     if engines and not engines.of(plan):
         return replace(tried, content=b"", reason=f"no options of {engines.only}")
     try:
-        known[tried.content] = _judged(tried, problem, plan)
+        lowered = (known.lowered or {}).get(tried.content) or Lowered(problem, plan)
+        known.tried[tried.content] = _judged(tried, problem, lowered)
     except (PlanError, LayoutError) as error:
         return replace(tried, content=b"", reason=f"{NO_PLAN}{error}")
-    return known[tried.content]
+    if known.lowered is not None:
+        known.lowered[tried.content] = lowered
+        if lowered.program.actions > KEPT_ACTIONS:
+            del lowered.program  # made again where it is timed on another cluster
+    return known.tried[tried.content]
 
 
 def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:
@@ -75,10 +93,9 @@ def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry
     return f"{NO_PLAN}{plan.reason}" if isinstance(plan, Unsupported) else plan
 
 
-def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
+def _judged(tried: Tried, problem: Problem, lowered: Lowered) -> Tried:
     """`tried` with the plan's evaluation where the plan fits, else with the reason.  What takes the
     least time is done first: live bytes, host bytes, the allocator, the step's seconds."""
-    lowered = Lowered(problem, plan)
     room = problem.usable_bytes - problem.reserve_bytes
     pinned = host_node_bytes(problem, lowered.ranks)
     live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)
