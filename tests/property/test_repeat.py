@@ -1,15 +1,17 @@
 """The block of a long chunk of equal layers is what its emitters write layer by layer."""
 
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from rematbench.lowering import repeat
+from rematbench.lowering import pieces, repeat
 from rematbench.lowering.lower import lower
-from rematbench.plan import Plan, PlanError
+from rematbench.plan import MiniSequence, Plan, PlanError, Recompute, Rule, Select
 from rematbench.problem import Problem
 from rematbench.program.program import Program
 from rematbench.simulate.macro import macro_of
@@ -43,6 +45,77 @@ def test_repeated_turns_are_the_whole_chunk(case: tuple[Problem, Plan]) -> None:
         with pytest.raises(PlanError, match=str(error)[:20]):
             lower(plan, given_problem)
         return
+    assert lower(plan, given_problem).text() == expected
+
+
+MLP, HEAD = ("mlp_norm", "fc1", "act", "mul", "fc2"), ("lm_head", "loss")
+
+
+def in_pieces(plan: Plan, mlp: int, head: int) -> Plan:
+    """The plan with its MLPs and its head in pieces."""
+    return replace(plan, mini_sequences=(MiniSequence(MLP, mlp), MiniSequence(HEAD, head)))
+
+
+def one_by_one(plan: Plan, given: Problem) -> Program:
+    """The program with every piece written by the emitters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "LEAST", 1 << 20)
+        return lower(plan, given)
+
+
+@DEEP
+@given(cases(), st.integers(2, 32), st.integers(2, 32), st.booleans())
+def test_many_pieces_are_those_written_one_by_one(
+    case: tuple[Problem, Plan], mlp: int, head: int, plain: bool
+) -> None:
+    given_problem, plan = case
+    plan = in_pieces(replace(plan, rules=FULL) if plain else plan, mlp, head)
+    try:
+        expected = one_by_one(plan, given_problem).text()
+    except PlanError as error:
+        with pytest.raises(PlanError, match=re.escape(str(error)[:20])):
+            lower(plan, given_problem)
+        return
+    assert lower(plan, given_problem).text() == expected
+
+
+AGAIN = Rule(Select(parts=("layer",), activations=("mlp_norm_out", "fc2_in")), Recompute("layer"))
+
+
+@pytest.mark.parametrize("count", [8, 9, 13, 16])
+@pytest.mark.parametrize("rules", [(), FULL, (AGAIN,)])
+def test_pieces_of_both_passes_repeat(
+    monkeypatch: pytest.MonkeyPatch, rules: tuple[Rule, ...], count: int
+) -> None:
+    """Also where the first pieces have one row more, and where pieces are rebuilt beforehand."""
+    given_problem = problem(**LAYOUTS["tp"])
+    plan = in_pieces(given_problem.base_plan.with_rules(*rules), count, count)
+    expected, repeated, once = one_by_one(plan, given_problem).text(), [], pieces._repeat
+
+    def counted(*words: Any) -> bool:
+        repeated.append(once(*words))
+        return repeated[-1]
+
+    monkeypatch.setattr(pieces, "_repeat", counted)
+    assert lower(plan, given_problem).text() == expected
+    assert len(repeated) >= (0 if count == 13 else 6)
+    assert all(repeated)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_pieces_are_written_after_others_were_repeated(
+    monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """Where every second repetition is refused, emitters know the tensors of repeated pieces."""
+    given_problem = problem(**LAYOUTS["tp"])
+    plan = in_pieces(given_problem.base_plan.with_rules(AGAIN), 16, 16)
+    expected, calls, once = one_by_one(plan, given_problem).text(), [], pieces._rows_of_piece
+
+    def some(*words: Any) -> list[bool] | None:
+        calls.append(words)
+        return None if len(calls) % 2 == refused else once(*words)
+
+    monkeypatch.setattr(pieces, "_rows_of_piece", some)
     assert lower(plan, given_problem).text() == expected
 
 

@@ -138,8 +138,7 @@ class BackwardEmitter:
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
-        noted = self.recomputer.noted._replace(table=self.grads)
-        write_pieces(self.w, run.pieces, write, noted)
+        write_pieces(self.w, run.pieces, write, self.recomputer.noted)
         self.recomputer.run = self.recomputer.piece = None
 
     @property

@@ -6,7 +6,7 @@ from rematbench.lowering.emit_states import ParameterGatherer
 from rematbench.lowering.fates import Resolved, Site
 from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun, Piece
-from rematbench.lowering.pieces import Noted, write_pieces
+from rematbench.lowering.pieces import write_pieces
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.plan import Transfers
 from rematbench.program.action import HOST, Action, Alloc, Kind, layer_slot, place
@@ -188,7 +188,7 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
             tag, share = piece.tag, Share(piece.fraction, piece.offset)
             emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), share)
 
-    write_pieces(w, run.pieces, write, Noted())
+    write_pieces(w, run.pieces, write)
 
 
 def piece_names(

@@ -5,7 +5,7 @@ from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
 from rematbench.lowering.fates import Resolved
 from rematbench.lowering.mini import MiniRun, Piece
-from rematbench.lowering.pieces import Noted, write_pieces
+from rematbench.lowering.pieces import write_pieces
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import PlanError
@@ -33,9 +33,9 @@ class Recomputer:
                     self.have.update(p.name for p in chunk.parts(unit, name, fates[site]))
 
     @property
-    def noted(self) -> Noted:
-        """What the recomputer has noted of tensors."""
-        return Noted((self.have, self.rebuilt))
+    def noted(self) -> tuple[set[str], set[str]]:
+        """Names of tensors that exist."""
+        return self.have, self.rebuilt
 
     @property
     def tag(self) -> str:

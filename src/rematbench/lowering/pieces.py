@@ -8,7 +8,6 @@ the fourth becomes the last.  Tests compare the result with all pieces written.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -24,17 +23,14 @@ LEAST = 3
 """Pieces that a repetition must spare to be worth its checks."""
 
 
-class Noted(NamedTuple):
-    """What an emitter has noted of tensors: sets of names, and names by name."""
-
-    sets: tuple[set[str], ...] = ()
-    table: dict[str, str] | None = None
-
-
 def write_pieces(
-    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], noted: Noted
+    w: BlockWriter,
+    pieces: Sequence[Piece],
+    write: Callable[[Piece], None],
+    noted: Sequence[set[str]] = (),
 ) -> None:
-    """Write the actions of all pieces.  `write`: writes those of one piece, and changes `noted`."""
+    """Write the actions of all pieces.  `write`: writes those of one piece, and adds
+    the names of its tensors to sets in `noted`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
         if len(alike) < WRITTEN + LEAST or not _repeat(w, alike, write, noted):
@@ -43,7 +39,10 @@ def write_pieces(
 
 
 def _repeat(
-    w: BlockWriter, pieces: Sequence[Piece], write: Callable[[Piece], None], noted: Noted
+    w: BlockWriter,
+    pieces: Sequence[Piece],
+    write: Callable[[Piece], None],
+    noted: Sequence[set[str]] = (),
 ) -> bool:
     """Write four of some pieces of equal size and repeat the third; False, with the four written,
     where the third is not as the second."""
@@ -51,7 +50,7 @@ def _repeat(
     for piece in pieces[: WRITTEN - 1]:
         write(piece)
         edges.append(w.here)
-    sets, table = [{*names} for names in noted.sets], {*(noted.table or ())}
+    before = [{*names} for names in noted]
     write(pieces[WRITTEN - 1])
     edges.append(w.here)
     rows = _rows_of_piece(w.actions, edges, pieces)
@@ -64,11 +63,8 @@ def _repeat(
     actions = [a for by in range(spared) for a in third.moved(by + 1, pieces[by + 3])]
     actions += fourth.moved(spared, pieces[-1])
     w.rewrite(edges[3], actions, spared * events)
-    for names, before in zip(noted.sets, sets, strict=True):
-        names.update(_later(names - before, spared))
-    if noted.table is not None:
-        added = {k: v for k, v in noted.table.items() if k not in table}
-        noted.table.update(zip(_later(added, spared), _later(added.values(), spared), strict=True))
+    for names, old in zip(noted, before, strict=True):
+        names.update(_later(names - old, spared))
     return True
 
 
