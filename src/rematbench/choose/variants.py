@@ -1,9 +1,10 @@
 """The best settings of the methods' grids, where the defaults do not fit or are slower.
 
 Every value of every grid is declared, so variants are a list, and most of them need not be made.
-Two assumptions decide (a test holds them against whole lists): a plan is not faster than the plans
-that it is composed of; pieces only cost time and only free bytes. So a variant that is slower than
-a plan that fits is not made, with pieces or without.
+Two assumptions decide (a test holds them against whole lists): a plan is not faster than the plan
+that its last method was added to; pieces only cost time and only free bytes. So what is made of a
+plan slower than one that fits is not made, with pieces or without. A composition may be faster
+than its later methods alone: what one rebuilds the next need not copy.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +114,7 @@ class _Grids:
         self._make(Wanted(one, self.least_s) for one in values if one.name not in self.known)
         alone = [self.known[name] for name in self.whole]
         alone += [entry for entry in self.entries if len(entry.candidate.methods) == 1]
-        singles = [as_made(self.base, e) for e in alone if e.step_s < self.limit_s]
+        singles = [as_made(self.base, entry) for entry in alone]
         self.entries += [self.known[name] for name in self.whole]
         for count in range(2, most + 1):
             groups = [group for group in compositions(singles, count) if len(group) == count]
@@ -142,14 +143,14 @@ class _Grids:
         return any(keeps_too_much(problem, entry) for entry in plans)
 
     def _on_base(self, group: tuple[Made, ...]) -> Wanted | None:
-        """The candidate of a group's last method on the plan of the others, with a lower bound."""
+        """The candidate of a group's last method on the plan of the others, with a lower bound;
+        None where it is known or the others have no plan."""
         made = {entry.name: entry for entry in self.entries} | self.known
         before = made.get("+".join(one.candidate.name for one in group[:-1]))
         if before is None or before.plan is None:
             return None
         candidate = replace(composed(group, before.plan), origin="grid")
-        least_s = max(before.step_s, made[group[-1].candidate.name].step_s)
-        return Wanted(candidate, least_s)
+        return None if candidate.name in self.known else Wanted(candidate, before.step_s)
 
     def _make(self, wanted: Iterable[Wanted]) -> None:
         """Make, batch by batch, the wanted candidates that may be fast enough."""
