@@ -11,10 +11,11 @@ from msgspec import Struct
 
 from rematbench.choose.candidates import same_plan
 from rematbench.choose.job import Job
-from rematbench.choose.outcome import Lowered, Reserved, Status, timed, weighed
+from rematbench.choose.outcome import Status, timed
+from rematbench.choose.programs import Programs
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
-from rematbench.problem import Problem, Weight
+from rematbench.problem import Problem
 from rematbench.simulate.breakdown import parts_of
 from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
@@ -59,25 +60,13 @@ class ArmTried(Struct, frozen=True, kw_only=True):
         return self.evaluation.tokens_per_s_per_gpu if self.evaluation else 0.0
 
 
-class Programs:
-    """Lowered plans of one model and length, which its clusters share, with their numbers on each
-    cluster, each made once."""
+class Numbers(Programs):
+    """Lowered plans of one model and length, with their numbers on each cluster, each made once."""
 
     def __init__(self) -> None:
-        self._lowered: dict[tuple[str, bytes], Lowered] = {}
+        super().__init__()
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
         self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
-
-    def lowered(self, problem: Problem, plan: Plan) -> Lowered:
-        """A plan's program and bytes; all clusters share one object."""
-        key = _key(problem, plan)[1:]
-        if key not in self._lowered:
-            self._lowered[key] = Lowered(problem, plan)
-        return self._lowered[key]
-
-    def held(self, problem: Problem, plan: Plan) -> Reserved:
-        """What the plan's allocator reserves on the cluster's devices."""
-        return weighed(problem, self.lowered(problem, plan), problem.usable_bytes)
 
     def weight(self, problem: Problem, plan: Plan) -> PlanBytes:
         """The bytes of a plan, which is not timed."""
@@ -105,18 +94,13 @@ class Programs:
             self._parts[key] = parts_of(problem, self.lowered(problem, plan).program, step_s)
         return self._parts[key]
 
-    def weigh(self, problem: Problem, plan: Plan) -> Weight:
-        """The bytes of a plan; this method is the `weigher` of the cell's problems."""
-        peaks = self.lowered(problem, plan).peak_device_bytes
-        return Weight(peaks, self.held(problem, plan).nbytes)
-
 
 def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
     """The key of a plan's numbers: the cluster, the layout and the content of the plan."""
     return (problem.cluster.name, str(problem.layout), same_plan(plan))
 
 
-def tried(job: Job, method: Composition, programs: Programs) -> ArmTried:
+def tried(job: Job, method: Composition, programs: Numbers) -> ArmTried:
     """A method at a layout: its plan, weighed, and timed where the plan fits.  A method that fills
     the device leaves the reserve of the job's problem free."""
     problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.weigh)

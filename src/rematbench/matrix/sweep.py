@@ -11,7 +11,7 @@ from typing import Any
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
-from rematbench.matrix.cell import ArmTried, Programs, tried
+from rematbench.matrix.cell import ArmTried, Numbers, tried
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row
@@ -39,7 +39,7 @@ def run_matrix(
         known[tuple(row[key] for key in CELL)][row["table"], row["arm"]] = row
     for work in spec.works:
         for seq_len in spec.seq_lens:
-            programs = Programs()
+            programs = Numbers()
             shared = Shared()
             for cluster in spec.clusters:
                 cell = CellJob(spec, work, cluster, seq_len, shared)
@@ -47,7 +47,7 @@ def run_matrix(
                 yield run_cell(Answers(cell, spec, registry, own), programs)
 
 
-def run_cell(answers: Answers, programs: Programs) -> list[Line]:
+def run_cell(answers: Answers, programs: Numbers) -> list[Line]:
     """The result lines of a cell: each arm at the one layout and at its best, and the fastest plan
     of all."""
     results = [*_of_arms(answers, programs), _of_answer(answers, ANY, "", programs)]
@@ -56,7 +56,7 @@ def run_cell(answers: Answers, programs: Programs) -> list[Line]:
     return [line for line, _ in results]
 
 
-def _of_arms(answers: Answers, programs: Programs) -> Iterator[Result]:
+def _of_arms(answers: Answers, programs: Numbers) -> Iterator[Result]:
     cell, one_layout = answers.cell, answers.one_layout()
     shared = one_layout.choice
     for arm in answers.arms.values():
@@ -86,7 +86,7 @@ def _head(answers: Answers, table: str, name: str) -> Line:
     return {**head, "of": answers.arms[name].of, "method": answers.methods[name].name}
 
 
-def _of_answer(answers: Answers, table: str, name: str, programs: Programs) -> Result:
+def _of_answer(answers: Answers, table: str, name: str, programs: Numbers) -> Result:
     """The line of a searched answer, whose plan is simulated again."""
     answer = answers.best(name) if table == BEST else answers.any_plan()
     head = _head(answers, table, name) | answer.proof
@@ -148,7 +148,7 @@ def _result(found: ArmTried | None, name: str) -> Line:
     }
 
 
-def _add_parts(results: Sequence[Result], programs: Programs) -> None:
+def _add_parts(results: Sequence[Result], programs: Numbers) -> None:
     """Add the parts of the step, as shares, to the line of the fastest fitting arm."""
     fitting = [(line, found) for line, found in results if found and found.evaluation]
     if not fitting:

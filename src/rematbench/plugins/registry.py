@@ -3,7 +3,8 @@
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 
@@ -59,7 +60,7 @@ class MethodEntry(Struct, frozen=True):
     @property
     def parameters(self) -> dict[str, Any]:
         """Default values by parameter name."""
-        return {f.encode_name: f.default for f in msgspec.structs.fields(self.cls)}
+        return _parameters(cast(Hashable, self.cls))
 
     @property
     def grid(self) -> tuple[Settings, ...]:
@@ -256,6 +257,11 @@ def typed(entry: MethodEntry, settings: Mapping[str, Value]) -> str:
     shown = {key: value for key, value in settings.items() if entry.parameters.get(key) != value}
     words = ",".join(f"{key}={value}" for key, value in shown.items())
     return f"{entry.name}:{words}" if words else entry.name
+
+
+@cache
+def _parameters(cls: Any) -> dict[str, Any]:
+    return {f.encode_name: f.default for f in msgspec.structs.fields(cls)}
 
 
 def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:

@@ -207,7 +207,10 @@ class SearchJob:
         """The Problem at one layout, with its reserve; ConfigError for a reserve that is as large
         as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
-        return self._reserving(make_problem(replace(self.spec(choice), **loaded)))
+        problem = make_problem(replace(self.spec(choice), **loaded))
+        if self.shared:
+            problem = replaced(problem, weigher=self.shared.weigh)
+        return self._reserving(problem)
 
     def _reserving(self, problem: Problem) -> Problem:
         if self.asked.reserve_gib is None:

@@ -133,8 +133,7 @@ class Shard:
         if index not in self._sites:
             choice = self.choices[index]
             at = replaced(self.problem, layout=choice.layout, _memo={}, _weights={})
-            lowered = self._shared.plans(at) if self._shared else None
-            self._sites[index] = Site(choice, self._reserving(at), lowered)
+            self._sites[index] = Site(choice, self._reserving(at), self._shared)
         return self._sites[index]
 
     @cached_property

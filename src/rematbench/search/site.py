@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from rematbench.choose.outcome import Lowered
+from rematbench.choose.programs import Programs
 from rematbench.problem import Problem
 from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice
@@ -13,12 +13,10 @@ class Site:
     """A layout of a job with its problem.  `tight_s`: seconds of bounds by the schedule, by the
     text of the arm; `trials`: what is known of plans."""
 
-    def __init__(
-        self, choice: Choice, problem: Problem, lowered: dict[bytes, Lowered] | None = None
-    ) -> None:
+    def __init__(self, choice: Choice, problem: Problem, programs: Programs | None = None) -> None:
         self.choice, self.problem = choice, problem
         self.tight_s: dict[str, float] = {}
-        self.trials = Trials({}, lowered)
+        self.trials = Trials({}, programs)
 
     @cached_property
     def frame(self) -> Frame:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.candidates import same_plan
 from rematbench.choose.outcome import Lowered, Verdict, judge, judged, timed, weighed
+from rematbench.choose.programs import Programs
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
@@ -42,11 +43,11 @@ class Tried(Struct, frozen=True, kw_only=True):
 
 
 class Trials(NamedTuple):
-    """What is known of the plans of a layout, by content: their trials, and their lowered programs
-    where these are kept for other clusters."""
+    """The trials of a layout, by the content of their plans; `programs`: lowered plans that are
+    kept for other clusters."""
 
     tried: dict[bytes, Tried]
-    lowered: dict[bytes, Lowered] | None = None
+    programs: Programs | None = None
 
 
 def tried_plan(
@@ -72,14 +73,13 @@ def tried_plan(
     if engines and not engines.of(plan):
         return replace(tried, content=b"", reason=f"no options of {engines.only}")
     try:
-        lowered = (known.lowered or {}).get(tried.content) or Lowered(problem, plan)
+        shared = known.programs
+        lowered = shared.lowered(problem, plan) if shared else Lowered(problem, plan)
         known.tried[tried.content] = _judged(tried, problem, lowered)
     except (PlanError, LayoutError) as error:
         return replace(tried, content=b"", reason=f"{NO_PLAN}{error}")
-    if known.lowered is not None:
-        known.lowered[tried.content] = lowered
-        if lowered.program.actions > KEPT_ACTIONS:
-            del lowered.program  # made again where it is timed on another cluster
+    if shared and lowered.program.actions > KEPT_ACTIONS:
+        del lowered.program  # made again where it is timed on another cluster
     return known.tried[tried.content]
 
 
