@@ -8,7 +8,7 @@ less than its states and, before a backward, the activations kept by all passes 
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,23 +140,38 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     return np.where(several, np.maximum(found, at_last), at_first)
 
 
+class Waiting(NamedTuple):
+    """Bytes of a pass of the model's last chunk, where its backward waits: kept on the device, and
+    copied to the host."""
+
+    kept_bytes: Any
+    copied_bytes: Any
+
+
+WAITING = Waiting(0.0, 0.0)
+
 MOVES = Transfers()
 """The transfers of a plan that copies nothing."""
 
 
-def peak_bound(columns: Columns, facts: Facts, moves: Transfers = MOVES) -> Array:
+def peak_bound(
+    columns: Columns, facts: Facts, moves: Transfers = MOVES, waiting: Waiting = WAITING
+) -> Array:
     """Device bytes that each layout needs at least: the largest of the first, the second and the
     last rank's bytes, during the pass that brings the most passes in flight and the backward after
     it.  The device holds the copied tensors of a forward until `moves` releases them, and staging
     pools: of whole chunks where a second micro-batch comes; of layers as many slots as the fewest
-    layers use, but with one micro-batch a pipeline's last layers of a chunk stay in them."""
+    layers use, but with one micro-batch a pipeline's last layers of a chunk stay in them.
+    `waiting`: the model's last chunk, where all its passes are in flight at once."""
     c = columns
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
     opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
     least = np.maximum(Total(middle, c.fewest).kept_bytes, 0.0)
     whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
-    final = np.where(whole, np.minimum(least, ending.kept_bytes), ending.kept_bytes)
+    final = np.where(whole, np.maximum(0.0, waiting.kept_bytes), ending.kept_bytes)
+    others = np.minimum(least, final)
+    more_bytes = np.where(whole, (c.count - 1) * (final - others), 0.0)  # passes of that chunk
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
 
     def peak(rank: int, chunk: Total, others: Array, own: Array) -> Array:
@@ -170,6 +185,10 @@ def peak_bound(columns: Columns, facts: Facts, moves: Transfers = MOVES) -> Arra
         if rank < 2:  # the last rank's last forward copies nothing
             copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
+        if rank == 2:
+            each = np.where(whole, waiting.copied_bytes, each)
+            slots = np.minimum(moves.reload_slots, c.count)
+            pools = np.where(whole, slots * waiting.copied_bytes, pools)
         if moves.granularity == "layer":
             known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
             pools = np.where(known, chunk.base.pool_bytes, 0.0)
@@ -180,9 +199,7 @@ def peak_bound(columns: Columns, facts: Facts, moves: Transfers = MOVES) -> Arra
         passing = np.maximum(backward, copying * each + chunk.forward_high_bytes)
         return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
 
-    ends = np.maximum(
-        peak(0, opening, lower, lower), peak(2, ending, np.minimum(least, final), final)
-    )
+    ends = np.maximum(peak(0, opening, lower, lower), peak(2, ending, others, final) + more_bytes)
     return np.where(
         c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends
     )

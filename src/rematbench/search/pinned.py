@@ -49,11 +49,11 @@ def pinned_of(plan: Plan, program: Program) -> Pinned:
     blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
     block = next((block for block in blocks if block.label == "D2H"), blocks[0])
     sizes = sorted((a.nbytes for a in block.actions if a.kind is Kind.D2H), reverse=True)
-    budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if _leaves(rule.fate)}
+    budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if leaves(rule.fate)}
     budget = next(iter(budgets), False) if len(budgets) < 2 else None
     return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), budget)
 
 
-def _leaves(fate: Fate) -> bool:
+def leaves(fate: Fate) -> bool:
     """Whether a fate may move bytes to the host."""
     return isinstance(fate, Offload | ByteBudget) or (isinstance(fate, Split) and fate.offload > 0)

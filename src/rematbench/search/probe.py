@@ -13,13 +13,15 @@ its link to itself.
 from collections.abc import Callable
 from dataclasses import replace as replaced
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import changed_kinds, same_plan
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import resolve
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
@@ -28,7 +30,7 @@ from rematbench.program.ledger import program_profiles
 from rematbench.program.program import Program
 from rematbench.search.kernels import placed_alike
 from rematbench.search.passes import Chunk, ChunkCost, further
-from rematbench.search.pinned import Pinned, pinned_of
+from rematbench.search.pinned import Pinned, leaves, pinned_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
@@ -57,12 +59,25 @@ class Facts(NamedTuple):
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, and what an inner chunk copies
-    to the host.  `lines`: gives the method's lines, with or without seconds."""
+    """The kinds of change of a method's plan, the plan's transfers, what an inner chunk copies to
+    the host, and what the model's end keeps.  `lines`: gives the method's lines, with or without
+    seconds."""
 
     def __init__(self, made: "Measured", pinned: Pinned, lines: "Callable[[bool], Facts]") -> None:
         self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
-        self._lines = lines
+        self._made, self._lines = made, lines
+
+    @property
+    def copies(self) -> bool:
+        """Whether the plan may copy activations to the host."""
+        return any(leaves(rule.fate) for rule in self._made.plan.rules)
+
+    @cached_property
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
+        any schedule: none where copies may reach the head, as a method may copy the last chunk
+        under some schedules only."""
+        return self._made.end_bytes()
 
     @cached_property
     def facts(self) -> Facts:
@@ -268,11 +283,26 @@ class Measured:
     the second rank (or of the only one) copies to the host."""
 
     def __init__(self, small: Small, plan: Plan) -> None:
-        self.small, self.same = small, same_plan(plan)
+        self.small, self.plan, self.same = small, plan, same_plan(plan)
         if self.same not in small.lowered:
             small.lowered[self.same] = Lowered(lower(plan, small.problem))
         self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
         self.pinned = pinned_of(plan, small.lowered[self.same].program)
+
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device; none where
+        copies may reach the head."""
+        rules = (rule for rule in self.plan.rules if leaves(rule.fate))
+        if any(rule.select.parts is None or "head" in rule.select.parts for rule in rules):
+            return (0,)
+        problem, plan = self.small.problem, self.plan
+        last = plan.partition[-1][-1]
+        chunk = ChunkOps(problem, problem.layout.pp - 1, 0, last, plan.mini_sequences, plan.held)
+        fates, _ = resolve(plan, chunk.sites, "steady", 0)
+        kept = [0] * (len(last) + 1)  # of the head, and of the layers from the last one on
+        for (part, layer, _), fate in fates.items():
+            kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
+        return tuple(accumulate(kept))
 
     def cost(self, rank: int, timed: bool) -> ChunkCost:
         """The costs of a rank's chunk, with or without seconds."""

@@ -14,9 +14,10 @@ from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import (
-    MOVES,
     ROUNDING_BYTES,
     Bounds,
+    Total,
+    Waiting,
     host_bound,
     mixed,
     peak_bound,
@@ -203,8 +204,22 @@ class Shard:
         """Least device bytes along an arm's line, [steps of the line, layouts]."""
         lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
         found = self.probe(arm)
-        moves = MOVES if isinstance(found, Refused) else found.transfers
-        return np.atleast_2d(peak_bound(self.columns, lean, moves) - self._rounding_bytes(arm))
+        if isinstance(found, Refused):
+            return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
+        waiting = self._waiting(arm, found, ends[0])
+        peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
+        return np.atleast_2d(peak_bytes - self._rounding_bytes(arm))
+
+    def _waiting(self, arm: Arm, one: Probe, zero: Facts) -> Waiting:
+        """The model's last chunk where its backward does not follow its forward at once, as in
+        probes, which then copy nothing of it; `one`, `zero`: at the ends of the arm's line."""
+        kept_bytes = Total(zero.last, self.columns.ending).kept_bytes
+        before = self.probe(arm.without(arm.line)) if arm.line else one
+        if isinstance(before, Refused) or before.copies:
+            layers = np.minimum(self.columns.ending, len(one.end_bytes) - 1)
+            return Waiting(np.take(one.end_bytes, layers), 0.0)
+        share = self._shares(arm)[1] if arm.line and one.copies else 0.0
+        return Waiting((1.0 - share) * kept_bytes, share * kept_bytes)
 
     def _rounding_bytes(self, arm: Arm) -> Any:
         cut = arm.line or arm.pieces
