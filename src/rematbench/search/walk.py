@@ -76,7 +76,7 @@ def in_order(turns: Turns) -> list[Node]:
     ]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def events(turns: Turns, copies: Copies | None) -> Events:
     """The events of a schedule; without copies, of passes only."""
     passed = _passes(turns)
@@ -100,7 +100,7 @@ def events(turns: Turns, copies: Copies | None) -> Events:
                 ]
         order = np.argsort(np.concatenate(keys), kind="stable")
         columns = [column[order] for column in columns]
-    return Events(*(array("q", column.astype(np.int64).tobytes()) for column in columns))
+    return Events(*(array("i", column.astype(np.int32).tobytes()) for column in columns))
 
 
 class _Passes(NamedTuple):
