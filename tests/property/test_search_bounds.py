@@ -27,6 +27,7 @@ JOBS = (
     ("gpt-1.3b", "a800-80gb", "megatron-lm", 8, 2048, 64),
     ("llama-7b", "a800-80gb", "megatron-core", 24, 4096, 48),
     ("llama-3.1-8b", "h100-80gb-dos", "deepspeed", 8, 8192, 32),
+    ("llama-65b", "a800-80gb", "megatron-kwai", 64, 32768, 16),
 )
 MOST_PASSES = 1200
 """Passes of a step that is simulated here: longer ones say no more and take seconds."""

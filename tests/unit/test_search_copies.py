@@ -4,19 +4,25 @@ beyond their tensors, and trials that searches of one job share."""
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from rematbench.choose import outcome
 from rematbench.choose.outcome import Lowered
 from rematbench.cost.copies import pinned_block_bytes
+from rematbench.lowering.lower import lower
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
 from rematbench.search import trial
-from rematbench.search.arms import Arm, Single
+from rematbench.search.arms import Arm, Scalar, Single
 from rematbench.search.bounds import Bounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.pinned import Pinned
+from rematbench.search.shard import Shard
+from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed
 from rematbench.search.trial import planned_at
 from rematbench.search.walk import FETCH, FREE, Copies, Turns, events
+from rematbench.spec.load import load_model
 from rematbench.spec.problemspec import ProblemSpec
 
 NAMES = {FETCH: "H2D", FREE: "free_d2h"}
@@ -116,6 +122,55 @@ def test_one_rank_and_its_layers_slots_count_with_one_micro_batch() -> None:
     assert isinstance(bounds, Bounds)
     _, found = lowered(made, shard.choices[0], arm.text())
     assert 0.95 * found.live_bytes <= bounds.peak_bytes[0, 0] <= found.live_bytes
+
+
+ENDS = (
+    "keep_all",
+    "pp_offload:alpha={}",
+    "memo:alpha=0.0",
+    "balanced_checkpointing+memo:alpha=1.0",
+)
+
+
+@pytest.mark.parametrize("text", ENDS)
+@pytest.mark.parametrize(("pp", "vpp"), [(4, 8), (3, 4)])
+def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: int) -> None:
+    """With as many micro-batches as ranks every pass is in flight before the first backward, also
+    those of the head; in the probe the head's backward follows its forward at once."""
+    spec = ProblemSpec(
+        model="llama-7b", cluster="h800-80gb", system="megatron-kwai", gpus=2 * pp, seq_len=32768,
+        global_batch=pp,
+    )  # fmt: skip
+    spec = replace(spec, model=replace(load_model("llama-7b"), num_layers=4 * pp * vpp))
+    fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, tp=2, pp=pp, vpp=vpp)
+    made = SearchJob(Asked(spec=spec, fixed=fixed))
+    choice = next(one for one in made.space.choices if one.even)
+    assert choice.layout.num_micro_batches == pp
+    scalar = Scalar("share", 20) if "{}" in text else None
+    words = [] if text == "keep_all" else text.split("+")
+    arm = Arm(tuple(Single(one.split(":")[0], one, scalar) for one in words))
+    shard, step = Shard([choice], made.problem(choice), made.registry), 10 if scalar else 1
+    bounds = shard.bounds(arm)
+    assert isinstance(bounds, Bounds)
+    _, found = lowered(made, choice, arm.text(step))
+    assert 0.85 <= bounds.peak_bytes[step - 1, 0] / found.live_bytes <= 1.0
+
+
+def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was tried on one cluster is not lowered on the next, nor weighed by methods, and
+    takes as long as when it is lowered anew."""
+    made, shared = job(tp=1, pp=4), Shared()
+    arm = Arm((Single("pp_offload", "pp_offload:alpha=0.25"),))
+    expected = [one.step_s for one in made.search_of([arm]).run() if one]
+    steps, count = [], []
+    for cluster in ("a800-80gb", "h800-80gb"):
+        spec = replace(made.asked.spec, cluster=cluster)
+        own = SearchJob(replace(made.asked, spec=spec), shared)
+        with monkeypatch.context() as patch:
+            patch.setattr(outcome, "lower", lambda *words: count.append(1) or lower(*words))
+            steps = [one.step_s for one in own.search_of([arm]).run() if one]
+    assert steps == expected
+    assert len(count) <= len(expected) + 2
 
 
 def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(

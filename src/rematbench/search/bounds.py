@@ -167,7 +167,8 @@ def peak_bound(
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
     opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
-    least = np.maximum(Total(middle, c.fewest).kept_bytes, 0.0)
+    rest = Total(middle, c.fewest)
+    least = np.maximum(rest.kept_bytes, 0.0)
     whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
     final = np.where(whole, np.maximum(0.0, waiting.kept_bytes), ending.kept_bytes)
     others = np.minimum(least, final)
@@ -185,14 +186,18 @@ def peak_bound(
         if rank < 2:  # the last rank's last forward copies nothing
             copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
-        if rank == 2:
-            each = np.where(whole, waiting.copied_bytes, each)
-            slots = np.minimum(moves.reload_slots, c.count)
-            pools = np.where(whole, slots * waiting.copied_bytes, pools)
-        if moves.granularity == "layer":
+        high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
+        by_layer = moves.granularity == "layer"
+        if by_layer:
             known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
             pools = np.where(known, chunk.base.pool_bytes, 0.0)
-        high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
+        if rank == 2:
+            each = np.where(whole, waiting.copied_bytes, each)
+            slots = np.minimum(moves.reload_slots, c.count) * waiting.copied_bytes
+            if by_layer:  # the last layers stay in slots only where their backward comes at once
+                slots = np.where(rest.more >= 0, rest.base.pool_bytes, 0.0)
+                high = np.where(whole, high - chunk.base.pool_bytes, high)
+            pools = np.where(whole, slots, pools)
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         backward = own + copied + np.maximum(0.0, high)

@@ -206,19 +206,22 @@ class Shard:
         found = self.probe(arm)
         if isinstance(found, Refused):
             return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
-        waiting = self._waiting(arm, found, ends[0])
+        waiting = self._waiting(arm, found, ends[0], lean)
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
         return np.atleast_2d(peak_bytes - self._rounding_bytes(arm))
 
-    def _waiting(self, arm: Arm, one: Probe, zero: Facts) -> Waiting:
+    def _waiting(self, arm: Arm, one: Probe, zero: Facts, lean: Facts) -> Waiting:
         """The model's last chunk where its backward does not follow its forward at once, as in
-        probes, which then copy nothing of it; `one`, `zero`: at the ends of the arm's line."""
+        probes, which then copy nothing of it; `one`, `zero`: at the ends of the arm's line, `lean`:
+        along it."""
+        if not one.copies:
+            return Waiting(Total(lean.last, self.columns.ending).kept_bytes, 0.0)
         kept_bytes = Total(zero.last, self.columns.ending).kept_bytes
         before = self.probe(arm.without(arm.line)) if arm.line else one
         if isinstance(before, Refused) or before.copies:
             layers = np.minimum(self.columns.ending, len(one.end_bytes) - 1)
             return Waiting(np.take(one.end_bytes, layers), 0.0)
-        share = self._shares(arm)[1] if arm.line and one.copies else 0.0
+        share = self._shares(arm)[1]
         return Waiting((1.0 - share) * kept_bytes, share * kept_bytes)
 
     def _rounding_bytes(self, arm: Arm) -> Any:
