@@ -29,20 +29,22 @@ def write_pieces(
     write: Callable[[Piece], None],
     noted: Sequence[set[str]] = (),
 ) -> None:
-    """Write the actions of all pieces.  `write`: writes those of one piece, and adds
-    the names of its tensors to sets in `noted`."""
+    """Write the actions of all pieces.  `write`: writes those of one piece, and adds the names of
+    its tensors to sets in `noted`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
-        if len(alike) < WRITTEN + LEAST or not _repeat(w, alike, write, noted):
-            for piece in alike if len(alike) < WRITTEN + LEAST else alike[WRITTEN:]:
-                write(piece)
+        many = len(alike) >= WRITTEN + LEAST
+        if many and _repeat(w, alike, write, noted):
+            continue
+        for piece in alike[WRITTEN:] if many else alike:
+            write(piece)
 
 
 def _repeat(
     w: BlockWriter,
     pieces: Sequence[Piece],
     write: Callable[[Piece], None],
-    noted: Sequence[set[str]] = (),
+    noted: Sequence[set[str]],
 ) -> bool:
     """Write four of some pieces of equal size and repeat the third; False, with the four written,
     where the third is not as the second."""
