@@ -148,21 +148,20 @@ class Waiting(NamedTuple):
     copied_bytes: Any
 
 
-WAITING = Waiting(0.0, 0.0)
-
 MOVES = Transfers()
 """The transfers of a plan that copies nothing."""
 
 
 def peak_bound(
-    columns: Columns, facts: Facts, moves: Transfers = MOVES, waiting: Waiting = WAITING
+    columns: Columns, facts: Facts, moves: Transfers = MOVES, waiting: Waiting | None = None
 ) -> Array:
     """Device bytes that each layout needs at least: the largest of the first, the second and the
     last rank's bytes, during the pass that brings the most passes in flight and the backward after
     it.  The device holds the copied tensors of a forward until `moves` releases them, and staging
     pools: of whole chunks where a second micro-batch comes; of layers as many slots as the fewest
     layers use, but with one micro-batch a pipeline's last layers of a chunk stay in them.
-    `waiting`: the model's last chunk, where all its passes are in flight at once."""
+    `waiting`: the model's last chunk where all its passes are in flight at once; None: it keeps
+    no less than the smallest other chunk."""
     c = columns
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
@@ -170,6 +169,7 @@ def peak_bound(
     rest = Total(middle, c.fewest)
     least = np.maximum(rest.kept_bytes, 0.0)
     whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
+    waiting = waiting or Waiting(np.minimum(least, ending.kept_bytes), 0.0)
     final = np.where(whole, np.maximum(0.0, waiting.kept_bytes), ending.kept_bytes)
     others = np.minimum(least, final)
     more_bytes = np.where(whole, (c.count - 1) * (final - others), 0.0)  # passes of that chunk

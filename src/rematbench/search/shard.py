@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.operators.ops import Comm, CommKind
 from rematbench.plugins.registry import MethodError, Registry
-from rematbench.problem import Problem, state_fates
+from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import (
     ROUNDING_BYTES,
@@ -24,8 +23,9 @@ from rematbench.search.bounds import (
     step_bound,
 )
 from rematbench.search.columns import Array, Columns
-from rematbench.search.kernels import compute_cost, layer_cost
-from rematbench.search.passes import ChunkCost
+from rematbench.search.end import after_passes, host_update_s
+from rematbench.search.highs import chord, height, no_cost, only_kept
+from rematbench.search.kernels import layer_cost
 from rematbench.search.probe import (
     Facts,
     Line,
@@ -115,8 +115,8 @@ class Shard:
         key = (layout.dp, layout.pp, layout.zero_stage, count)
         if key not in self._ends_s:
             problem = replaced(self.problem, layout=layout, _memo={}, _weights={})
-            comms_s = (problem.cost.comm_s(comm, 0) for comm in _after_passes(problem, count))
-            self._ends_s[key] = fsum((*comms_s, _host_update_s(problem, count)))
+            comms_s = (problem.cost.comm_s(comm, 0) for comm in after_passes(problem, count))
+            self._ends_s[key] = fsum((*comms_s, host_update_s(problem, count)))
         return self._ends_s[key]
 
     @cached_property
@@ -142,7 +142,7 @@ class Shard:
         """A first bound of the arm that keeps everything, in seconds, from the operator tables."""
         kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
-        line = Line(0, _nothing(), layer)
+        line = Line(0, no_cost(), layer)
         return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
 
     @property
@@ -292,10 +292,10 @@ class Shard:
         keeps what enters a layer, and has one layer whole."""
         tables = self.problem.layer_kinds
         whole = max(sum(each.nbytes for each in one.activations.values()) for one in tables)
-        kept = _nothing()
+        kept = no_cost()
         entering = tables[0].activations["layer_input"].nbytes
         kept = kept._replace(forward=kept.forward._replace(net_bytes=entering))
-        line = Line(0, _kept(_nothing(), whole), kept)
+        line = Line(0, only_kept(no_cost(), whole), kept)
         return np.asarray(peak_bound(self.columns, Facts(line, line, line)) / self.usable_bytes)
 
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
@@ -310,12 +310,12 @@ class Shard:
         """Device bytes that even a plan that keeps no activation needs, as in `family_bytes`."""
         keep = self.probe(KEEP)
         assert isinstance(keep, Probe)
-        nothing = (line._replace(base=_nothing(), slope=_nothing()) for line in keep.nbytes)
-        return self._above(Facts._make(nothing), pieces)
+        lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
+        return self._above(Facts._make(lines), pieces)
 
     def _above(self, facts: Facts, pieces: Arm | None) -> Array:
         lines = (
-            line._replace(base=_kept(line.base, high), slope=_kept(line.slope, 0.0))
+            line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
             for line, high in zip(facts, self._highs(pieces), strict=True)
         )
         return peak_bound(self.columns, Facts._make(lines))
@@ -331,7 +331,7 @@ class Shard:
             else:
                 first, second = facts[0], facts[-1]
                 self._known_highs[pieces] = [
-                    max(0.0, 2 * _high(b.base) - _high(a.base))
+                    max(0.0, 2 * height(b.base) - height(a.base))
                     for a, b in zip(first, second, strict=True)
                 ]
         return self._known_highs[pieces]
@@ -345,7 +345,7 @@ class Shard:
             return np.zeros((self.steps(arm), len(self.choices)))
         beyond = (2.0**-pieces - 2.0**-more) / (2.0**-fewer - 2.0**-pieces)
         zero, one = (
-            Facts._make(_chord(*lines, beyond) for lines in zip(a.nbytes, b.nbytes, strict=True))
+            Facts._make(chord(*lines, beyond) for lines in zip(a.nbytes, b.nbytes, strict=True))
             for a, b in zip(few, many, strict=True)
         )
         return self._peak_bytes(arm, (zero, one))
@@ -353,56 +353,3 @@ class Shard:
 
 def _same(problem: Problem) -> Problem:
     return problem
-
-
-def _after_passes(problem: Problem, count: int) -> list[Comm]:
-    """The collectives of `count` parameters that run, unhidden, after the last pass."""
-    lay, system = problem.layout, problem.system
-    fates = {fate.kind: fate for fate in state_fates(lay, system)}
-    if lay.state_shards == 1:
-        return []
-    found = []
-    if not system.reduce_overlap and fates["gradient"].shards == 1:
-        kind: CommKind = "reduce_scatter" if fates["optimizer"].shards > 1 else "all_reduce"
-        found.append(Comm(kind, "dp", system.reduce_bytes * count))
-    if not system.gather_overlap and fates["parameter"].gather == "step":
-        found.append(Comm("all_gather", "dp", system.gather_bytes * count))
-    return found
-
-
-def _host_update_s(problem: Problem, count: int) -> float:
-    """Seconds of a rank's share of the optimizer update on the host; 0 for states on the device."""
-    fate = problem.base_plan.state("optimizer")
-    return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
-
-
-def _chord(two: Line, four: Line, beyond: float) -> Line:
-    """Line `four` (in more pieces than `two`) with its highest points extrapolated to still more
-    pieces: `beyond` is the further distance over the distance between the two lines."""
-
-    def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
-        forward, backward = (
-            y._replace(high_bytes=max(0.0, y.high_bytes - beyond * (x.high_bytes - y.high_bytes)))
-            for x, y in ((a.forward, b.forward), (a.backward, b.backward))
-        )
-        return b._replace(forward=forward, backward=backward)
-
-    return Line(four.layers, chunk(two.base, four.base), four.slope)
-
-
-def _high(cost: ChunkCost) -> float:
-    """Bytes that a pass needs above the kept bytes of its chunk."""
-    forward, backward = cost.forward, cost.backward
-    return max(backward.high_bytes, forward.high_bytes - forward.net_bytes)
-
-
-def _kept(cost: ChunkCost, high: float) -> ChunkCost:
-    """The bytes that a chunk keeps, and `high` above them.  Copies and staging pools are left out:
-    a plan that copies less has less of both."""
-    found = compute_cost(0.0, 0.0)
-    forward = found.forward._replace(net_bytes=cost.kept_bytes)
-    return found._replace(forward=forward, backward=found.backward._replace(high_bytes=high))
-
-
-def _nothing() -> ChunkCost:
-    return compute_cost(0.0, 0.0)
