@@ -168,11 +168,12 @@ def peak_bound(
     opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
     rest = Total(middle, c.fewest)
     least = np.maximum(rest.kept_bytes, 0.0)
-    whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
     waiting = waiting or Waiting(np.minimum(least, ending.kept_bytes), 0.0)
-    final = np.where(whole, np.maximum(0.0, waiting.kept_bytes), ending.kept_bytes)
+    final, more_bytes = ending.kept_bytes, 0.0 * c.count  # more_bytes: of other last chunks
+    if c.waits is not None:
+        final = np.where(c.waits, np.maximum(0.0, waiting.kept_bytes), final)
+        more_bytes = np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - least), 0.0)
     others = np.minimum(least, final)
-    more_bytes = np.where(whole, (c.count - 1) * (final - others), 0.0)  # passes of that chunk
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
 
     def peak(rank: int, chunk: Total, others: Array, own: Array) -> Array:
@@ -191,13 +192,13 @@ def peak_bound(
         if by_layer:
             known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
             pools = np.where(known, chunk.base.pool_bytes, 0.0)
-        if rank == 2:
-            each = np.where(whole, waiting.copied_bytes, each)
+        if rank == 2 and c.waits is not None:
+            each = np.where(c.waits, waiting.copied_bytes, each)
             slots = np.minimum(moves.reload_slots, c.count) * waiting.copied_bytes
             if by_layer:  # the last layers stay in slots only where their backward comes at once
                 slots = np.where(rest.more >= 0, rest.base.pool_bytes, 0.0)
-                high = np.where(whole, high - chunk.base.pool_bytes, high)
-            pools = np.where(whole, slots, pools)
+                high = np.where(c.waits, high - chunk.base.pool_bytes, high)
+            pools = np.where(c.waits, slots, pools)
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         backward = own + copied + np.maximum(0.0, high)

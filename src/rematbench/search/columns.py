@@ -35,6 +35,14 @@ class Columns:
         self.fewest = np.array([min(choice.sizes) for choice in choices])
         self.most = np.array([max(choice.sizes) for choice in choices])
 
+    @cached_property
+    def waits(self) -> NDArray[np.bool_] | None:
+        """Whether all passes of a rank are in flight before its first backward, as the chunks of an
+        interleaved schedule wait for each other where micro-batches are as many as ranks; None:
+        nowhere."""
+        found = (self.vpp > 1) & (self.count == self.pp)
+        return found if found.any() else None
+
     def layers_of(self, stage: int) -> NDArray[np.int64]:
         """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
         return np.array([min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices])

@@ -206,7 +206,8 @@ class Shard:
         found = self.probe(arm)
         if isinstance(found, Refused):
             return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
-        waiting = self._waiting(arm, found, ends[0], lean)
+        waits = self.columns.waits is not None
+        waiting = self._waiting(arm, found, ends[0], lean) if waits else None
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
         return np.atleast_2d(peak_bytes - self._rounding_bytes(arm))
 
