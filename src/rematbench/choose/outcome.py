@@ -176,6 +176,12 @@ class Lowered:
         """The lowered plan."""
         return lower(self.plan, self.problem)
 
+    def forget(self, most_actions: int) -> None:
+        """Forget a program with more actions, which is lowered again where it is asked for."""
+        program: Program | None = self.__dict__.get("program")
+        if program is not None and program.actions > most_actions:
+            del self.program
+
     @cached_property
     def ranks(self) -> tuple[RankBytes, ...]:
         """The bytes of every pipeline rank."""

@@ -193,12 +193,13 @@ def peak_bound(
             known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
             pools = np.where(known, chunk.base.pool_bytes, 0.0)
         if rank == 2 and c.waits is not None:
+            filled = np.minimum(moves.reload_slots, c.count)
+            copying = np.where(c.waits, np.minimum(copying, c.count - filled), copying)
             each = np.where(c.waits, waiting.copied_bytes, each)
-            slots = np.minimum(moves.reload_slots, c.count) * waiting.copied_bytes
-            if by_layer:  # the last layers stay in slots only where their backward comes at once
-                slots = np.where(rest.more >= 0, rest.base.pool_bytes, 0.0)
-                high = np.where(c.waits, high - chunk.base.pool_bytes, high)
+            slots = _rest_pool_bytes(rest) if by_layer else filled * waiting.copied_bytes
             pools = np.where(c.waits, slots, pools)
+            in_slots = chunk.base.pool_bytes if by_layer else 0.0
+            high = np.where(c.waits, high - in_slots, high)
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         backward = own + copied + np.maximum(0.0, high)
@@ -209,6 +210,12 @@ def peak_bound(
     return np.where(
         c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends
     )
+
+
+def _rest_pool_bytes(rest: Total) -> Array:
+    """Bytes of the slots that layers of the smallest chunk use.  The model's last layers stay in
+    slots only where their backward comes at once."""
+    return np.where(rest.more >= 0, rest.base.pool_bytes, 0.0)
 
 
 def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> Array:

@@ -290,11 +290,14 @@ class Measured:
         self.pinned = pinned_of(plan, small.lowered[self.same].program)
 
     def end_bytes(self) -> tuple[int, ...]:
-        """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device; none where
-        copies may reach the head."""
-        rules = (rule for rule in self.plan.rules if leaves(rule.fate))
-        if any(rule.select.parts is None or "head" in rule.select.parts for rule in rules):
+        """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
+        pass; none where copies may reach the head."""
+        selects = [rule.select for rule in self.plan.rules]
+        reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
+        if any(parts is None or "head" in parts for parts in reach):
             return (0,)
+        if any(select.phases or select.micro_batches for select in selects):
+            return (0,)  # other passes may keep less
         problem, plan = self.small.problem, self.plan
         last = plan.partition[-1][-1]
         chunk = ChunkOps(problem, problem.layout.pp - 1, 0, last, plan.mini_sequences, plan.held)

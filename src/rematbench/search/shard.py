@@ -207,23 +207,25 @@ class Shard:
         if isinstance(found, Refused):
             return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
         waits = self.columns.waits is not None
-        waiting = self._waiting(arm, found, ends[0], lean) if waits else None
+        waiting = self._waiting(arm, found, ends, lean) if waits else None
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
         return np.atleast_2d(peak_bytes - self._rounding_bytes(arm))
 
-    def _waiting(self, arm: Arm, one: Probe, zero: Facts, lean: Facts) -> Waiting:
+    def _waiting(self, arm: Arm, one: Probe, ends: tuple[Facts, Facts], lean: Facts) -> Waiting:
         """The model's last chunk where its backward does not follow its forward at once, as in
-        probes, which then copy nothing of it; `one`, `zero`: at the ends of the arm's line, `lean`:
-        along it."""
+        probes, which then copy nothing of it.  `one`: the probe at the end of the arm's line;
+        `ends`: at both ends, `lean`: along it."""
         if not one.copies:
             return Waiting(Total(lean.last, self.columns.ending).kept_bytes, 0.0)
-        kept_bytes = Total(zero.last, self.columns.ending).kept_bytes
+        kept_bytes = Total(ends[0].last, self.columns.ending).kept_bytes
         before = self.probe(arm.without(arm.line)) if arm.line else one
         if isinstance(before, Refused) or before.copies:
             layers = np.minimum(self.columns.ending, len(one.end_bytes) - 1)
             return Waiting(np.take(one.end_bytes, layers), 0.0)
         share = self._shares(arm)[1]
-        return Waiting((1.0 - share) * kept_bytes, share * kept_bytes)
+        whole, moved = ends[0].middle.base.kept_bytes, ends[1].middle.base.released_bytes
+        leaving = min(1.0, moved / whole) if whole > 0 else 0.0  # small tensors may all stay
+        return Waiting((1.0 - share) * kept_bytes, leaving * share * kept_bytes)
 
     def _rounding_bytes(self, arm: Arm) -> Any:
         cut = arm.line or arm.pieces

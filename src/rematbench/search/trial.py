@@ -78,8 +78,8 @@ def tried_plan(
         known.tried[tried.content] = _judged(tried, problem, lowered)
     except (PlanError, LayoutError) as error:
         return replace(tried, content=b"", reason=f"{NO_PLAN}{error}")
-    if shared and lowered.program.actions > KEPT_ACTIONS:
-        del lowered.program  # made again where it is timed on another cluster
+    if shared:
+        lowered.forget(KEPT_ACTIONS)  # it is timed on another cluster, if at all
     return known.tried[tried.content]
 
 
