@@ -137,7 +137,7 @@ def test_no_layout_of_the_space_is_faster_by_more_than_the_gap(
 ) -> None:
     """Beside every layout tried by itself, on a small job that the best plans fill."""
     spec, lines = tiny_ran
-    job = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared())
+    job = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared({}))
     checked = 0
     for arm in spec.arms:
         (line,) = [one for one in lines if (one["table"], one["arm"]) == (BEST, arm.name)]
@@ -231,7 +231,7 @@ def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> Non
     assert all(row["gap"] for row in rows)
     wanted = {}
     for work, cluster, seq_len in product(spec.works, spec.clusters, spec.seq_lens):
-        answers = Answers(CellJob(spec, work, cluster, seq_len, Shared()), spec, registry, {})
+        answers = Answers(CellJob(spec, work, cluster, seq_len, Shared({})), spec, registry, {})
         arms = [arm.name for arm in spec.all_arms(registry) if searched(arm, seq_len, registry)]
         keys = [(BEST, name) for name in arms] + [(SAME, spec.baseline), (ANY, "")]
         where = (work.model, cluster, str(seq_len))

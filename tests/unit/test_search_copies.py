@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.choose import outcome
 from rematbench.choose.outcome import Lowered
+from rematbench.choose.programs import Programs
 from rematbench.cost.copies import pinned_block_bytes
 from rematbench.lowering.lower import lower
 from rematbench.plan import MIB, Plan
@@ -159,7 +160,7 @@ def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: 
 def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that was tried on one cluster is not lowered on the next, nor weighed by methods, and
     takes as long as when it is lowered anew."""
-    made, shared = job(tp=1, pp=4), Shared()
+    made, shared = job(tp=1, pp=4), Shared({}, Programs())
     arm = Arm((Single("pp_offload", "pp_offload:alpha=0.25"),))
     expected = [one.step_s for one in made.search_of([arm]).run() if one]
     steps, count = [], []

@@ -16,7 +16,10 @@ class Programs:
 
     def lowered(self, problem: Problem, plan: Plan) -> Lowered:
         """A plan's program and bytes; all clusters share one object."""
-        key = (encode((problem.workload, problem.system, problem.layout)), same_plan(plan))
+        key = (
+            encode((problem.workload, problem.system, problem.layout, problem.attention)),
+            same_plan(plan),
+        )
         if key not in self._lowered:
             self._lowered[key] = Lowered(problem, plan)
         return self._lowered[key]
@@ -27,5 +30,6 @@ class Programs:
 
     def weigh(self, problem: Problem, plan: Plan) -> Weight:
         """The bytes of a plan; this method is the `weigher` of problems."""
-        peaks = self.lowered(problem, plan).peak_device_bytes
-        return Weight(peaks, self.held(problem, plan).nbytes)
+        lowered = self.lowered(problem, plan)
+        held = weighed(problem, lowered, problem.usable_bytes)
+        return Weight(lowered.peak_device_bytes, held.nbytes)

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from rematbench.choose.job import Job
+from rematbench.choose.programs import Programs
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.matrix.spec import Arm, MatrixSpec, Work
@@ -217,7 +218,7 @@ def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[L
     for arm in spec.all_arms(registry):
         arm.resolved(registry)  # raises here, and not in a worker process
     for work, cluster in product(spec.works, spec.clusters):
-        _ = CellJob(spec, work, cluster, spec.seq_lens[0], Shared()).space
+        _ = CellJob(spec, work, cluster, spec.seq_lens[0], Shared({})).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
     waiting, found = list(tasks), dict[Task, list[Line]]()
     pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec, within), LIMIT_S)
@@ -243,7 +244,7 @@ class Worker:
 
     def __call__(self, task: Task) -> list[Line]:
         """The lines of the cells, in the order of the clusters."""
-        shared = Shared()
+        shared = Shared({}, Programs())
         found: list[Line] = []
         for name in self.spec.clusters:
             cell = CellJob(self.spec, task[0], name, task[1], shared, self.within)

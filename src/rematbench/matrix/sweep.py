@@ -40,7 +40,7 @@ def run_matrix(
     for work in spec.works:
         for seq_len in spec.seq_lens:
             programs = Numbers()
-            shared = Shared()
+            shared = Shared({}, programs)
             for cluster in spec.clusters:
                 cell = CellJob(spec, work, cluster, seq_len, shared)
                 own = known[work.model, cluster, str(seq_len)]

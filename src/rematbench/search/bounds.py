@@ -170,7 +170,7 @@ def peak_bound(
     least = np.maximum(rest.kept_bytes, 0.0)
     waiting = waiting or Waiting(np.minimum(least, ending.kept_bytes), 0.0)
     final, more_bytes = ending.kept_bytes, 0.0 * c.count  # more_bytes: of other last chunks
-    if c.waits is not None:
+    if c.waits.any():
         final = np.where(c.waits, np.maximum(0.0, waiting.kept_bytes), final)
         more_bytes = np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - least), 0.0)
     others = np.minimum(least, final)
@@ -192,7 +192,7 @@ def peak_bound(
         if by_layer:
             known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
             pools = np.where(known, chunk.base.pool_bytes, 0.0)
-        if rank == 2 and c.waits is not None:
+        if rank == 2 and c.waits.any():
             filled = np.minimum(moves.reload_slots, c.count)
             copying = np.where(c.waits, np.minimum(copying, c.count - filled), copying)
             each = np.where(c.waits, waiting.copied_bytes, each)

@@ -36,12 +36,11 @@ class Columns:
         self.most = np.array([max(choice.sizes) for choice in choices])
 
     @cached_property
-    def waits(self) -> NDArray[np.bool_] | None:
+    def waits(self) -> NDArray[np.bool_]:
         """Whether all passes of a rank are in flight before its first backward, as the chunks of an
-        interleaved schedule wait for each other where micro-batches are as many as ranks; None:
-        nowhere."""
-        found = (self.vpp > 1) & (self.count == self.pp)
-        return found if found.any() else None
+        interleaved schedule wait for each other where micro-batches are as many as ranks."""
+        found: NDArray[np.bool_] = (self.vpp > 1) & (self.count == self.pp)
+        return found
 
     def layers_of(self, stage: int) -> NDArray[np.int64]:
         """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
@@ -59,9 +58,8 @@ class Columns:
         after it."""
         total = self.count * self.vpp
         plain = self.vpp == 1
-        whole = (self.count == self.pp) & ~plain
         warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
-        found: NDArray[np.int64] = np.where(whole, total, np.minimum(warm + 1, total))
+        found: NDArray[np.int64] = np.where(self.waits, total, np.minimum(warm + 1, total))
         return found
 
     def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
@@ -72,7 +70,7 @@ class Columns:
         for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
             others = self.in_flight[rank] - 1
             since = np.where(self.vpp == 1, others, 2 * after)  # forwards since its own
-            since = np.where((self.vpp > 1) & (self.count == self.pp), self.pp - 1, since)
+            since = np.where(self.waits, self.pp - 1, since)
             own = (since >= 1) & (since <= release_lag)
             found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
         return tuple(found)

@@ -66,7 +66,7 @@ class SearchJob:
     clusters have lowered.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
 
     def __init__(self, asked: Asked, shared: Shared | None = None) -> None:
-        self.asked, self.shared = asked, shared
+        self.asked, self.shared = asked, shared or Shared({})
         self._shards: dict[int, Shard] = {}
         spec = asked.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
@@ -208,8 +208,8 @@ class SearchJob:
         as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
-        if self.shared:
-            problem = replaced(problem, weigher=self.shared.weigh)
+        if self.shared.programs:
+            problem = replaced(problem, weigher=self.shared.programs.weigh)
         return self._reserving(problem)
 
     def _reserving(self, problem: Problem) -> Problem:

@@ -70,8 +70,8 @@ def key(choice: Choice) -> Key:
 
 
 class Shard:
-    """The layouts of one key.  `problem` has one of them; `shared`: what searches of the same model
-    and length on other clusters have lowered; `reserving`: gives a problem the reserve of its
+    """The layouts of one key.  `problem` has one of them; `shared`: what other shards,
+    and searches on other clusters, have lowered; `reserving`: gives a problem the reserve of its
     layout (None: that of `problem`)."""
 
     def __init__(
@@ -83,9 +83,9 @@ class Shard:
         reserving: Callable[[Problem], Problem] | None = None,
     ) -> None:
         self.problem, self.registry, self._reserving = problem, registry, reserving or _same
-        self.choices, self._shared = choices, shared
+        self.choices, self._shared = choices, shared or Shared({})
         self.columns = Columns(choices, problem)
-        self._prober = Prober(problem, shared.probes if shared else {})
+        self._prober = Prober(problem, self._shared.probes)
         self._probes: dict[str, Probe | Refused] = {}
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._known_highs: dict[Arm | None, list[float]] = {}
@@ -134,7 +134,7 @@ class Shard:
         if index not in self._sites:
             choice = self.choices[index]
             at = replaced(self.problem, layout=choice.layout, _memo={}, _weights={})
-            self._sites[index] = Site(choice, self._reserving(at), self._shared)
+            self._sites[index] = Site(choice, self._reserving(at), self._shared.programs)
         return self._sites[index]
 
     @cached_property
@@ -206,7 +206,7 @@ class Shard:
         found = self.probe(arm)
         if isinstance(found, Refused):
             return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
-        waits = self.columns.waits is not None
+        waits = self.columns.waits.any()
         waiting = self._waiting(arm, found, ends, lean) if waits else None
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
         return np.atleast_2d(peak_bytes - self._rounding_bytes(arm))

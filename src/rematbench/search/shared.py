@@ -1,12 +1,14 @@
-"""What the searches of one model and length share: lowered programs, which no cluster changes."""
+"""What searches share: lowered programs, which no cluster changes."""
+
+from typing import NamedTuple
 
 from rematbench.choose.programs import Programs
 from rematbench.search.probe import Known
 
 
-class Shared(Programs):
-    """Lowered plans, and the lowered programs of probes (`probes`)."""
+class Shared(NamedTuple):
+    """`probes`: the lowered programs of probes, which the shards of a search share; `programs`:
+    lowered plans, where searches of the same model and length on other clusters follow."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.probes: Known = {}
+    probes: Known
+    programs: Programs | None = None
