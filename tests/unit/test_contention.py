@@ -13,7 +13,7 @@ from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.search.probe import Prober
-from rematbench.simulate.contention import crowd
+from rematbench.simulate.contention import crowd_of as crowd
 from rematbench.simulate.evaluate import evaluate, evaluate_program
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds

@@ -29,7 +29,7 @@ SITES = ChunkSites(
         ("layer", 1, "wide"): Activation("wide", 20, 16),
         ("head", 0, "loss_saved"): Activation("loss_saved", 20, 4),
     },
-    layers={0: 6, 1: 7},
+    layers=(6, 7),
 )
 
 

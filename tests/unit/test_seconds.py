@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from rematbench.lowering.fates import ChunkSites, covered
+from rematbench.lowering.fates import ChunkPlace, covered
 from rematbench.lowering.lower import lower
-from rematbench.operators.ops import Activation
 from rematbench.plan import Keep, Rule, Select
 from rematbench.simulate.breakdown import Spared
 from rematbench.simulate.max_plus import simulate_chunks
@@ -62,12 +61,7 @@ def test_links_that_differ_are_told_apart() -> None:
 
 
 def test_what_rules_cover_of_a_chunk() -> None:
-    where = ChunkSites(
-        stage=1,
-        chunk=0,
-        sites={("layer", 0, "norm"): Activation("norm", 10, 8)},
-        layers={0: 6, 1: 7},
-    )
+    where = ChunkPlace(stage=1, chunk=0, layers=(6, 7))
     selects = [Select(), Select(stages=(0,)), Select(layers=(7, 8)), Select(chunks=(1,))]
     rules = [Rule(select, Keep()) for select in selects]
     assert covered(rules, where) == ((-1,), None, (1,), None)

@@ -133,14 +133,14 @@ class CostModel(KernelCosts):
         )
         return float(seconds) * self.system.scales.communication
 
-    def copy_s(self, nbytes: int, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
+    def copy_s(self, nbytes: float, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
         """Seconds of a copy to or from pinned host memory, beside the traffic of `crowd`."""
         key = (direction, crowd)
         if key not in self._copies:
-            self._copies[key] = self._copy_bytes_per_s(direction, crowd)
+            self._copies[key] = self.copy_bytes_per_s(direction, crowd)
         return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
 
-    def _copy_bytes_per_s(self, direction: CopyDirection, crowd: Crowd) -> float:
+    def copy_bytes_per_s(self, direction: CopyDirection = "d2h", crowd: Crowd = ALONE) -> float:
         """Rate of a copy: the lower of the GPU's share of the link to the host and of its socket's
         DRAM, beside other copies and traffic to other nodes."""
         cluster, common = self.cluster, self.common
@@ -149,17 +149,14 @@ class CostModel(KernelCosts):
         link = cluster.host_link_bytes_per_s(ranks)
         dram = cluster.socket_bytes_per_s(ranks) * common.dram_efficiency / common.pcie_efficiency
         keeps = cluster.d2h_beside_h2d if outwards else cluster.h2d_beside_d2h
-        return copies.crowded_bytes_per_s(
+        rate = copies.crowded_bytes_per_s(
             min(link, dram),
             min(link * keeps, dram / 2),
             self.nic_bytes_per_s,
             crowd.both,
             crowd.sent_per_d2h if outwards else crowd.received_per_h2d,
         )
-
-    def copy_alone_bytes_per_s(self) -> float:
-        """Rate of a copy beside no other traffic of its GPU, before the link's efficiency."""
-        return self._copy_bytes_per_s("d2h", ALONE)
+        return float(rate)
 
     def network_bytes(self, comm: Comm, stage: int) -> float:
         """Bytes of a collective that cross the link between a GPU and its NIC, in one direction."""

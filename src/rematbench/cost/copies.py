@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from rematbench.cost.constants import CommonConstants, GpuConstants
 from rematbench.cost.formulas import Quantity, memory_s
 
@@ -26,14 +28,14 @@ def crowded_bytes_per_s(
     both_bytes_per_s: float,
     messages_bytes_per_s: float,
     both: float,
-    messages: float,
-) -> float:
+    messages: Quantity,
+) -> Quantity:
     """Rate of copies on a link, with the share `both` of their bytes beside copies in the other
     direction and `messages` bytes to or from other nodes per copied byte.  Messages and copies take
     turns, but messages never take more of the link than the NIC's rate, nor more than half."""
     mean = 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
     left = max(alone_bytes_per_s - messages_bytes_per_s, alone_bytes_per_s / 2)
-    return mean / min(1.0 + messages, alone_bytes_per_s / left)
+    return mean / np.minimum(1.0 + messages, alone_bytes_per_s / left)
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from rematbench.lowering.fates import ChunkSites, Resolved, Site
+from rematbench.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site
 from rematbench.lowering.mini import MiniRun, mini_runs
 from rematbench.operators.ops import Activation, OpTable, holding, without
 from rematbench.plan import MiniSequence, PlanError
@@ -71,6 +71,11 @@ class ChunkOps:
             self.problem, self.stage, self.chunk, layers, pieces, held, at_once=self.at_once
         )
 
+    @property
+    def where(self) -> ChunkPlace:
+        """The chunk's place, which rules select by."""
+        return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
+
     @cached_property
     def shape(self) -> tuple[object, ...]:
         """The facts that decide the chunk's blocks: chunks of equal shape have equal blocks."""
@@ -124,7 +129,7 @@ class ChunkOps:
                 for unit in self.units
                 for name in unit.table.saved
             },
-            layers=dict(enumerate(self.layers)),
+            layers=self.layers,
         )
 
     def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:

@@ -58,25 +58,25 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
         return some.count(True) > 1
 
 
-class ChunkSites(Struct, frozen=True, kw_only=True):
-    """The saved tensors of one chunk: their sites, and the global layer of each."""
+class ChunkPlace(Struct, frozen=True, kw_only=True):
+    """The place of one chunk: its stage, its number there, and its layers (global indices)."""
 
     stage: int
     chunk: int
-    sites: dict[Site, Activation]
-    layers: dict[int, int]
+    layers: tuple[int, ...]
 
-    @property
-    def layer_set(self) -> set[int]:
-        """The global layers of the chunk."""
-        return set(self.layers.values())
+
+class ChunkSites(ChunkPlace, frozen=True, kw_only=True):
+    """The saved tensors of one chunk, by their sites."""
+
+    sites: dict[Site, Activation]
 
 
 def matches(select: Select, where: ChunkSites, site: Site, phase: Phase, micro_batch: int) -> bool:
     """Whether a rule's selector covers a site in a phase and micro-batch."""
     part, layer, name = site
     wanted_layer = select.layers is None or (
-        part == "layer" and where.layers.get(layer) in select.layers
+        part == "layer" and where.layers[layer] in select.layers
     )
     window = select.micro_batches
     return (
@@ -136,16 +136,16 @@ def phased(rules: Sequence[Rule]) -> bool:
     return any(rule.select.phases is not None for rule in rules)
 
 
-def _reaches(select: Select, where: ChunkSites) -> bool:
+def _reaches(select: Select, where: ChunkPlace) -> bool:
     """Whether a selector can match a site of the chunk (a quick test before the full one)."""
     return (
         (select.stages is None or where.stage in select.stages)
         and (select.chunks is None or where.chunk in select.chunks)
-        and (select.layers is None or not where.layer_set.isdisjoint(select.layers))
+        and (select.layers is None or not set(where.layers).isdisjoint(select.layers))
     )
 
 
-def covered(rules: Sequence[Rule], where: ChunkSites) -> tuple[tuple[int, ...] | None, ...]:
+def covered(rules: Sequence[Rule], where: ChunkPlace) -> tuple[tuple[int, ...] | None, ...]:
     """For each rule, the layers inside the chunk that its stages, chunks and layers admit; (-1,)
     where the rule does not select layers; None where the rule does not reach the chunk.
 
@@ -159,7 +159,7 @@ def covered(rules: Sequence[Rule], where: ChunkSites) -> tuple[tuple[int, ...] |
         elif select.layers is None:
             found.append((-1,))
         else:
-            inside = [i for i, layer in where.layers.items() if layer in select.layers]
+            inside = [i for i, layer in enumerate(where.layers) if layer in select.layers]
             found.append(tuple(inside))
     return tuple(found)
 
@@ -194,7 +194,7 @@ def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
     for (part, index, name), fate in table.items():
         if not (fate.recompute_bytes and isinstance(fate.scope, Group)):
             continue
-        layer = where.layers.get(index) if part == "layer" else None
+        layer = where.layers[index] if part == "layer" else None
         if layer is None or not fate.scope.first <= layer <= fate.scope.last:
             site = part if layer is None else f"layer {layer}"
             raise PlanError(

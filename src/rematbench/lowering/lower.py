@@ -193,7 +193,7 @@ class _RankLowering:
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, Class], ...]:
         """The class of every kind of pass; passes with equal fates share blocks."""
-        reached = [covered(self.plan.rules, chunk.sites) for chunk in self.chunks]
+        reached = [covered(self.plan.rules, chunk.where) for chunk in self.chunks]
         found = []
         for kind, item in pass_kinds(self.order, windows).items():
             cls = self._pass_class(kind, item, reached[kind.chunk])

@@ -64,9 +64,9 @@ class Total:
         )
 
     @cached_property
-    def out_s(self) -> Array:
-        """Seconds of copies to the host beside other passes."""
-        return self._at(self.base.out_s, self.slope.out_s)
+    def out_bytes(self) -> Array:
+        """Bytes of copies of activations to the host."""
+        return np.maximum(0.0, self._at(self.base.out_bytes, self.slope.out_bytes))
 
     @cached_property
     def kept_bytes(self) -> Array:
@@ -107,9 +107,10 @@ class Total:
         return np.where(self.more < 0, 0.0, found)
 
 
-def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
+def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0) -> Array:
     """Seconds that each layout's step takes at least: the largest of the bounds of the first rank,
-    an inner rank and the last rank."""
+    an inner rank and the last rank.  `waits_s`: seconds by which compute of the first rank waits
+    for copies beside its passes."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -119,10 +120,10 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     rest_last = Total(middle, c.last - c.ending, v - 1)
     inner = Total(middle, c.inner_work, v)
 
-    def work(*chunks: Total) -> Array:
+    def work(*chunks: Total, waits_s: Any = 0.0) -> Array:
         passes_s = np.add.reduce([x.passes_s for x in chunks])
         host_s = np.add.reduce([x.host_s for x in chunks])
-        return np.asarray(m * np.maximum(passes_s, host_s))
+        return np.asarray(np.maximum(m * passes_s + waits_s, m * host_s))
 
     def around(layers: Any, ranks: Any) -> Array:
         """Seconds before a rank's first pass and after its last: the passes and messages of the
@@ -131,12 +132,10 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
         passes_s = opening.passes_s + between.passes_s
         return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
 
-    at_first = work(opening, rest_first)
+    at_first = work(opening, rest_first, waits_s=waits_s)
     at_inner = work(inner) + around(c.inner_before, c.inner_rank)
     at_last = work(ending, rest_last) + around(c.before_last, c.pp - 1)
-    copies = m * np.maximum(opening.out_s + rest_first.out_s, 0.0)
-    found = np.maximum(at_first, copies)
-    found = np.where(c.pp > 2, np.maximum(found, at_inner), found)
+    found = np.where(c.pp > 2, np.maximum(at_first, at_inner), at_first)
     return np.where(several, np.maximum(found, at_last), at_first)
 
 

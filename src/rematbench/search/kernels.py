@@ -20,7 +20,7 @@ def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
     """The costs of a chunk of which only the seconds of compute are known."""
     none = (0.0,) * 5
     forward, backward = (PassCost(s, *none, 0, 0) for s in (forward_s, backward_s))
-    return ChunkCost(forward, backward, 0, 0.0, 0.0, 0, 0, 0, 0)
+    return ChunkCost(forward, backward, *(0.0,) * (len(ChunkCost._fields) - 2))
 
 
 def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:

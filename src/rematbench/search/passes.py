@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rematbench.program.action import Kind
 from rematbench.program.ledger import Profile, pool_bytes
 from rematbench.program.program import Block, Program
-from rematbench.simulate.contention import KERNELS
+from rematbench.simulate.contention import KERNELS, by_layer, trailing_bytes
 from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_with
 from rematbench.simulate.seconds import ActionCosts
@@ -41,7 +41,9 @@ class PassCost(NamedTuple):
 class ChunkCost(NamedTuple):
     """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
     `out_s`, `back_s`: seconds of the copies to the host and back that run beside other passes of
-    the rank, of the whole chunk or of its last layer; `moved_bytes`: bytes of all copies;
+    the rank, of the whole chunk or of its last layer; `out_bytes`, `back_bytes`: bytes of all
+    copies of activations to the host and back; `trailing_bytes`, `inside_bytes`: bytes of the last
+    copy of a forward, which runs on beside the next pass, and of a backward's own copies back;
     `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
     bytes in host memory; `pool_bytes`: its rank's staging pools."""
 
@@ -50,7 +52,10 @@ class ChunkCost(NamedTuple):
     released_bytes: float
     out_s: float
     back_s: float
-    moved_bytes: float
+    out_bytes: float
+    back_bytes: float
+    trailing_bytes: float
+    inside_bytes: float
     boundary_bytes: float
     host_bytes: float
     pool_bytes: float
@@ -97,13 +102,20 @@ class Chunk:
         def host(_: Block, profile: Profile) -> int:
             return profile.host_net
 
+        def copied_bytes(kind: Kind) -> Callable[[Block, Profile], int]:
+            return lambda block, _: sum(a.nbytes for a in block.actions if by_layer(a, kind))
+
+        inside_bytes = least("B", copied_bytes(Kind.H2D))
         return ChunkCost(
             forward=_least(pass_bytes(profile) for _, profile in self.blocks["F"]),
             backward=_least(pass_bytes(profile) for _, profile in self.blocks["B"]),
             released_bytes=-least("free_d2h", net),
             out_s=0.0,
             back_s=0.0,
-            moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
+            out_bytes=sum(least(label, copied_bytes(Kind.D2H)) for label in ("F", "D2H")),
+            back_bytes=inside_bytes + least("H2D", copied_bytes(Kind.H2D)),
+            trailing_bytes=least("F", lambda block, _: trailing_bytes(block)),
+            inside_bytes=inside_bytes,
             boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
             host_bytes=sum(least(label, host) for label in ("F", "D2H")),
             pool_bytes=pool_bytes(self.program.ranks[self.rank]),
@@ -137,10 +149,6 @@ class Chunk:
 
 
 COPIES = (Kind.D2H, Kind.H2D)
-
-
-def _copied_bytes(block: Block, _: Profile) -> int:
-    return sum(action.nbytes for action in block.actions if action.kind in COPIES)
 
 
 def _least(costs: Iterator[PassCost]) -> PassCost:

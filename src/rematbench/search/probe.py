@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import replace as replaced
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import floor
 from typing import NamedTuple
 
 from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import changed_kinds, same_plan
+from rematbench.cost.copies import ALONE, Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import resolve
 from rematbench.lowering.lower import lower
@@ -37,6 +39,9 @@ from rematbench.spec.layout import Layout, LayoutError
 
 MICRO_BATCHES = 5
 """Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
+
+STEPS = 1024
+"""Numbers of a crowd are rounded down to a multiple of 1 / STEPS."""
 
 MORE_LAYERS = (3, 4)
 """Layers of a method's further probes, after a probe with fewer layers gave no plan."""
@@ -63,7 +68,9 @@ class Probe:
     the host, and what the model's end keeps.  `lines`: gives the method's lines, with or without
     seconds."""
 
-    def __init__(self, made: "Measured", pinned: Pinned, lines: "Callable[[bool], Facts]") -> None:
+    def __init__(
+        self, made: "Measured", pinned: Pinned, lines: "Callable[[Crowd | None], Facts]"
+    ) -> None:
         self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
         self._made, self._lines = made, lines
 
@@ -82,12 +89,17 @@ class Probe:
     @cached_property
     def facts(self) -> Facts:
         """The method's lines."""
-        return self._lines(True)
+        return self._lines(ALONE)
+
+    def beside(self, crowd: Crowd) -> Facts:
+        """The method's lines where all copies are beside `crowd`, rounded down, so that layouts
+        often share it."""
+        return self._lines(Crowd._make(floor(STEPS * number) / STEPS for number in crowd))
 
     @cached_property
     def nbytes(self) -> Facts:
         """The method's lines without seconds, which a plan that does not fit needs not."""
-        return self._lines(False)
+        return self._lines(None)
 
 
 class Refused(NamedTuple):
@@ -162,9 +174,9 @@ class Prober:
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
 
-        def lines(timed: bool) -> Facts:
-            base = made.cost(0, timed)
-            line = Line(least, base, further(more.cost(0, timed), base))
+        def lines(crowd: Crowd | None) -> Facts:
+            base = made.cost(0, crowd)
+            line = Line(least, base, further(more.cost(0, crowd), base))
             return Facts(line, line, line)
 
         return Probe(made, made.pinned.further(more.pinned), lines)
@@ -175,18 +187,18 @@ class Prober:
         if isinstance(made, Refused):
             return made
         ended = made
-        copied = [made.cost(rank, timed=False).released_bytes for rank in (1, 3)]
+        copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
         if made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]:
             more = self._measured(method, (least, least, least, ends + 1))
             if isinstance(more, Refused):
                 return more
             ended = more
 
-        def lines(timed: bool) -> Facts:
-            first, middle, deeper, last = (made.cost(rank, timed) for rank in range(4))
+        def lines(crowd: Crowd | None) -> Facts:
+            first, middle, deeper, last = (made.cost(rank, crowd) for rank in range(4))
             slope = ending = further(deeper, middle)
             if ended is not made:  # no copies of the last rank's chunk
-                ending = further(ended.cost(3, timed), last)
+                ending = further(ended.cost(3, crowd), last)
             return Facts(
                 Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
             )
@@ -217,14 +229,15 @@ def _rhythm(moves: Transfers) -> int:
 
 
 class Small(NamedTuple):
-    """A probe's problem, the plan that methods begin with, the seconds of its actions, and by plan
-    its lowered programs and, also by rank, the costs of their chunks with seconds."""
+    """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
+    copies are beside, and by plan its lowered programs and, also by rank and crowd, the costs of
+    their chunks with seconds."""
 
     problem: Problem
     base: Plan
-    costs: ActionCosts
+    costs: dict[Crowd, ActionCosts]
     lowered: dict[bytes, Lowered]
-    chunks: dict[tuple[bytes, int], ChunkCost]
+    chunks: dict[tuple[bytes, int, Crowd], ChunkCost]
 
 
 NO_COMMUNICATION = 1e-9
@@ -233,13 +246,16 @@ than a layout's groups: a bound may not count them."""
 
 
 def _same_copies(problem: Problem) -> Cluster:
-    """The cluster, on which copies alone run at the problem's rate with any number of ranks: a
-    probe has other ranks on a node, which would share links and DRAM otherwise."""
+    """The cluster, on which copies run at the problem's rates with any number of ranks: a probe has
+    other ranks on a node, which would share links and DRAM otherwise."""
+    alone, both = problem.cost.copy_bytes_per_s(), ALONE._replace(both=1.0)
     return replace(
         problem.cluster,
-        pcie_bytes_per_s=problem.cost.copy_alone_bytes_per_s(),
+        pcie_bytes_per_s=alone,
         pcie_gpus_per_link=1,
         dram_bytes_per_s=None,
+        d2h_beside_h2d=problem.cost.copy_bytes_per_s("d2h", both) / alone,
+        h2d_beside_d2h=problem.cost.copy_bytes_per_s("h2d", both) / alone,
     )
 
 
@@ -275,7 +291,7 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
     partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
     base = replace(small.base_plan, partition=partition)
     same = encode((work, system, small.layout, small.attention, sizes))
-    return Small(small, base, ActionCosts(small), known.setdefault(same, {}), {})
+    return Small(small, base, {}, known.setdefault(same, {}), {})
 
 
 class Measured:
@@ -307,12 +323,15 @@ class Measured:
             kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
         return tuple(accumulate(kept))
 
-    def cost(self, rank: int, timed: bool) -> ChunkCost:
-        """The costs of a rank's chunk, with or without seconds."""
+    def cost(self, rank: int, crowd: Crowd | None) -> ChunkCost:
+        """The costs of a rank's chunk, with seconds where copies are beside `crowd`, or without
+        seconds."""
         small, chunk = self.small, self.small.lowered[self.same].chunks[rank]
-        if not timed:
+        if crowd is None:
             return chunk.nbytes
-        key = (self.same, rank)
+        key = (self.same, rank, crowd)
         if key not in small.chunks:
-            small.chunks[key] = chunk.timed(small.costs)
+            if crowd not in small.costs:
+                small.costs[crowd] = ActionCosts(small.problem, crowd=crowd)
+            small.chunks[key] = chunk.timed(small.costs[crowd])
         return small.chunks[key]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rematbench.cost.copies import ALONE
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm
@@ -23,6 +24,7 @@ from rematbench.search.bounds import (
     step_bound,
 )
 from rematbench.search.columns import Array, Columns
+from rematbench.search.contention import CopyBound, least_crowd, sent_bytes, stages
 from rematbench.search.end import after_passes, host_update_s
 from rematbench.search.highs import chord, height, no_cost, only_kept
 from rematbench.search.kernels import layer_cost
@@ -120,6 +122,16 @@ class Shard:
         return self._ends_s[key]
 
     @cached_property
+    def sent_bytes(self) -> Array:
+        """Bytes of each layout's messages to other nodes in a micro-batch."""
+        known: dict[tuple[int, int, int], float] = {}
+        for lay in (choice.layout for choice in self.choices):
+            if (lay.pp, lay.dp, lay.vpp) not in known:
+                at = replaced(self.problem, layout=lay, _memo={}, _weights={})
+                known[lay.pp, lay.dp, lay.vpp] = sent_bytes(at)
+        return np.array([known[c.layout.pp, c.layout.dp, c.layout.vpp] for c in self.choices])
+
+    @cached_property
     def usable_bytes(self) -> NDArray[np.int64]:
         """Device bytes that each layout may reserve: without its communicators and the reserve."""
         known: dict[tuple[int, int], int] = {}
@@ -181,15 +193,21 @@ class Shard:
             return ends
         share = self._shares(arm)[0]
         rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
-        zero, one = ends[0].nbytes, ends[1].nbytes
-        quick = self._quick(arm, (zero, one), share)
+        one, nbytes = ends[1], (ends[0].nbytes, ends[1].nbytes)
+        quick = self._quick(arm, nbytes, share)
         host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
 
         def step_s() -> Array:
             timed = self._quick(arm, self._timed(arm, pieces), share)
-            return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
+            if not one.copies:
+                return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
+            copies = CopyBound(self.columns, timed, self.problem.cost, self.sent_bytes)
+            layerwise = one.transfers.granularity == "layer" and arm.line is None
+            waits_s = copies.reloads() if layerwise else 0.0
+            found = step_bound(self.columns, timed, self.send_s, waits_s)
+            return np.atleast_2d(np.maximum(found, copies.outwards()) + self.end_s)
 
-        peak_bytes = self._peak_bytes(arm, (zero, one))
+        peak_bytes = self._peak_bytes(arm, nbytes)
         return Bounds(peak_bytes, np.atleast_2d(host_bytes - rounding), step_s)
 
     def _more_pinned(self, arm: Arm, layers: Any) -> Array:
@@ -278,10 +296,15 @@ class Shard:
         shares = self._shares(arm)[0]
         share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
         facts = self._quick(arm, self._timed(arm, pieces), share)
-        cost = self.problem.cost
-        rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-        frame, sizes = self.site(index).frame, self.choices[index].sizes
-        found = tightened(frame, facts, moves.transfers, sizes, rate)
+        cost, sizes, frame = self.problem.cost, self.choices[index].sizes, self.site(index).frame
+        waits = bool(self.columns.waits[index])
+        made = stages(facts, sizes, waits=waits)
+        crowd = least_crowd(cost, frame.turns, made, moves.transfers, frame.sent_bytes)
+        if moves.transfers.granularity == "layer":
+            if arm.line is None and crowd != ALONE:
+                made = stages(moves.beside(crowd), sizes, waits=waits)
+            crowd = ALONE
+        found = tightened(frame, made, moves.transfers, crowd, cost)
         return float(found) * (SHARED if arm.line or arm.pieces else LINEAR)
 
     @cached_property

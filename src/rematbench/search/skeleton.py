@@ -4,20 +4,21 @@ A rank has two clocks, compute and host, which each pass advances by its PassCos
 arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
 """
 
-from collections.abc import Callable
-from itertools import accumulate
-from math import fsum
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+from rematbench.cost.bind import CopyDirection, CostModel
+from rematbench.cost.copies import Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.schedule import passes
 from rematbench.lowering.step_end import emit_step_end
 from rematbench.operators.ops import Comm, CommKind
-from rematbench.plan import MIB, Pass, Plan, Transfers
+from rematbench.plan import Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
+from rematbench.search.contention import Stages, at, sent_bytes
 from rematbench.search.passes import ChunkCost, PassCost
-from rematbench.search.probe import Facts, Line
+from rematbench.search.probe import Line
 from rematbench.search.walk import (
     Beside,
     Copies,
@@ -45,12 +46,14 @@ class Links(NamedTuple):
 class Frame(NamedTuple):
     """The part of a layout's step that does not depend on the fates of activations: the order of
     passes, messages, seconds of each rank's step end, and seconds that compute loses to
-    collectives beside it."""
+    collectives beside it.  `sent_bytes`: bytes of all messages of a micro-batch to other nodes, as
+    one GPU of each rank sends them."""
 
     turns: Turns
     links: Links
     end_s: tuple[float, ...]
     stall_s: tuple[float, ...]
+    sent_bytes: float
 
 
 class _End:
@@ -86,12 +89,20 @@ def frame(problem: Problem, plan: Plan) -> Frame:
         return cost.p2p_s(nbytes, rank, (rank + step) % lay.pp, replicated=not lay.sp)
 
     costs = ActionCosts(problem)
-    ends = []
-    orders = [passes(plan.schedule, rank, lay.pp, lay.vpp, micro_batches) for rank in ranks]
-    for rank, order in enumerate(orders):
-        end = _End(problem, plan, rank, order)
-        emit_step_end(end, plan, problem)
-        ends.append(_through(end.blocks, rank, costs))
+    known: dict[Hashable, tuple[float, float]] = {}  # seconds of a rank's step end and of its stall
+
+    def ends(rank: int) -> tuple[float, float]:
+        layers = tuple(tuple(map(problem.variant, chunk)) for chunk in plan.partition[rank])
+        key = (rank if rank in (0, lay.pp - 1) else None, layers, costs.alike(rank))
+        if key not in known:
+            end = _End(
+                problem, plan, rank, passes(plan.schedule, rank, lay.pp, lay.vpp, micro_batches)
+            )
+            emit_step_end(end, plan, problem)
+            known[key] = _through(end.blocks, rank, costs), _stall_s(problem, plan, rank)
+        return known[key]
+
+    end_s, stall_s = zip(*map(ends, ranks), strict=True)
     return Frame(
         turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),
         links=Links(
@@ -100,8 +111,9 @@ def frame(problem: Problem, plan: Plan) -> Frame:
             waits=not beside,
             held=system.p2p_synchronous and not beside,
         ),
-        end_s=tuple(ends),
-        stall_s=tuple(_stall_s(problem, plan, rank) for rank in ranks),
+        end_s=end_s,
+        stall_s=stall_s,
+        sent_bytes=sent_bytes(problem),
     )
 
 
@@ -144,36 +156,25 @@ class Stage(NamedTuple):
     back_s: float
 
 
-def stages_of(
-    facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float, *, whole: bool
-) -> list[Stage]:
-    """The virtual stages of chunks with `sizes` layers.  Beside `whole`-chunk copies, kernels are
-    slower by the copies' share of the HBM rate (simulate/contention.py).  For each layer a MiB of
-    the copies in each direction is left out, because shares of bytes are rounded to a MiB."""
-    roles = [facts.middle] * len(sizes)
-    roles[0], roles[-1] = facts.first, facts.last
+def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
+    """The virtual stages of chunks, whose copies and kernels `crowd` slows."""
+    pairs = list(zip(made.lines, made.sizes, strict=True))
 
-    def at(line: Line, which: Callable[[ChunkCost], float], layers: int) -> float:
-        return which(line.base) + (layers - line.layers) * which(line.slope)
-
-    pairs = list(zip(roles, sizes, strict=True))
-    moved = [max(0.0, at(role, lambda c: c.moved_bytes, n)) for role, n in pairs]
-    surely = [
-        1.0 - min(1.0, 2 * n * MIB / b) if b else 0.0
-        for (_, n), b in zip(pairs, moved, strict=True)
-    ]
-    busy = fsum(
-        at(role, lambda c: c.forward.kernel_s + c.backward.kernel_s, n) for role, n in pairs
-    )
-    whole = whole and any(at(role, lambda c: c.out_s, n) > 0.0 for role, n in pairs)
-    copied = sum(b * share for b, share in zip(moved, surely, strict=True))
-    drawn = copied / hbm_bytes_per_s / busy if whole else 0.0
+    def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
+        """Seconds of each stage's copies beside other passes."""
+        sizes = made.out_bytes if direction == "d2h" else made.back_bytes
+        return [
+            share * alone_s
+            + cost.copy_s(share * nbytes, direction, crowd)
+            - cost.copy_s(share * nbytes, direction)
+            for share, alone_s, nbytes in zip(made.surely, made.all(which), sizes, strict=True)
+        ]
 
     def passed(role: Line, which: str, layers: int) -> tuple[float, float, float]:
         def of(field: str) -> float:
-            return at(role, lambda c: getattr(getattr(c, which), field), layers)
+            return float(at(role, lambda c: getattr(getattr(c, which), field), layers))
 
-        slower = drawn * of("kernel_s")
+        slower = crowd.drawn * of("kernel_s")
         # The longest path from the host's start runs through the layers on the host or on the
         # device.  A middle rank's layers do not tell which, so the bound takes the lower one.
         own: PassCost = getattr(role.slope, which)
@@ -184,32 +185,26 @@ def stages_of(
         issued_s = max(issued_s, of("compute_s"), of("called_s"))
         return (of("compute_s") + slower, issued_s, of("host_s"))
 
-    # A method may spare the model's last layers: a stage near the end is sure to copy only where
-    # the probe's last chunk holds no layer of the stage.
-    behind = accumulate(reversed(sizes), initial=0)  # layers after each stage, from the last one
-    spared = [0 < layers < facts.last.layers for layers in behind][: len(sizes)][::-1]
-    surely = [0.0 if spare else share for spare, share in zip(spared, surely, strict=True)]
-    return [
-        Stage(
-            passed(role, "forward", n),
-            passed(role, "backward", n),
-            at(role, lambda c: c.backward.landed_s, n),
-            share * max(0.0, at(role, lambda c: c.out_s, n)),
-            share * max(0.0, at(role, lambda c: c.back_s, n)),
+    landed_s = (at(role, lambda c: c.backward.landed_s, n) for role, n in pairs)
+    return list(
+        map(
+            Stage,
+            [passed(role, "forward", n) for role, n in pairs],
+            [passed(role, "backward", n) for role, n in pairs],
+            landed_s,
+            copied(lambda c: c.out_s, "d2h"),
+            copied(lambda c: c.back_s, "h2d"),
         )
-        for (role, n), share in zip(pairs, surely, strict=True)
-    ]
+    )
 
 
-def tightened(
-    frame: Frame, facts: Facts, moves: Transfers, sizes: tuple[int, ...], hbm_bytes_per_s: float
-) -> float:
+def tightened(frame: Frame, made: Stages, moves: Transfers, crowd: Crowd, cost: CostModel) -> float:
     """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
     hide the seconds that compute loses to collectives, so the bound then leaves those out."""
-    if moves.granularity == "layer" and facts.middle.base.moved_bytes > 0:
-        frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
     whole = moves.granularity == "chunk"
-    stages = stages_of(facts, sizes, hbm_bytes_per_s, whole=whole)
+    if not whole and made.moves:
+        frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
+    stages = stages_of(made, crowd, cost)
     pieces, links = _pieces(frame, stages), frame.links
     rules = Rules(links.waits, links.held)
     if any(stage.out_s for stage in stages):

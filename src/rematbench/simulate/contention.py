@@ -21,7 +21,7 @@ PASSES = ("F", "B")
 """The labels of blocks with kernels."""
 
 
-def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
+def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
     """The work that a program's copies run beside; `kernel_s`: seconds of a kernel beside no copy.
 
     What goes to another node crosses the GPU's x16 link as copies do, because the NIC hangs on the
@@ -67,7 +67,7 @@ def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
     labels = {
         block.label
         for block, _ in program.block_runs
-        if any(_by_layer(action, kind) for action, _ in block.counted())
+        if any(by_layer(action, kind) for action, _ in block.counted())
     }
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
@@ -121,7 +121,7 @@ def _moved(program: Program, kind: Kind) -> int:
         action.nbytes * count * runs
         for block, runs in program.block_runs
         for action, count in block.counted()
-        if _by_layer(action, kind)
+        if by_layer(action, kind)
     )
 
 
@@ -135,7 +135,7 @@ def _both(program: Program, total: int) -> float:
     reloads in backwards."""
     beside = 0
     for rank in program.ranks:
-        beside += _trailing_bytes(rank)
+        beside += _trailing_copies_bytes(rank)
         labels = {
             at: block.label for at, block in enumerate(rank.blocks) if block.label in ("D2H", "H2D")
         }
@@ -151,14 +151,16 @@ def _both(program: Program, total: int) -> float:
     return beside / total
 
 
-def _trailing_bytes(rank: RankProgram) -> int:
+def _trailing_copies_bytes(rank: RankProgram) -> int:
     """Bytes of forwards' last copies by layer that run into a backward, and of that backward's
     copies that they run beside."""
-    leaving = {at: _trailing(block) for at, block in enumerate(rank.blocks) if block.label == "F"}
+    leaving = {
+        at: trailing_bytes(block) for at, block in enumerate(rank.blocks) if block.label == "F"
+    }
     if not any(leaving.values()):
         return 0
     coming = {
-        at: sum(action.nbytes for action in block.actions if _by_layer(action, Kind.H2D))
+        at: sum(action.nbytes for action in block.actions if by_layer(action, Kind.H2D))
         for at, block in enumerate(rank.blocks)
         if block.label == "B"
     }
@@ -170,14 +172,15 @@ def _trailing_bytes(rank: RankProgram) -> int:
     )
 
 
-def _trailing(block: Block) -> int:
+def trailing_bytes(block: Block) -> int:
     """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
-    copies = [action for action in block.actions if _by_layer(action, Kind.D2H)]
+    copies = [action for action in block.actions if by_layer(action, Kind.D2H)]
     parts = {action.part for action in copies if action.event == "d2h"}
     return sum(action.nbytes for action in copies if action.part in parts)
 
 
-def _by_layer(action: Action, kind: Kind) -> bool:
+def by_layer(action: Action, kind: Kind) -> bool:
+    """Whether an action is a copy of a kind of an activation, and not of states."""
     return action.kind is kind and bool(action.part)
 
 

@@ -5,12 +5,12 @@ from math import fsum
 from typing import get_args
 
 from rematbench.cost.bind_kernels import Direction
-from rematbench.cost.copies import ALONE
+from rematbench.cost.copies import ALONE, Crowd
 from rematbench.operators.ops import Comm, Group, Op, OpTable
 from rematbench.problem import Problem
 from rematbench.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.program.program import Program
-from rematbench.simulate.contention import crowd
+from rematbench.simulate.contention import crowd_of
 from rematbench.simulate.timing import STILL, RankedSeconds, Timing
 
 DIRECTION: dict[Kind, Direction] = {
@@ -22,12 +22,14 @@ DIRECTION: dict[Kind, Direction] = {
 
 
 class ActionCosts:
-    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  With a
-    program, copies and kernels are slowed by the copies and messages of that program."""
+    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  Copies
+    and kernels are slowed by `crowd`; with a program, by the copies and messages of that
+    program."""
 
-    def __init__(self, problem: Problem, program: Program | None = None) -> None:
-        self.problem, self.cost = problem, problem.cost
-        self.crowd = ALONE
+    def __init__(
+        self, problem: Problem, program: Program | None = None, crowd: Crowd = ALONE
+    ) -> None:
+        self.problem, self.cost, self.crowd = problem, problem.cost, crowd
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
@@ -45,7 +47,7 @@ class ActionCosts:
             Kind.OPTIMIZER: self._optimizer_s,
         }
         if program is not None:
-            self.crowd = crowd(problem, program, self._kernels_s)
+            self.crowd = crowd_of(problem, program, self._kernels_s)
             if self.crowd.drawn:
                 self._kernels.clear()
 

@@ -15,6 +15,8 @@ from rematbench.operators.ops import Part
 from rematbench.plan import Phase, Plan, Rule
 from rematbench.problem import Problem, rebuild_ops
 
+KEPT = Resolved(1, 0, 0)
+
 _LATELY: deque[tuple[Problem, bytes, Part, frozenset[str]]] = deque(maxlen=8)
 
 
@@ -43,6 +45,8 @@ def _activations(
     backward saves count, not those that a plan holds beside them."""
     tables = {"embedding": (problem.embedding,), "head": (problem.head,)}
     saved = {name for table in tables.get(part, problem.layer_kinds) for name in table.saved}
+    if not plan.rules:
+        return frozenset(saved) if wanted(KEPT) else frozenset()
     return frozenset(
         name
         for _, fates, _ in _resolved(problem, plan)
@@ -134,7 +138,7 @@ def _kinds_of_chunks(
             ChunkOps(problem, rank, chunk, layers, plan.mini_sequences, plan.held)
             for chunk, layers in enumerate(plan.partition[rank])
         ]
-        reached = [covered(plan.rules, ops.sites) for ops in chunks]
+        reached = [covered(plan.rules, ops.where) for ops in chunks]
         for kind, item in pass_kinds(order, windows).items():
             ops = chunks[kind.chunk]
             which = (rank, kind.chunk) if apart else (ops.shape, reached[kind.chunk])
