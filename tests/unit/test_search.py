@@ -30,7 +30,7 @@ from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
 from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
-from rematbench.search.walk import Turns, in_order
+from rematbench.search.events import Turns, in_order
 from rematbench.simulate.breakdown import PARTS
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError

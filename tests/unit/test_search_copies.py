@@ -22,7 +22,7 @@ from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed
 from rematbench.search.trial import planned_at
-from rematbench.search.walk import FETCH, FREE, Copies, Turns, events
+from rematbench.search.events import FETCH, FREE, Copies, Turns, events
 from rematbench.spec.load import load_model
 from rematbench.spec.problemspec import ProblemSpec
 
@@ -54,7 +54,7 @@ def test_copies_begin_and_end_where_the_lowered_steps_say(method: str, pp: int, 
     plan, found = lowered(made, choice, method)
     lay, moves = choice.layout, plan.transfers
     turns = Turns(plan.schedule, lay.pp, lay.vpp, lay.num_micro_batches)
-    columns = events(turns, Copies(moves.granularity == "chunk", moves.release_lag))
+    (columns,) = events(turns, Copies(moves.granularity == "chunk", moves.release_lag))
     for rank in range(lay.pp - 1):
         expected: list[tuple[str, int, int]] = []
         for kind, at, own in zip(columns.kind, columns.rank, columns.own, strict=True):

@@ -1,5 +1,6 @@
 """Writes a chunk's backward block: gradients, collectives, reductions."""
 
+from functools import partial
 from typing import NamedTuple
 
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
@@ -28,6 +29,15 @@ class InputGradients(NamedTuple):
     reduced: list[Alloc]
 
 
+def _ahead_of_turn(
+    w: BlockWriter, reload: Reloader, gatherer: ParameterGatherer | None, unit: Unit
+) -> None:
+    """Wait for what an early rebuild of the unit needs: its reloads and its parameters."""
+    reload.land(unit)
+    if gatherer:
+        gatherer.ready(w, unit)
+
+
 class BackwardEmitter:
     """Builds the backward block of one chunk under resolved fates."""
 
@@ -43,10 +53,11 @@ class BackwardEmitter:
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.recomputer = Recomputer(chunk, fates, self.w)
-        self.rebuild = Rebuilder(self.recomputer, self._ahead_of_turn)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
+        ready = partial(_ahead_of_turn, self.w, self.reload, gatherer)
+        self.rebuild = Rebuilder(self.recomputer, ready)
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
@@ -106,12 +117,6 @@ class BackwardEmitter:
                 gatherer.pending[unit.prefix] = event
                 self.w.parameters[unit.prefix] = gatherer.buffers(unit)
                 self.arrivals.add(gatherer.buffer(unit))
-
-    def _ahead_of_turn(self, unit: Unit) -> None:
-        """Wait for what an early rebuild of the unit needs: its reloads and its parameters."""
-        self.reload.land(unit)
-        if self.gatherer:
-            self.gatherer.ready(self.w, unit)
 
     # -- gradients ------------------------------------------------------------------------------
 

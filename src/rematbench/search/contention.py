@@ -19,9 +19,9 @@ from rematbench.plan import MIB, Transfers
 from rematbench.problem import Problem
 from rematbench.search.bounds import Total
 from rematbench.search.columns import Array, Columns
+from rematbench.search.events import FETCH, PASS, Copies, Events, Turns, events, shortened
 from rematbench.search.passes import ChunkCost
 from rematbench.search.probe import Facts, Line
-from rematbench.search.walk import FETCH, Copies, Turns, events
 
 
 class Stages(NamedTuple):
@@ -170,15 +170,47 @@ class CopyBound:
 def _turnings(turns: Turns) -> tuple[NDArray[np.int64], ...]:
     """The stages of forwards and of the backwards of other passes that directly follow on the same
     rank, and how often each pair does."""
-    found = events(turns, None)
-    order = np.argsort(found.rank, kind="stable")
-    rank, own = np.array(found.rank)[order], np.array(found.own)[order]
-    forward = own >= turns.half
-    next_to = (rank[1:] == rank[:-1]) & forward[:-1] & ~forward[1:]
-    where = np.flatnonzero(next_to & (own[:-1] - turns.half != own[1:]))
-    one, other = (own[at] // turns.micro_batches % turns.stages for at in (where, where + 1))
-    pairs, times = np.unique(one * turns.stages + other, return_counts=True)
-    return pairs // turns.stages, pairs % turns.stages, times
+
+    def counted(short: Turns, found: Issued) -> NDArray[np.int64]:
+        _, rank, own, stage = found
+        forward = own >= short.half
+        next_to = (rank[1:] == rank[:-1]) & forward[:-1] & ~forward[1:]
+        where = np.flatnonzero(next_to & (own[:-1] - short.half != own[1:]))
+        pairs = stage[where] * short.stages + stage[where + 1]
+        return np.bincount(pairs, minlength=short.stages**2)
+
+    times = _times(turns, None, counted)
+    pairs = np.flatnonzero(times)
+    return pairs // turns.stages, pairs % turns.stages, times[pairs]
+
+
+class Issued(NamedTuple):
+    """Events of ranks one after the other: kind, rank, number of the pass (of copies: of their
+    forward), and its stage."""
+
+    kind: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    own: NDArray[np.int64]
+    stage: NDArray[np.int64]
+
+
+def _times(
+    turns: Turns, copies: Copies | None, counted: Callable[[Turns, Issued], NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """How often something occurs in a schedule; `counted` counts in a schedule's events.  Of equal
+    periods one is counted: the difference between a schedule with it and without it."""
+    short, left_out = shortened(turns)
+    parts = events(short, copies, cut=left_out > 0)
+
+    def count(parts: Sequence[Events]) -> NDArray[np.int64]:
+        columns = [(part.kind, part.rank, part.own) for part in parts]
+        kind, rank, own = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(rank, kind="stable")
+        stage = own // short.micro_batches % short.stages
+        return counted(short, Issued(*(column[order] for column in (kind, rank, own, stage))))
+
+    found = count(parts)
+    return found + left_out * (found - count(parts[::2])) if left_out else found
 
 
 def _by_chunk(turns: Turns, made: Stages, moves: Transfers) -> float:
@@ -208,14 +240,14 @@ def _meeting(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """How often copies of each stage to the host, and back, are issued next to a copy in the other
     direction of another pass; `copying`: the stages that copy."""
-    found = events(turns, copies)
-    order = np.argsort(found.rank, kind="stable")
-    kind, rank, own = (np.array(a)[order] for a in (found.kind, found.rank, found.own))
-    stage = own // turns.micro_batches % turns.stages
-    back = kind == FETCH
-    issued = (back | ((kind == 0) & (own >= turns.half))) & np.array(copying)[stage]
-    rank, own, stage, back = rank[issued], own[issued], stage[issued], back[issued]
-    next_to = (rank[1:] == rank[:-1]) & (back[1:] != back[:-1]) & (own[1:] != own[:-1])
-    met = np.append(next_to, False) | np.append(False, next_to)
-    outs, backs = (np.bincount(stage[met & way], minlength=turns.stages) for way in (~back, back))
-    return outs.tolist(), backs.tolist()
+
+    def counted(short: Turns, found: Issued) -> NDArray[np.int64]:
+        passes = (found.kind == PASS) & (found.own >= short.half)
+        issued = (passes | (found.kind == FETCH)) & np.array(copying)[found.stage]
+        kind, rank, own, stage = (column[issued] for column in found)
+        next_to = (rank[1:] == rank[:-1]) & (kind[1:] != kind[:-1]) & (own[1:] != own[:-1])
+        met = np.append(next_to, False) | np.append(False, next_to)
+        return np.bincount(2 * stage[met] + kind[met], minlength=2 * short.stages)
+
+    outs, backs = _times(turns, copies, counted).reshape(-1, 2).T.tolist()
+    return outs, backs

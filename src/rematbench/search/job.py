@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace as replaced
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ class SearchJob:
                 problem,
                 self.registry,
                 self.shared,
-                self._reserving,
+                partial(_reserving, self.asked.reserve_gib),
             )
         return self._shards[index]
 
@@ -210,16 +210,17 @@ class SearchJob:
         problem = make_problem(replace(self.spec(choice), **loaded))
         if self.shared.programs:
             problem = replaced(problem, weigher=self.shared.programs.weigh)
-        return self._reserving(problem)
+        return _reserving(self.asked.reserve_gib, problem)
 
-    def _reserving(self, problem: Problem) -> Problem:
-        if self.asked.reserve_gib is None:
-            return leaving_reserve(problem)
-        reserve = round(self.asked.reserve_gib * GIB)
-        if reserve >= problem.usable_bytes:
-            most = f"the device has {problem.usable_bytes / GIB:.2f} GiB"
-            raise ConfigError("", "reserve_gib", f"{self.asked.reserve_gib:g}: {most}")
-        return replaced(problem, reserve_bytes=reserve)
+
+def _reserving(reserve_gib: float | None, problem: Problem) -> Problem:
+    if reserve_gib is None:
+        return leaving_reserve(problem)
+    reserve = round(reserve_gib * GIB)
+    if reserve >= problem.usable_bytes:
+        most = f"the device has {problem.usable_bytes / GIB:.2f} GiB"
+        raise ConfigError("", "reserve_gib", f"{reserve_gib:g}: {most}")
+    return replaced(problem, reserve_bytes=reserve)
 
 
 def _registry(asked: Asked) -> Registry:

@@ -5,6 +5,7 @@ from dataclasses import replace as replaced
 from functools import cached_property, partial
 from math import fsum
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,22 +194,26 @@ class Shard:
             return ends
         share = self._shares(arm)[0]
         rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
-        one, nbytes = ends[1], (ends[0].nbytes, ends[1].nbytes)
+        nbytes = (ends[0].nbytes, ends[1].nbytes)
         quick = self._quick(arm, nbytes, share)
         host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
 
-        def step_s() -> Array:
-            timed = self._quick(arm, self._timed(arm, pieces), share)
-            if not one.copies:
-                return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
-            copies = CopyBound(self.columns, timed, self.problem.cost, self.sent_bytes)
-            layerwise = one.transfers.granularity == "layer" and arm.line is None
-            waits_s = copies.reloads() if layerwise else 0.0
-            found = step_bound(self.columns, timed, self.send_s, waits_s)
-            return np.atleast_2d(np.maximum(found, copies.outwards()) + self.end_s)
-
         peak_bytes = self._peak_bytes(arm, nbytes)
+        step_s = partial(Shard._step_s, proxy(self), arm, pieces)  # no cycle of references
         return Bounds(peak_bytes, np.atleast_2d(host_bytes - rounding), step_s)
+
+    def _step_s(self, arm: Arm, pieces: int) -> Array:
+        """Least seconds of a step along an arm's line, [steps of the line, layouts]."""
+        one = self.probe(arm, pieces)
+        assert isinstance(one, Probe)
+        timed = self._quick(arm, self._timed(arm, pieces), self._shares(arm)[0])
+        if not one.copies:
+            return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
+        copies = CopyBound(self.columns, timed, self.problem.cost, self.sent_bytes)
+        layerwise = one.transfers.granularity == "layer" and arm.line is None
+        waits_s = copies.reloads() if layerwise else 0.0
+        found = step_bound(self.columns, timed, self.send_s, waits_s)
+        return np.atleast_2d(np.maximum(found, copies.outwards()) + self.end_s)
 
     def _more_pinned(self, arm: Arm, layers: Any) -> Array:
         """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed its tensors,

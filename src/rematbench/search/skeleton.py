@@ -17,17 +17,10 @@ from rematbench.plan import Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
 from rematbench.search.contention import Stages, at, sent_bytes
+from rematbench.search.events import Copies, Turns
 from rematbench.search.passes import ChunkCost, PassCost
 from rematbench.search.probe import Line
-from rematbench.search.walk import (
-    Beside,
-    Copies,
-    Pieces,
-    Rules,
-    Turns,
-    walked,
-    walked_beside,
-)
+from rematbench.search.walk import Beside, Pieces, Rules, walked, walked_beside
 from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_of
 from rematbench.simulate.seconds import ActionCosts

@@ -38,14 +38,6 @@ class ActionCosts:
         begins = _graph_begins if system.cuda_graphs else _region_begins
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
-        self._table = {
-            Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h", self.crowd),
-            Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d", self.crowd),
-            Kind.SPLIT: lambda action, _: self.cost.device_copy_s(action.nbytes),
-            Kind.JOIN: lambda action, _: self.cost.device_copy_s(action.nbytes),
-            Kind.SEND: self._send_s,
-            Kind.OPTIMIZER: self._optimizer_s,
-        }
         if program is not None:
             self.crowd = crowd_of(problem, program, self._kernels_s)
             if self.crowd.drawn:
@@ -59,7 +51,7 @@ class ActionCosts:
             return self._stall_s(action, rank)
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
-        return self._table[action.kind](action, rank)
+        return _OTHERS[action.kind](self, action, rank)
 
     def timing(self, action: Action, rank: int) -> Timing:
         """What an action takes on its stream and of the host.  A kernel's timing is kept for all
@@ -167,12 +159,31 @@ class ActionCosts:
         shared = action.op != "tied" and not self.problem.layout.sp
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
+    def _copy_s(self, action: Action, _: int) -> float:
+        return self.cost.copy_s(
+            action.nbytes, "d2h" if action.kind is Kind.D2H else "h2d", self.crowd
+        )
+
+    def _device_copy_s(self, action: Action, _: int) -> float:
+        return self.cost.device_copy_s(action.nbytes)
+
     def _optimizer_s(self, action: Action, _: int) -> float:
         """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
         the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.param_bytes
         on_host = action.stream == HOST_UPDATE
         return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
+
+
+_OTHERS = {
+    Kind.D2H: ActionCosts._copy_s,
+    Kind.H2D: ActionCosts._copy_s,
+    Kind.SPLIT: ActionCosts._device_copy_s,
+    Kind.JOIN: ActionCosts._device_copy_s,
+    Kind.SEND: ActionCosts._send_s,
+    Kind.OPTIMIZER: ActionCosts._optimizer_s,
+}
+"""The seconds of actions that are neither kernels nor collectives."""
 
 
 Begins = dict[Kind, frozenset[str]]

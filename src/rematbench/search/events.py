@@ -1,0 +1,218 @@
+"""The passes of a step and the copies beside them, in an order that a walk can follow.
+
+The order follows from the schedule alone.  It is written down once, as arrays with an entry per
+event, and walked again for every plan with that plan's seconds.
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.lowering.schedule import ScheduleName, passes
+
+Node = tuple[int, bool, int, int]
+"""(rank, forward, micro-batch, chunk)."""
+
+NONE = -1
+
+PASS, FETCH, FREE = range(3)
+"""Events: a pass; the copies of a later backward begin; compute waits for the copies of a forward,
+whose device memory must be free by now."""
+
+
+class Turns(NamedTuple):
+    """What decides the order of passes."""
+
+    schedule: ScheduleName
+    pp: int
+    vpp: int
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        """The number of virtual stages."""
+        return self.pp * self.vpp
+
+    @property
+    def half(self) -> int:
+        """The number of backwards.  Passes are numbered by stage and then by micro-batch, first all
+        backwards and then all forwards."""
+        return self.stages * self.micro_batches
+
+
+GROUPS = 5
+"""Groups of pp micro-batches that a shortened schedule keeps: the warm-up with the first group, two
+whole periods to compare, and the end."""
+
+CUTS = (2, 3)
+"""The periods (of a group's backwards) after which a shortened schedule is cut."""
+
+
+def shortened(turns: Turns) -> tuple[Turns, int]:
+    """The schedule without periods of its steady state, in which every rank runs the passes of pp
+    micro-batches, and how many periods are left out."""
+    left_out = turns.micro_batches // turns.pp - GROUPS
+    whole = turns.vpp == 1 or turns.micro_batches % turns.pp == 0
+    if turns.schedule == "gpipe" or turns.pp == 1 or left_out < 1 or not whole:
+        return turns, 0
+    return turns._replace(micro_batches=turns.micro_batches - left_out * turns.pp), left_out
+
+
+class Copies(NamedTuple):
+    """What decides the events of copies beside other passes: whether they are of whole chunks, and
+    after how many passes their device memory is free (`Transfers.release_lag`)."""
+
+    whole: bool
+    release_lag: int
+
+
+class Events(NamedTuple):
+    """All events of all ranks, each after the events that it waits for, as columns.  `piece`: twice
+    the stage of a pass, plus one for a forward; of another event the stage.  `warming`: whether the
+    pass is of its rank's warm-up.  `own`: the number of the pass (`Turns.half`), of copies that
+    of their forward; `source`: the number of the pass whose message a pass waits for, NONE for no
+    message."""
+
+    kind: Sequence[int]
+    rank: Sequence[int]
+    piece: Sequence[int]
+    warming: Sequence[int]
+    own: Sequence[int]
+    source: Sequence[int]
+
+
+def in_order(turns: Turns) -> list[Node]:
+    """All passes of all ranks, each after the passes that it waits for."""
+    (found,) = events(turns, None)
+    return [
+        (rank, bool(piece % 2), own % turns.micro_batches, piece // 2 // turns.pp)
+        for rank, piece, own in zip(found.rank, found.piece, found.own, strict=True)
+    ]
+
+
+@lru_cache(maxsize=128)
+def events(turns: Turns, copies: Copies | None, *, cut: bool = False) -> tuple[Events, ...]:
+    """The events of a schedule; without copies, of passes only.  With `cut`: in three parts, each a
+    rank's events up to equal points of two neighbouring periods, and the rest."""
+    passed = _passes(turns, cut)
+    count = len(passed.own)
+    piece = 2 * (passed.own // turns.micro_batches % turns.stages) + (passed.own >= turns.half)
+    warming = passed.position < np.array([_warm(turns, r) for r in range(turns.pp)])[passed.rank]
+    columns = [0 * passed.own, passed.rank, piece, warming, passed.own, passed.source]
+    keys = [3 * np.arange(count) + 1]
+    if copies:
+        at = np.empty((turns.pp, count // turns.pp), dtype=int)
+        at[passed.rank, passed.position] = np.arange(count)
+        for rank in range(turns.pp):
+            for kind, due in _copies(turns, copies, rank).items():
+                where, own = np.array(due).T
+                keys.append(3 * at[rank, where] + (0 if kind == FETCH else 2))
+                stage = own // turns.micro_batches % turns.stages
+                more = (kind, rank, stage, 0, own, NONE)
+                columns = [
+                    np.append(a, np.broadcast_to(b, own.shape))
+                    for a, b in zip(columns, more, strict=True)
+                ]
+    key = np.concatenate(keys)
+    order = np.argsort(key, kind="stable")
+    ends = np.searchsorted(key[order], [3 * end for end in passed.cuts])
+    parts = zip(*(np.split(column[order], ends) for column in columns), strict=True)
+    return tuple(
+        Events(*(array("i", column.astype(np.int32).tobytes()) for column in part))
+        for part in parts
+    )
+
+
+class _Passes(NamedTuple):
+    """All passes, each after the passes that it waits for: rank, position in the rank's order,
+    number, and the number of the pass whose message it waits for.  `cuts`: how many passes come
+    before each cut."""
+
+    rank: NDArray[np.int64]
+    position: NDArray[np.int64]
+    own: NDArray[np.int64]
+    source: NDArray[np.int64]
+    cuts: tuple[int, ...]
+
+
+@lru_cache(maxsize=32)
+def _passes(turns: Turns, cut: bool) -> _Passes:
+    queues = [_of_rank(turns, rank) for rank in range(turns.pp)]
+    at = [0] * turns.pp
+    done = bytearray(2 * turns.half + 1)
+    done[NONE] = True
+    found: list[tuple[int, int, int]] = []
+    cuts: list[int] = []
+    for ends in [*_cuts(turns, cut), [len(owns) for owns, _ in queues]]:
+        while at != ends:
+            before = at.copy()
+            for rank, (owns, sources) in enumerate(queues):
+                begun = here = at[rank]
+                while here < ends[rank] and done[sources[here]]:
+                    done[owns[here]] = True
+                    here += 1
+                if here > begun:
+                    found.append((rank, begun, here))
+                    at[rank] = here
+            assert at != before, f"a pass before a cut of {turns} waits for one after it"
+        cuts.append(sum(ends))
+    parts = [
+        ([rank] * (end - begun), range(begun, end), owns[begun:end], sources[begun:end])
+        for rank, begun, end in found
+        for owns, sources in [queues[rank]]
+    ]
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return _Passes(columns[0], columns[1], columns[2], columns[3], tuple(cuts[:-1]))
+
+
+def _cuts(turns: Turns, cut: bool) -> list[list[int]]:
+    """The passes of each rank before each cut.  A rank has one backward more behind it than the
+    rank before, so that no pass before a cut waits for one after it."""
+    backwards = [periods * turns.pp * turns.vpp for periods in CUTS] if cut else []
+    ranks = range(turns.pp)
+    return [[_warm(turns, rank) + 2 * (count + rank) for rank in ranks] for count in backwards]
+
+
+def _of_rank(turns: Turns, rank: int) -> tuple[list[int], list[int]]:
+    """The passes of a rank in their order: their numbers, and the numbers of the passes whose
+    messages they wait for."""
+    order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
+    forward, micro_batch, chunk = np.array(order).T
+    stage = chunk * turns.pp + rank
+    own = turns.half * forward + stage * turns.micro_batches + micro_batch
+    first = np.where(forward, stage == 0, stage == turns.stages - 1)
+    source = own + np.where(forward, -turns.micro_batches, turns.micro_batches)
+    return own.tolist(), np.where(first, NONE, source).tolist()
+
+
+def _warm(turns: Turns, rank: int) -> int:
+    """The number of passes of a rank's warm-up."""
+    order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
+    return max(0, next(index for index, item in enumerate(order) if not item.forward) - 1)
+
+
+def _copies(turns: Turns, copies: Copies, rank: int) -> dict[int, list[tuple[int, int]]]:
+    """By kind of event: the positions in a rank's order where copies back begin, and where compute
+    waits for copies to the host, with the numbers of their forwards, as in
+    lowering/rank_steps.py.  Copies back of a whole chunk begin with the backward before the
+    chunk's own, those of a chunk's last layer with the pass before, but both after the chunk's
+    forward."""
+    found: dict[int, list[tuple[int, int]]] = {FETCH: [], FREE: []}
+    forward_at: dict[int, int] = {}
+    half, stride, previous = turns.half, turns.micro_batches, -1
+    order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
+    for index, (forward, micro_batch, chunk) in enumerate(order):
+        number = half + (chunk * turns.pp + rank) * stride + micro_batch
+        if forward:
+            forward_at[number] = index
+            if index + copies.release_lag < len(order):
+                found[FREE].append((index + copies.release_lag, number))
+            continue
+        beside = previous if copies.whole and previous >= 0 else index - 1
+        found[FETCH].append((max(beside, forward_at[number] + 1), number))
+        previous = index
+    return {kind: due for kind, due in found.items() if due}
