@@ -10,8 +10,9 @@ from rematbench.program.action import STREAM_INDEX, Action
 from rematbench.program.program import parse_program
 from rematbench.simulate.macro import macro_of
 from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.rows import rows_of
+from rematbench.simulate.rows import rows_with
 from rematbench.simulate.step import HOST, DeadlockError, simulate
+from rematbench.simulate.timing import timings
 from tests.problems import layers, problem, slots
 
 
@@ -41,7 +42,7 @@ def test_a_block_is_a_max_plus_map() -> None:
         "F0.0 compute L0.b r=L0.x n=2\n"
     )
     (block,) = parse_program(text).ranks[0].blocks
-    macro = macro_of(rows_of(block, 0, lambda action, rank: float(action.nbytes)))
+    macro = macro_of(rows_with(block, 0, timings(lambda action, rank: float(action.nbytes))))
     compute, d2h, event = STREAM_INDEX["compute"], STREAM_INDEX["d2h"], HOST + 1
     assert macro.waits == ("h2d",)
     assert {target: dict(terms) for target, terms in macro.streams} == {

@@ -24,13 +24,13 @@ from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.search import answer, questions
 from rematbench.search.arms import Arm, Tree
+from rematbench.search.events import Turns, in_order
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
 from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
-from rematbench.search.events import Turns, in_order
 from rematbench.simulate.breakdown import PARTS
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError

@@ -16,13 +16,13 @@ from rematbench.plugins.discover import discover
 from rematbench.search import trial
 from rematbench.search.arms import Arm, Scalar, Single
 from rematbench.search.bounds import Bounds
+from rematbench.search.events import FETCH, FREE, Copies, Turns, events
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.pinned import Pinned
 from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed
 from rematbench.search.trial import planned_at
-from rematbench.search.events import FETCH, FREE, Copies, Turns, events
 from rematbench.spec.load import load_model
 from rematbench.spec.problemspec import ProblemSpec
 

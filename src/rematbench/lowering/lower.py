@@ -1,7 +1,9 @@
 """Plan -> actions: the only place that expands a plan.  Both readers see only actions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+
+from msgspec.structs import replace
 
 from rematbench.lowering.block_cache import BlockCache, PassClass
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
@@ -39,21 +41,31 @@ from rematbench.problem import Problem, completed_after_backward, tied_on_one_ra
 from rematbench.program.program import Block, Program, RankProgram, Step
 
 
-def lower(plan: Plan, problem: Problem) -> Program:
-    """Expand a plan into the actions of every rank; PlanError names what cannot be lowered."""
+def lower(
+    plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
+) -> Program:
+    """Expand a plan into the actions of every rank; PlanError names what cannot be lowered.
+    `only`: the ranks that are lowered; the others stay empty.  `partly`: some rules may match
+    nothing on these ranks."""
     _check_plan(plan, problem)
     shared = BlockCache()
-    lowerings = [_RankLowering(plan, problem, rank, shared) for rank in range(problem.layout.pp)]
+    every = range(problem.layout.pp)
+    wanted = every if only is None else only
+    lowerings = {rank: _RankLowering(plan, problem, rank, shared) for rank in wanted}
+    empty = RankProgram(rank=0, blocks=(), steps=())
     program = Program(
-        ranks=tuple(lowering.run() for lowering in lowerings),
+        ranks=tuple(
+            lowerings[rank].run() if rank in lowerings else replace(empty, rank=rank)
+            for rank in every
+        ),
         planned=plan.addresses == "planned",
         expandable=problem.system.expandable_segments,
     )
-    matched = {index for lowering in lowerings for index in lowering.matched}
+    matched = {index for lowering in lowerings.values() for index in lowering.matched}
     idle = unmatched(plan, matched)
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     known = {name for table in tables for name in table.activations}
-    if idle:
+    if idle and not partly:
         raise PlanError(f"rule matches no saved tensor: {said(idle[0].select, known)}")
     check_names(plan, known)
     return program

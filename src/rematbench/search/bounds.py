@@ -189,16 +189,15 @@ def peak_bound(
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
         by_layer = moves.granularity == "layer"
         if by_layer:
-            known = (chunk.more >= 0) & ((c.count > 1) | (c.pp == 1))
-            pools = np.where(known, chunk.base.pool_bytes, 0.0)
+            pools = np.where(_fills_slots(c, chunk), chunk.base.pool_bytes, 0.0)
         if rank == 2 and c.waits.any():
             filled = np.minimum(moves.reload_slots, c.count)
             copying = np.where(c.waits, np.minimum(copying, c.count - filled), copying)
             each = np.where(c.waits, waiting.copied_bytes, each)
+            copied = np.where(c.waits, _copied_beside(c, copying) * each, copied)
             slots = _rest_pool_bytes(rest) if by_layer else filled * waiting.copied_bytes
             pools = np.where(c.waits, slots, pools)
-            in_slots = chunk.base.pool_bytes if by_layer else 0.0
-            high = np.where(c.waits, high - in_slots, high)
+            high = high - np.where(c.waits & by_layer, chunk.base.pool_bytes, 0.0)
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         backward = own + copied + np.maximum(0.0, high)
@@ -209,6 +208,19 @@ def peak_bound(
     return np.where(
         c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends
     )
+
+
+def _fills_slots(columns: Columns, chunk: Total) -> NDArray[np.bool_]:
+    """Whether a chunk's layers use the slots of a probe's chunk."""
+    known: NDArray[np.bool_] = (chunk.more >= 0) & ((columns.count > 1) | (columns.pp == 1))
+    return known
+
+
+def _copied_beside(columns: Columns, copying: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Passes of the model's waiting last chunk that are still being copied beside the first
+    backward: neither its own nor the next one, which come back."""
+    found: NDArray[np.int64] = np.minimum(copying, np.maximum(0, columns.count - 2))
+    return found
 
 
 def _rest_pool_bytes(rest: Total) -> Array:

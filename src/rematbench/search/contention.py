@@ -111,6 +111,16 @@ def _by_layer(turns: Turns, made: Stages, _: Transfers) -> float:
     return float(np.sum(times * np.where(inside[other] > 0.0, both, 0.0)))
 
 
+HIDDEN = 0.5
+"""Copies that take less than this share of the forward beside them are not timed again: no wait for
+them is near."""
+
+
+def hidden(cost: CostModel, chunk: ChunkCost, crowd: Crowd) -> bool:
+    """Whether a chunk's copies by layer hide well behind its forward, beside `crowd` too."""
+    return cost.copy_s(chunk.out_bytes, "d2h", crowd) < HIDDEN * chunk.forward.compute_s
+
+
 def sent_bytes(problem: Problem) -> float:
     """Bytes of a micro-batch's messages to other nodes, as one GPU of each rank sends them:
     forwards to the next rank, backwards to the one before; only the model's ends send none."""

@@ -1,13 +1,16 @@
 """The costs of a chunk's passes, read from the blocks of a probe's program."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import takewhile
 from math import fsum
+from operator import add
 from typing import Any, NamedTuple
 
-from rematbench.program.action import Kind
+from msgspec.structs import replace
+
+from rematbench.program.action import Action, Kind
 from rematbench.program.ledger import Profile, pool_bytes
 from rematbench.program.program import Block, Program
 from rematbench.simulate.contention import KERNELS, by_layer, trailing_bytes
@@ -15,7 +18,7 @@ from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_with
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import HOST
-from rematbench.simulate.timing import TIMELESS, Timing
+from rematbench.simulate.timing import Timing
 
 
 class PassCost(NamedTuple):
@@ -78,6 +81,13 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
         for a, b in ((one.forward, other.forward), (one.backward, other.backward))
     )
     return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
+
+
+def behind_embedding(chunk: ChunkCost, first: ChunkCost, inner: ChunkCost) -> ChunkCost:
+    """The costs of a chunk behind the embedding, from those of the same chunk on an inner rank:
+    forwards begin with the embedding and backwards end with it, so it adds to every plan what it
+    adds to one (`first`: this plan's costs on the first rank, `inner`: on an inner one)."""
+    return combined(chunk, further(first, inner), add)
 
 
 class Chunk:
@@ -158,20 +168,18 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
     return found
 
 
-def _kernels(block: Block, taken: Mapping[int, Timing]) -> tuple[float, float]:
+def _kernels(timed: Sequence[tuple[Action, Timing]]) -> tuple[float, float]:
     """Seconds of a block's kernels, and seconds until the last of them ends if it begins as soon as
-    the host has issued it.  `taken`: timings by the identity of the action."""
+    the host has issued it."""
     issued = end = 0.0
     kernels = []
-    for action in block.actions:
-        if action.kind in TIMELESS:
-            continue
-        seconds, issue, _ = taken[id(action)]
+    for action, (seconds, issue, _) in timed:
         issued += issue
-        if seconds and action.stream == "compute":
-            end = issued + seconds
-        if action.kind in KERNELS:
-            kernels.append(seconds)
+        if seconds:
+            if action.stream == "compute":
+                end = issued + seconds
+            if action.kind in KERNELS:
+                kernels.append(seconds)
     return fsum(kernels), end
 
 
@@ -183,10 +191,15 @@ def pass_bytes(profile: Profile) -> PassCost:
 
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
-    timed = (action for action in block.actions if action.kind not in TIMELESS)
-    taken = {id(action): costs.timing(action, rank) for action in timed}
-    macro = macro_of(rows_with(block, rank, lambda action, _: taken[id(action)]))
-    kernel_s, called_s = _kernels(block, taken)
+    timed: list[tuple[Action, Timing]] = []
+
+    def timing(action: Action, rank: int) -> Timing:
+        found = costs.timing(action, rank)
+        timed.append((action, found))
+        return found
+
+    macro = macro_of(rows_with(replace(block, periods=None), rank, timing))
+    kernel_s, called_s = _kernels(timed)
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
     landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST

@@ -10,35 +10,19 @@ data parallelism and number of micro-batches: streams beside compute are left ou
 its link to itself.
 """
 
-from collections.abc import Callable
-from dataclasses import replace as replaced
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
 from math import floor
 from typing import NamedTuple
 
-from msgspec.json import encode
-from msgspec.structs import replace
-
-from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.cost.copies import ALONE, Crowd
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import resolve
-from rematbench.lowering.lower import lower
-from rematbench.plan import Plan, PlanError, Transfers, Unsupported
+from rematbench.plan import PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.program.ledger import program_profiles
-from rematbench.program.program import Program
-from rematbench.search.kernels import placed_alike
-from rematbench.search.passes import Chunk, ChunkCost, further
-from rematbench.search.pinned import Pinned, leaves, pinned_of
-from rematbench.simulate.seconds import ActionCosts
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout, LayoutError
-
-MICRO_BATCHES = 5
-"""Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
+from rematbench.search.passes import ChunkCost, behind_embedding, further
+from rematbench.search.pinned import Pinned, leaves
+from rematbench.search.small import Known, Measured, Small, small_problem
+from rematbench.spec.layout import LayoutError
 
 STEPS = 1024
 """Numbers of a crowd are rounded down to a multiple of 1 / STEPS."""
@@ -69,7 +53,7 @@ class Probe:
     seconds."""
 
     def __init__(
-        self, made: "Measured", pinned: Pinned, lines: "Callable[[Crowd | None], Facts]"
+        self, made: Measured, pinned: Pinned, lines: Callable[[Crowd | None], Facts]
     ) -> None:
         self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
         self._made, self._lines = made, lines
@@ -108,41 +92,6 @@ class Refused(NamedTuple):
 
     reason: str
     layers: int = 0
-
-
-class Lowered:
-    """A plan's program for a probe, and the chunk of each of its ranks."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        profiles = program_profiles(program)
-        self.chunks = [Chunk(program, rank, own) for rank, own in enumerate(profiles)]
-
-
-Known = dict[bytes, dict[bytes, Lowered]]
-"""Lowered programs by the encoded small problem (without its cluster), then by `same_plan`."""
-
-
-def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
-    """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
-    and enough copies of the model to fill whole nodes, each with the micro-batches of a probe."""
-    micro_batches = MICRO_BATCHES if pp > 1 else 2
-    if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
-        count = micro_batches * layout.replicas * layout.micro_batch
-        return replace(layout, global_batch=count)
-    for copies in range(1, gpus_per_node + 1):
-        dp = layout.ulysses * copies
-        gpus = layout.tp * layout.cp * pp * dp
-        if gpus <= gpus_per_node or gpus % gpus_per_node == 0:
-            break
-    return replace(
-        layout,
-        pp=pp,
-        vpp=1,
-        dp=dp,
-        zero_stage=1,
-        global_batch=micro_batches * copies * layout.micro_batch,
-    )
 
 
 class Prober:
@@ -186,16 +135,20 @@ class Prober:
         made = self._measured(method, (least, least, least + 1, ends))
         if isinstance(made, Refused):
             return made
-        ended = made
+        ended, keep = made, self._keeping
         copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
         if made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]:
-            more = self._measured(method, (least, least, least, ends + 1))
+            more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
             if isinstance(more, Refused):
                 return more
             ended = more
 
         def lines(crowd: Crowd | None) -> Facts:
-            first, middle, deeper, last = (made.cost(rank, crowd) for rank in range(4))
+            middle, deeper, last = (made.cost(rank, crowd) for rank in (1, 2, 3))
+            if 0 in made.ranks:
+                first = made.cost(0, crowd)
+            else:
+                first = behind_embedding(middle, keep.cost(0, crowd), keep.cost(1, crowd))
             slope = ending = further(deeper, middle)
             if ended is not made:  # no copies of the last rank's chunk
                 ending = further(ended.cost(3, crowd), last)
@@ -205,19 +158,34 @@ class Prober:
 
         return Probe(made, made.pinned, lines)
 
-    def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
-        """A method's plan with `sizes` layers on the ranks, lowered."""
+    @cached_property
+    def _keeping(self) -> Measured:
+        """The plan that keeps everything, in a pipeline."""
+        small = self._small((1, 1, 2, 1))
+        return Measured(small, small.base, small.ranks)
+
+    def _small(self, sizes: tuple[int, ...]) -> Small:
         if sizes not in self.smalls:
-            self.smalls[sizes] = _small(self.problem, sizes, self.known)
-        small = self.smalls[sizes]
+            self.smalls[sizes] = small_problem(self.problem, sizes, self.known)
+        return self.smalls[sizes]
+
+    def _measured(
+        self, method: Composition, sizes: tuple[int, ...], ranks: Sequence[int] = ()
+    ) -> Measured | Refused:
+        """A method's plan with `sizes` layers on the ranks.  Of a pipeline's ranks the given ones
+        are lowered, else all but a first rank that is like the second but for the embedding."""
+        small = self._small(sizes)
         try:
             plan = method.plan(small.problem, small.base)
             if isinstance(plan, Unsupported):
                 return Refused(plan.reason)
             if sizes[0] < (layers := _rhythm(plan.transfers)):
                 return Refused(f"copies by layer have no rhythm yet after {sizes[0]}", layers)
-            self.layers += sum(sizes)
-            return Measured(small, plan)
+            if not ranks:
+                spared = not self.single and plan != small.base and small.alike(plan)
+                ranks = small.ranks[1:] if spared else small.ranks
+            self.layers += sum(sizes[rank] for rank in ranks)
+            return Measured(small, plan, ranks)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
 
@@ -226,112 +194,3 @@ def _rhythm(moves: Transfers) -> int:
     """Layers after which a further layer waits for the copies of an earlier one: copies by layer
     have it once every reload slot is in use.  Passes of more layers take no less for each."""
     return moves.reload_slots + 1 if moves.granularity == "layer" else 1
-
-
-class Small(NamedTuple):
-    """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
-    copies are beside, and by plan its lowered programs and, also by rank and crowd, the costs of
-    their chunks with seconds."""
-
-    problem: Problem
-    base: Plan
-    costs: dict[Crowd, ActionCosts]
-    lowered: dict[bytes, Lowered]
-    chunks: dict[tuple[bytes, int, Crowd], ChunkCost]
-
-
-NO_COMMUNICATION = 1e-9
-"""Factor on the seconds of a probe's collectives, where a probe's groups may lie worse on nodes
-than a layout's groups: a bound may not count them."""
-
-
-def _same_copies(problem: Problem) -> Cluster:
-    """The cluster, on which copies run at the problem's rates with any number of ranks: a probe has
-    other ranks on a node, which would share links and DRAM otherwise."""
-    alone, both = problem.cost.copy_bytes_per_s(), ALONE._replace(both=1.0)
-    return replace(
-        problem.cluster,
-        pcie_bytes_per_s=alone,
-        pcie_gpus_per_link=1,
-        dram_bytes_per_s=None,
-        d2h_beside_h2d=problem.cost.copy_bytes_per_s("d2h", both) / alone,
-        h2d_beside_d2h=problem.cost.copy_bytes_per_s("h2d", both) / alone,
-    )
-
-
-def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
-    """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
-    model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
-    model = problem.workload.model
-    windows = sorted(
-        set(model.attention_window), key=lambda window: window or problem.workload.seq_len
-    )
-    work = replace(
-        problem.workload,
-        model=replace(
-            model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)
-        ),
-    )
-    system = replace(
-        problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
-    )
-    if not placed_alike(problem):
-        scales = replace(system.scales, communication=NO_COMMUNICATION)
-        system = replace(system, scales=scales)
-    small = replaced(
-        problem,
-        workload=work,
-        cluster=_same_copies(problem),
-        system=system,
-        layout=alone(problem.layout, problem.cluster.gpus_per_node, len(sizes)),
-        _memo={},
-        _weights={},
-    )
-    ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
-    base = replace(small.base_plan, partition=partition)
-    same = encode((work, system, small.layout, small.attention, sizes))
-    return Small(small, base, {}, known.setdefault(same, {}), {})
-
-
-class Measured:
-    """A plan of a small problem, lowered: its kinds of change, its transfers, and what the chunk of
-    the second rank (or of the only one) copies to the host."""
-
-    def __init__(self, small: Small, plan: Plan) -> None:
-        self.small, self.plan, self.same = small, plan, same_plan(plan)
-        if self.same not in small.lowered:
-            small.lowered[self.same] = Lowered(lower(plan, small.problem))
-        self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
-        self.pinned = pinned_of(plan, small.lowered[self.same].program)
-
-    def end_bytes(self) -> tuple[int, ...]:
-        """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
-        pass; none where copies may reach the head."""
-        selects = [rule.select for rule in self.plan.rules]
-        reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
-        if any(parts is None or "head" in parts for parts in reach):
-            return (0,)
-        if any(select.phases or select.micro_batches for select in selects):
-            return (0,)  # other passes may keep less
-        problem, plan = self.small.problem, self.plan
-        last = plan.partition[-1][-1]
-        chunk = ChunkOps(problem, problem.layout.pp - 1, 0, last, plan.mini_sequences, plan.held)
-        fates, _ = resolve(plan, chunk.sites, "steady", 0)
-        kept = [0] * (len(last) + 1)  # of the head, and of the layers from the last one on
-        for (part, layer, _), fate in fates.items():
-            kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
-        return tuple(accumulate(kept))
-
-    def cost(self, rank: int, crowd: Crowd | None) -> ChunkCost:
-        """The costs of a rank's chunk, with seconds where copies are beside `crowd`, or without
-        seconds."""
-        small, chunk = self.small, self.small.lowered[self.same].chunks[rank]
-        if crowd is None:
-            return chunk.nbytes
-        key = (self.same, rank, crowd)
-        if key not in small.chunks:
-            if crowd not in small.costs:
-                small.costs[crowd] = ActionCosts(small.problem, crowd=crowd)
-            small.chunks[key] = chunk.timed(small.costs[crowd])
-        return small.chunks[key]

@@ -25,7 +25,7 @@ from rematbench.search.bounds import (
     step_bound,
 )
 from rematbench.search.columns import Array, Columns
-from rematbench.search.contention import CopyBound, least_crowd, sent_bytes, stages
+from rematbench.search.contention import CopyBound, hidden, least_crowd, sent_bytes, stages
 from rematbench.search.end import after_passes, host_update_s
 from rematbench.search.highs import chord, height, no_cost, only_kept
 from rematbench.search.kernels import layer_cost
@@ -306,7 +306,7 @@ class Shard:
         made = stages(facts, sizes, waits=waits)
         crowd = least_crowd(cost, frame.turns, made, moves.transfers, frame.sent_bytes)
         if moves.transfers.granularity == "layer":
-            if arm.line is None and crowd != ALONE:
+            if arm.line is None and not hidden(cost, facts.middle.base, crowd):
                 made = stages(moves.beside(crowd), sizes, waits=waits)
             crowd = ALONE
         found = tightened(frame, made, moves.transfers, crowd, cost)

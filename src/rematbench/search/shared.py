@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from rematbench.choose.programs import Programs
-from rematbench.search.probe import Known
+from rematbench.search.small import Known
 
 
 class Shared(NamedTuple):

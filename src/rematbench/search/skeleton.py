@@ -22,7 +22,7 @@ from rematbench.search.passes import ChunkCost, PassCost
 from rematbench.search.probe import Line
 from rematbench.search.walk import Beside, Pieces, Rules, walked, walked_beside
 from rematbench.simulate.macro import COMPUTE, macro_of
-from rematbench.simulate.rows import rows_of
+from rematbench.simulate.rows import rows_with
 from rematbench.simulate.seconds import ActionCosts
 
 
@@ -112,7 +112,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
 
 def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
     """Seconds by which some blocks move the compute clock of a rank."""
-    macro = macro_of(*(rows_of(block, rank, costs) for block in blocks))
+    macro = macro_of(*(rows_with(block, rank, costs.timing) for block in blocks))
     ends = dict(macro.streams)
     return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rematbench.program.program import Program, RankProgram, Step
 from rematbench.simulate.macro import Macro, Motion, macro_of, motion_of, prune
-from rematbench.simulate.rows import NEVER, RowBlock, rows_of
+from rematbench.simulate.rows import NEVER, RowBlock, rows_with
 from rematbench.simulate.step import (
     Clock,
     MessageKey,
@@ -20,7 +20,7 @@ from rematbench.simulate.step import (
     compile_program,
     drive,
 )
-from rematbench.simulate.timing import Seconds
+from rematbench.simulate.timing import Seconds, timings
 
 
 class Runs(NamedTuple):
@@ -90,7 +90,8 @@ def _fused(blocks: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]) -> M
 
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     """Chunk-level times of a program (equal to `simulate` up to rounding)."""
-    code = compile_program(program, seconds, lambda b, rank: rows_of(b, rank, seconds))
+    timing = timings(seconds)
+    code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
     known: dict[tuple[int, ...], Macro] = {}
     steps = [rank_macros(r, c, known) for r, c in zip(program.ranks, code, strict=True)]
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]

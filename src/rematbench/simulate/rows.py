@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local, later_event
 from rematbench.program.program import Block
-from rematbench.simulate.timing import TIMELESS, Seconds, Timing, timings
+from rematbench.simulate.timing import TIMELESS, Timing
 
 NO_STREAM = -1
 NEVER = float("-inf")
@@ -63,11 +63,6 @@ class RowBlock(NamedTuple):
     receives: tuple[str, ...]
     shared: tuple[str, ...]
     busy_s: tuple[float, ...]
-
-
-def rows_of(block: Block, rank: int, seconds: Seconds) -> RowBlock:
-    """Compile a block into rows, with the costs of its actions."""
-    return rows_with(block, rank, timings(seconds))
 
 
 def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) -> RowBlock:
