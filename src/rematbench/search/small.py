@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.cost.copies import ALONE, Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import covered, resolve
+from rematbench.lowering.fates import ChunkPlace, covered, resolve
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -91,11 +91,12 @@ class Small(NamedTuple):
             return False
         if self.problem.embedding.saved or plan.partition != self.base.partition:
             return False
-        one, other = (
-            ChunkOps(self.problem, rank, 0, plan.partition[rank][0]).where for rank in (0, 1)
-        )
-        same = len(one.layers) == len(other.layers)
-        return same and covered(plan.rules, one) == covered(plan.rules, other)
+        layers = [plan.partition[rank][0] for rank in (0, 1)]
+        reached = [
+            covered(plan.rules, ChunkPlace(stage=rank, chunk=0, layers=own))
+            for rank, own in enumerate(layers)
+        ]
+        return len(layers[0]) == len(layers[1]) and reached[0] == reached[1]
 
 
 NO_COMMUNICATION = 1e-9
