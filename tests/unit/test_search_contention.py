@@ -1,0 +1,253 @@
+"""What the bounds of a search know of work beside copies, of periods that repeat, and of the
+embedding; and that a search that is over leaves nothing behind."""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+from weakref import ref
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rematbench.cost.copies import ALONE
+from rematbench.lowering.lower import lower
+from rematbench.plan import Offload, Plan, Recompute, Rule, Select
+from rematbench.search import walk
+from rematbench.search.arms import Arm, Single
+from rematbench.search.bounds import Bounds
+from rematbench.search.contention import least_crowd, stages
+from rematbench.search.events import NONE, Copies, Turns, events, shortened
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.passes import behind_embedding
+from rematbench.search.probe import Probe, Prober, Refused
+from rematbench.search.shard import Shard
+from rematbench.search.small import Measured
+from rematbench.search.space import Fixed
+from rematbench.search.trial import planned_at
+from rematbench.search.walk import Beside, Pieces, Rules, walked, walked_beside
+from rematbench.simulate.evaluate import evaluate_program
+from rematbench.simulate.seconds import ActionCosts
+from rematbench.spec.problemspec import ProblemSpec
+
+
+def job(model: str = "llama-65b", **changes: int) -> SearchJob:
+    """Two nodes with a link between them, which pipeline messages cross."""
+    spec = ProblemSpec(
+        model=model, cluster="a800-80gb", system="megatron-kwai", gpus=16, seq_len=4096,
+        global_batch=64,
+    )  # fmt: skip
+    fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, **changes)
+    return SearchJob(Asked(spec=spec, fixed=fixed, within=0.01))
+
+
+def even(made: SearchJob) -> tuple[Shard, int]:
+    """The one layout whose ends have as many layers as the others, in its shard."""
+    return next(
+        (made._shard(at), index)
+        for at, cut in enumerate(made._cuts)
+        for index, choice in enumerate(cut)
+        if choice.even
+    )
+
+
+METHODS = ("memo:alpha=0.25", "memo:alpha=1.0", "pp_offload:alpha=0.5")
+DEPTHS = ((4, 1), (4, 4), (8, 2), (8, 5), (16, 5))
+
+
+@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize(("pp", "vpp"), DEPTHS)
+def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int, vpp: int) -> None:
+    """Near the simulator's numbers, and never above them."""
+    made = job(tp=1, pp=pp, vpp=vpp)
+    shard, index = even(made)
+    choice, site = shard.choices[index], shard.site(index)
+    plan = planned_at(choice, site.problem, text, made.registry)
+    assert isinstance(plan, Plan)
+    real = ActionCosts(site.problem, lower(plan, site.problem)).crowd
+    probe = shard.probe(Arm((Single(text.split(":", maxsplit=1)[0], text),)))
+    assert isinstance(probe, Probe)
+    found = stages(probe.facts, choice.sizes, waits=bool(shard.columns.waits[index]))
+    frame = site.frame
+    least = least_crowd(site.problem.cost, frame.turns, found, plan.transfers, frame.sent_bytes)
+    for name, most, bound in zip(real._fields, real, least, strict=True):
+        assert bound <= most * (1 + 1e-12), name
+    assert least.drawn >= 0.9 * real.drawn > 0.0
+    assert least.sent_per_d2h >= 0.85 * real.sent_per_d2h
+    assert least.both >= 0.7 * real.both
+    assert real.sent_per_d2h > 0.0
+
+
+@pytest.mark.parametrize(("alpha", "near", "closed"), [(0.25, 0.97, 0.87), (1.0, 0.85, 0.65)])
+@pytest.mark.parametrize(("pp", "vpp"), DEPTHS[1:])
+def test_a_step_that_waits_for_its_copies_is_bounded_nearly(
+    alpha: float, near: float, closed: float, pp: int, vpp: int
+) -> None:
+    """With the whole share, chunks of fewer layers than a probe's wait longer than their lines
+    say."""
+    made = job(tp=1, pp=pp, vpp=vpp)
+    shard, index = even(made)
+    site = shard.site(index)
+    arm = Arm((Single("memo", f"memo:alpha={alpha}"),))
+    plan = planned_at(shard.choices[index], site.problem, arm.text(), made.registry)
+    assert isinstance(plan, Plan)
+    step_s = evaluate_program(site.problem, plan, lower(plan, site.problem)).step_s
+    assert near * step_s < shard.tight_s(arm, 1, 1, index) <= step_s
+    bounds = shard.bounds(arm)
+    assert isinstance(bounds, Bounds)
+    assert closed * step_s < bounds.step_s[0, index] <= step_s
+
+
+TURNS = st.builds(
+    lambda pp, vpp, groups, more: Turns(
+        "1f1b" if vpp == 1 else "interleaved_1f1b", pp, vpp, groups * pp + (vpp == 1) * more % pp
+    ),
+    st.integers(2, 5),
+    st.integers(1, 4),
+    st.integers(6, 11),
+    st.integers(0, 4),
+)
+SECONDS = st.floats(0.01, 10.0)
+
+
+@given(turns=TURNS, whole=st.booleans(), lag=st.integers(1, 3))
+def test_no_event_before_a_cut_waits_for_one_after_it(turns: Turns, whole: bool, lag: int) -> None:
+    """A shortened schedule has a whole period between its cuts, on every rank."""
+    short, left_out = shortened(turns)
+    assert left_out * turns.pp == turns.micro_batches - short.micro_batches > 0
+    copies = Copies(whole, lag)
+    parts, (one,) = events(short, copies, cut=True), events(short, copies)
+    columns = [[*chain.from_iterable(part[at] for part in parts)] for at in range(len(one))]
+    assert Counter(zip(*columns, strict=True)) == Counter(zip(*one, strict=True))
+    done = {NONE}
+    for kind, own, source in zip(columns[0], columns[4], columns[5], strict=True):
+        assert source in done
+        if not kind:
+            done.add(own)
+    passes = Counter(
+        rank for kind, rank in zip(parts[1].kind, parts[1].rank, strict=True) if not kind
+    )
+    assert passes == dict.fromkeys(range(turns.pp), 2 * turns.pp * turns.vpp)
+
+
+@given(turns=TURNS, data=st.data())
+def test_a_long_schedule_takes_as_long_as_without_a_leap(turns: Turns, data: st.DataObject) -> None:
+    """Whatever its passes, messages and copies take: also where a rank or the host falls behind."""
+
+    def some(count: int) -> Sequence[float]:
+        return data.draw(st.lists(SECONDS, min_size=count, max_size=count))
+
+    several = 2 * turns.stages
+    pieces = Pieces(some(several), some(several), some(several), some(several))
+    rules = Rules(data.draw(st.booleans()), data.draw(st.booleans()))
+    copies = Copies(data.draw(st.booleans()), 2)
+    beside = Beside(
+        some(turns.stages), some(turns.stages), some(turns.stages), data.draw(st.booleans())
+    )
+    begun = some(turns.pp)
+
+    def both() -> list[float]:
+        alone = walked(turns, pieces, rules, begun)
+        return alone + walked_beside(turns, copies, pieces, beside, rules, begun)
+
+    found = both()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walk, "shortened", lambda turns: (turns, 0))
+        assert both() == pytest.approx(found, rel=1e-8)
+
+
+def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's passes are then its whole step, but for the pipeline's bubble."""
+    turns = Turns("interleaved_1f1b", 4, 2, 400)
+    same = [1.0] * (2 * turns.stages)
+    pieces = Pieces(same, same, [0.1] * len(same), [0.0] * len(same))
+    leaps: list[bool] = []
+    whole = walk.Clocks.leap
+
+    def noted(*args: Any) -> bool:
+        leaps.append(whole(*args))
+        return leaps[-1]
+
+    monkeypatch.setattr(walk.Clocks, "leap", noted)
+    ends = walked(turns, pieces, Rules(False, False), [0.0] * turns.pp)
+    assert leaps == [True]
+    assert max(ends) == pytest.approx(400 * 2 * 2 + 3 * 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "full_recompute",
+        "balanced_checkpointing",
+        "memo:alpha=0.5",
+        "pp_offload:alpha=0.75",
+        "mst:mlp_chunks=4,head_chunks=4",
+        "balanced_checkpointing+memo:alpha=1.0+mst:mlp_chunks=2,head_chunks=2",
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
+    """A probe that leaves out its first rank finds what a lowered first rank says."""
+    made = job(tp=tp, pp=4, vpp=1)
+    shard, _ = even(made)
+    found = shard.probe(Arm((Single("", text),)))
+    assert isinstance(found, Probe)
+    known = found._made
+    assert tuple(known.ranks) == (1, 2, 3)
+    whole = Measured(known.small, known.plan, known.small.ranks)
+    keep = Prober(shard.problem, {})._keeping
+    for crowd in (None, ALONE):
+        inner = whole.cost(1, crowd)
+        first = behind_embedding(inner, keep.cost(0, crowd), keep.cost(1, crowd))
+        assert known.cost(1, crowd) == inner
+        real = whole.cost(0, crowd)
+        for one, other in zip(first[:2], real[:2], strict=True):
+            assert one._replace(landed_s=0.0) == pytest.approx(
+                other._replace(landed_s=0.0), rel=1e-9, abs=1e-12
+            )
+        assert first[2:] == pytest.approx(real[2:], rel=1e-9)
+        facts = found.nbytes if crowd is None else found.facts
+        assert facts.first.base == first
+
+
+def test_a_first_rank_that_a_plan_treats_otherwise_is_lowered() -> None:
+    """By the stages or the layers that a rule selects."""
+    shard, _ = even(job(tp=1, pp=4, vpp=1))
+    small = Prober(shard.problem, {})._small((1, 1, 2, 1))
+    for fate in (Recompute(scope="layer"), Offload()):
+        assert small.alike(small.base.with_rules(Rule(Select(activations=("fc1",)), fate)))
+        for select in (Select(stages=(0,)), Select(layers=(0, 2)), Select(stages=(1, 2, 3))):
+            assert not small.alike(small.base.with_rules(Rule(select, fate)))
+    assert small.alike(small.base.with_rules(Rule(Select(layers=(0, 1)), Offload())))
+
+
+def test_ranks_that_are_not_wanted_stay_empty() -> None:
+    """The others are lowered as in the whole program."""
+    shard, index = even(job(tp=1, pp=4, vpp=2))
+    problem = shard.site(index).problem
+    whole, some = lower(problem.base_plan, problem), lower(problem.base_plan, problem, (1, 3))
+    assert [bool(rank.steps) for rank in some.ranks] == [False, True, False, True]
+    assert [some.ranks[rank].text() for rank in (1, 3)] == [
+        whole.ranks[rank].text() for rank in (1, 3)
+    ]
+
+
+def test_a_search_that_is_over_is_freed_at_once() -> None:
+    """Its programs are large, and cycles of references would keep them until a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        made = job("llama-7b", tp=2, pp=4)
+        search = made.search()
+        found = [tried for tried, _ in zip(search.run(), range(300), strict=False) if tried]
+        assert any(tried.evaluation for tried in found)
+        shard = made._shard(0)
+        left: list[Any] = [made, search, shard, shard.problem, shard.site(0).problem]
+        left += shard._probes.values()
+        left = [ref(one) for one in left if not isinstance(one, Refused)]
+        del made, search, shard, found
+        assert [one() for one in left] == [None] * len(left)
+    finally:
+        gc.enable()
