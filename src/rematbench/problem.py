@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
 from typing import Literal, NamedTuple, Protocol
-from weakref import ref
 
 import msgspec
 
@@ -267,14 +266,7 @@ class CostFacade(CostModel):
             calibration=problem.calibration,
             attention=problem.kernel,
         )
-        self._of = ref(problem)  # the problem keeps these costs: no cycle of references
-
-    @property
-    def _problem(self) -> Problem:
-        problem = self._of()
-        if problem is None:
-            raise RuntimeError("the problem of these costs is gone: keep it as long as its costs")
-        return problem
+        self._problem = problem
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Chunk-level step time and peaks of a plan (memoised by the plan's content)."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rematbench.choose.programs import Programs
 from rematbench.cost.copies import ALONE
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
@@ -24,6 +25,7 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.passes import behind_embedding
 from rematbench.search.probe import Probe, Prober, Refused
 from rematbench.search.shard import Shard
+from rematbench.search.shared import Shared
 from rematbench.search.small import Measured
 from rematbench.search.space import Fixed
 from rematbench.search.trial import planned_at
@@ -235,16 +237,20 @@ def test_ranks_that_are_not_wanted_stay_empty() -> None:
 
 
 def test_a_search_that_is_over_is_freed_at_once() -> None:
-    """Its programs are large, and cycles of references would keep them until a collection."""
+    """Its programs are large, and cycles of references would keep them until a collection (those of
+    a problem and its costs remain)."""
     gc.collect()
     gc.disable()
     try:
         made = job("llama-7b", tp=2, pp=4)
+        made.shared = Shared({}, Programs())
         search = made.search()
         found = [tried for tried, _ in zip(search.run(), range(300), strict=False) if tried]
         assert any(tried.evaluation for tried in found)
         shard = made._shard(0)
-        left: list[Any] = [made, search, shard, shard.problem, shard.site(0).problem]
+        left: list[Any] = [made, search, shard, made.shared.programs]
+        assert made.shared.programs
+        left += made.shared.programs._lowered.values()
         left += shard._probes.values()
         left = [ref(one) for one in left if not isinstance(one, Refused)]
         del made, search, shard, found

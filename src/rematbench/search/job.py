@@ -7,12 +7,14 @@ from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.outcome import hosting, make_problem
+from rematbench.choose.programs import Programs
 from rematbench.packages.flags import Engines
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan, PlanError
@@ -208,8 +210,9 @@ class SearchJob:
         as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
-        if self.shared.programs:
-            problem = replaced(problem, weigher=self.shared.programs.weigh)
+        if self.shared.programs:  # a problem and its costs hold each other, but no programs
+            weigher = partial(Programs.weigh, proxy(self.shared.programs))
+            problem = replaced(problem, weigher=weigher)
         return _reserving(self.asked.reserve_gib, problem)
 
 
