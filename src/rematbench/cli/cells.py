@@ -103,7 +103,7 @@ def run_cells(
     \b
     Example:
       rematbench run-cells config/measure.yaml --store results/measure/cells
-        --bundle keep_all.1x2.0 -o results/measure/bundles/keep_all.1x2.0.json
+        --bundle keep_all.1x2.0 -o bundle.json
     """
     need_file("-o", output)
     campaign = _campaign(suite, cluster, methods)

@@ -250,6 +250,8 @@ def timeline(
 
     \b
     Example:
+      rematbench simulate keep_all --model llama-7b --cluster a800-80gb --gpus 4
+        --seq-len 4096 --global-batch 16 --pp 4 --out run.json
       rematbench timeline run.json -o trace.json
       rematbench timeline keep_all --model llama-7b --cluster a800-80gb --gpus 4
         --seq-len 4096 --global-batch 16 --pp 4 -o trace.json

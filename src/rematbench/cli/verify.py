@@ -84,7 +84,7 @@ def retrace(
     \b
     Example:
       rematbench retrace config/traced.yaml llama-65b-figure7.keep_all.0
-        --committed results/measured/traced -o build/retraced.txt
+        --committed results/measured/traced -o retraced.txt
     """
     need_file("-o", output)
     if importlib.util.find_spec("torch") is None:
