@@ -73,7 +73,9 @@ def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int,
     assert isinstance(probe, Probe)
     found = stages(probe.facts, choice.sizes, waits=bool(shard.columns.waits[index]))
     frame = site.frame
-    least = least_crowd(site.problem.cost, frame.turns, found, plan.transfers, frame.sent_bytes)
+    least = least_crowd(
+        site.problem.cost, frame.turns, found, plan.transfers, float(shard.sent_bytes[index])
+    )
     for name, most, bound in zip(real._fields, real, least, strict=True):
         assert bound <= most * (1 + 1e-12), name
     assert least.drawn >= 0.9 * real.drawn > 0.0

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.cost.bind import CostModel
-from rematbench.cost.copies import ALONE, Crowd, crowded_bytes_per_s
+from rematbench.cost.copies import Crowd, crowded_bytes_per_s
 from rematbench.plan import MIB, Transfers
 from rematbench.problem import Problem
 from rematbench.search.bounds import Total
@@ -85,8 +85,6 @@ def least_crowd(
     messages to other nodes, as one GPU of each rank sends them."""
     out, back = made.out_bytes, made.back_bytes
     total = fsum(out) + fsum(back)
-    if not total:
-        return ALONE
     rounding = MIB * sum(made.sizes)
     sure = [share * (a + b) for share, a, b in zip(made.surely, out, back, strict=True)]
     busy_s = fsum(made.all(lambda cost: cost.forward.kernel_s + cost.backward.kernel_s))

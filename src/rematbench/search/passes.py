@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from rematbench.program.action import Action, Kind
 from rematbench.program.ledger import Profile, pool_bytes
 from rematbench.program.program import Block, Program
-from rematbench.simulate.contention import KERNELS, by_layer, trailing_bytes
+from rematbench.simulate.contention import KERNELS, copied_bytes, trailing_bytes
 from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_with
 from rematbench.simulate.seconds import ActionCosts
@@ -112,18 +112,21 @@ class Chunk:
         def host(_: Block, profile: Profile) -> int:
             return profile.host_net
 
-        def copied_bytes(kind: Kind) -> Callable[[Block, Profile], int]:
-            return lambda block, _: sum(a.nbytes for a in block.actions if by_layer(a, kind))
+        def out(block: Block, _: Profile) -> int:
+            return copied_bytes(block, Kind.D2H)
 
-        inside_bytes = least("B", copied_bytes(Kind.H2D))
+        def back(block: Block, _: Profile) -> int:
+            return copied_bytes(block, Kind.H2D)
+
+        inside_bytes = least("B", back)
         return ChunkCost(
             forward=_least(pass_bytes(profile) for _, profile in self.blocks["F"]),
             backward=_least(pass_bytes(profile) for _, profile in self.blocks["B"]),
             released_bytes=-least("free_d2h", net),
             out_s=0.0,
             back_s=0.0,
-            out_bytes=sum(least(label, copied_bytes(Kind.D2H)) for label in ("F", "D2H")),
-            back_bytes=inside_bytes + least("H2D", copied_bytes(Kind.H2D)),
+            out_bytes=sum(least(label, out) for label in ("F", "D2H")),
+            back_bytes=inside_bytes + least("H2D", back),
             trailing_bytes=least("F", lambda block, _: trailing_bytes(block)),
             inside_bytes=inside_bytes,
             boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
@@ -198,7 +201,8 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
         timed.append((action, found))
         return found
 
-    macro = macro_of(rows_with(replace(block, periods=None), rank, timing))
+    every = replace(block, periods=None)  # kernels are counted one by one
+    macro = macro_of(rows_with(every, rank, timing))
     kernel_s, called_s = _kernels(timed)
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})

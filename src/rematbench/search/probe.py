@@ -135,7 +135,7 @@ class Prober:
         made = self._measured(method, (least, least, least + 1, ends))
         if isinstance(made, Refused):
             return made
-        ended, keep = made, self._keeping
+        ended = made
         copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
         if made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]:
             more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
@@ -148,6 +148,7 @@ class Prober:
             if 0 in made.ranks:
                 first = made.cost(0, crowd)
             else:
+                keep = self._keeping
                 first = behind_embedding(middle, keep.cost(0, crowd), keep.cost(1, crowd))
             slope = ending = further(deeper, middle)
             if ended is not made:  # no copies of the last rank's chunk

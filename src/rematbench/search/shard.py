@@ -95,6 +95,10 @@ class Shard:
         self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
         self._sites: dict[int, Site] = {}
 
+    def _at(self, layout: Layout) -> Problem:
+        """The problem at one of the shard's layouts, without its reserve."""
+        return replaced(self.problem, layout=layout, _memo={}, _weights={})
+
     @cached_property
     def send_s(self) -> Array:
         """Seconds of a message between neighbouring stages, on the fastest link of any layout."""
@@ -117,7 +121,7 @@ class Shard:
     def _end_s(self, layout: Layout, count: int) -> float:
         key = (layout.dp, layout.pp, layout.zero_stage, count)
         if key not in self._ends_s:
-            problem = replaced(self.problem, layout=layout, _memo={}, _weights={})
+            problem = self._at(layout)
             comms_s = (problem.cost.comm_s(comm, 0) for comm in after_passes(problem, count))
             self._ends_s[key] = fsum((*comms_s, host_update_s(problem, count)))
         return self._ends_s[key]
@@ -128,8 +132,7 @@ class Shard:
         known: dict[tuple[int, int, int], float] = {}
         for lay in (choice.layout for choice in self.choices):
             if (lay.pp, lay.dp, lay.vpp) not in known:
-                at = replaced(self.problem, layout=lay, _memo={}, _weights={})
-                known[lay.pp, lay.dp, lay.vpp] = sent_bytes(at)
+                known[lay.pp, lay.dp, lay.vpp] = sent_bytes(self._at(lay))
         return np.array([known[c.layout.pp, c.layout.dp, c.layout.vpp] for c in self.choices])
 
     @cached_property
@@ -146,8 +149,8 @@ class Shard:
         """What all searches know of the layout at `index`."""
         if index not in self._sites:
             choice = self.choices[index]
-            at = replaced(self.problem, layout=choice.layout, _memo={}, _weights={})
-            self._sites[index] = Site(choice, self._reserving(at), self._shared.programs)
+            problem = self._reserving(self._at(choice.layout))
+            self._sites[index] = Site(choice, problem, self._shared.programs)
         return self._sites[index]
 
     @cached_property
@@ -304,7 +307,10 @@ class Shard:
         cost, sizes, frame = self.problem.cost, self.choices[index].sizes, self.site(index).frame
         waits = bool(self.columns.waits[index])
         made = stages(facts, sizes, waits=waits)
-        crowd = least_crowd(cost, frame.turns, made, moves.transfers, frame.sent_bytes)
+        crowd = ALONE
+        if made.moves:
+            sent_bytes = float(self.sent_bytes[index])
+            crowd = least_crowd(cost, frame.turns, made, moves.transfers, sent_bytes)
         if moves.transfers.granularity == "layer":
             if arm.line is None and not hidden(cost, facts.middle.base, crowd):
                 made = stages(moves.beside(crowd), sizes, waits=waits)

@@ -16,7 +16,7 @@ from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
-from rematbench.search.contention import Stages, at, sent_bytes
+from rematbench.search.contention import Stages, at
 from rematbench.search.events import Copies, Turns
 from rematbench.search.passes import ChunkCost, PassCost
 from rematbench.search.probe import Line
@@ -39,14 +39,12 @@ class Links(NamedTuple):
 class Frame(NamedTuple):
     """The part of a layout's step that does not depend on the fates of activations: the order of
     passes, messages, seconds of each rank's step end, and seconds that compute loses to
-    collectives beside it.  `sent_bytes`: bytes of all messages of a micro-batch to other nodes, as
-    one GPU of each rank sends them."""
+    collectives beside it."""
 
     turns: Turns
     links: Links
     end_s: tuple[float, ...]
     stall_s: tuple[float, ...]
-    sent_bytes: float
 
 
 class _End:
@@ -106,7 +104,6 @@ def frame(problem: Problem, plan: Plan) -> Frame:
         ),
         end_s=end_s,
         stall_s=stall_s,
-        sent_bytes=sent_bytes(problem),
     )
 
 
@@ -151,7 +148,6 @@ class Stage(NamedTuple):
 
 def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
     """The virtual stages of chunks, whose copies and kernels `crowd` slows."""
-    pairs = list(zip(made.lines, made.sizes, strict=True))
 
     def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
         """Seconds of each stage's copies beside other passes."""
@@ -178,17 +174,17 @@ def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
         issued_s = max(issued_s, of("compute_s"), of("called_s"))
         return (of("compute_s") + slower, issued_s, of("host_s"))
 
-    landed_s = (at(role, lambda c: c.backward.landed_s, n) for role, n in pairs)
-    return list(
-        map(
-            Stage,
-            [passed(role, "forward", n) for role, n in pairs],
-            [passed(role, "backward", n) for role, n in pairs],
-            landed_s,
-            copied(lambda c: c.out_s, "d2h"),
-            copied(lambda c: c.back_s, "h2d"),
+    outs, backs = copied(lambda c: c.out_s, "d2h"), copied(lambda c: c.back_s, "h2d")
+    return [
+        Stage(
+            passed(role, "forward", n),
+            passed(role, "backward", n),
+            at(role, lambda c: c.backward.landed_s, n),
+            out_s,
+            back_s,
         )
-    )
+        for role, n, out_s, back_s in zip(made.lines, made.sizes, outs, backs, strict=True)
+    ]
 
 
 def tightened(frame: Frame, made: Stages, moves: Transfers, crowd: Crowd, cost: CostModel) -> float:

@@ -123,7 +123,7 @@ def _walked(
     return clocks.compute
 
 
-Seconds = list[tuple[float, float, float, float]]
+ByPiece = list[tuple[float, float, float, float]]
 """The seconds of `Pieces` by piece."""
 
 
@@ -133,7 +133,7 @@ def walked(turns: Turns, pieces: Pieces, rules: Rules, begun_s: Sequence[float])
     return _walked(turns, None, begun_s, partial(_walk, seconds, rules))
 
 
-def _walk(seconds: Seconds, rules: Rules, found: Events, clocks: Clocks) -> None:
+def _walk(seconds: ByPiece, rules: Rules, found: Events, clocks: Clocks) -> None:
     compute, host, sent = clocks.compute, clocks.host, clocks.sent
     waits, held = rules
     for rank, piece, own, source in zip(
@@ -170,7 +170,7 @@ def walked_beside(
 
 
 def _walk_beside(
-    seconds: Seconds, beside: Beside, rules: Rules, found: Events, clocks: Clocks
+    seconds: ByPiece, beside: Beside, rules: Rules, found: Events, clocks: Clocks
 ) -> None:
     compute, host, out, back = clocks.compute, clocks.host, clocks.out, clocks.back
     sent, gone, here, half = clocks.sent, clocks.gone, clocks.here, clocks.turns.half

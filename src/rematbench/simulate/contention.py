@@ -67,7 +67,7 @@ def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
     labels = {
         block.label
         for block, _ in program.block_runs
-        if any(by_layer(action, kind) for action, _ in block.counted())
+        if any(_by_layer(action, kind) for action, _ in block.counted())
     }
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
@@ -121,7 +121,7 @@ def _moved(program: Program, kind: Kind) -> int:
         action.nbytes * count * runs
         for block, runs in program.block_runs
         for action, count in block.counted()
-        if by_layer(action, kind)
+        if _by_layer(action, kind)
     )
 
 
@@ -160,7 +160,7 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
     if not any(leaving.values()):
         return 0
     coming = {
-        at: sum(action.nbytes for action in block.actions if by_layer(action, Kind.H2D))
+        at: copied_bytes(block, Kind.H2D)
         for at, block in enumerate(rank.blocks)
         if block.label == "B"
     }
@@ -174,12 +174,17 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 
 def trailing_bytes(block: Block) -> int:
     """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
-    copies = [action for action in block.actions if by_layer(action, Kind.D2H)]
+    copies = [action for action in block.actions if _by_layer(action, Kind.D2H)]
     parts = {action.part for action in copies if action.event == "d2h"}
     return sum(action.nbytes for action in copies if action.part in parts)
 
 
-def by_layer(action: Action, kind: Kind) -> bool:
+def copied_bytes(block: Block, kind: Kind) -> int:
+    """Bytes of a block's copies of activations of a kind."""
+    return sum(action.nbytes for action in block.actions if _by_layer(action, kind))
+
+
+def _by_layer(action: Action, kind: Kind) -> bool:
     """Whether an action is a copy of a kind of an activation, and not of states."""
     return action.kind is kind and bool(action.part)
 

@@ -245,11 +245,6 @@ def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
     return True
 
 
-STAGES_ON = {"f": 1, "b": -1, "tied": 0}
-"""How many stages behind its sender's a message's receiver is; 0 for the gradient of a tied
-embedding, which goes to the model's other end."""
-
-
 class Motion(NamedTuple):
     """A macro for the inner loop: every distinct end time once, and the streams, events and
     messages that take each (by index into `ends`)."""
@@ -257,10 +252,8 @@ class Motion(NamedTuple):
     ends: tuple[AffineTerms, ...]
     streams: tuple[tuple[int, int], ...]  # stream, index into ends
     events: tuple[tuple[str, int], ...]
-    sends: tuple[tuple[str, int, int], ...]  # direction, stages to its receiver (0: tied), index
-    waits: tuple[
-        tuple[str, str], ...
-    ]  # event, and the direction of a message that arrives ("": none)
+    sends: tuple[tuple[str, int], ...]
+    waits: tuple[tuple[str, bool], ...]  # event, whether it is a message's arrival
 
 
 def motion_of(macro: Macro, awaited: set[str]) -> Motion:
@@ -273,6 +266,6 @@ def motion_of(macro: Macro, awaited: set[str]) -> Motion:
 
     streams = tuple([(target, index(terms)) for target, terms in macro.streams])
     events = tuple([(name, index(terms)) for name, terms in macro.events if name in awaited])
-    sends = tuple([(name, STAGES_ON[name], index(terms)) for name, terms in macro.sends])
-    waits = tuple([(name, name[-1] if name in macro.receives else "") for name in macro.waits])
+    sends = tuple([(name, index(terms)) for name, terms in macro.sends])
+    waits = tuple([(name, name in macro.receives) for name in macro.waits])
     return Motion(tuple(ends), streams, events, sends, waits)

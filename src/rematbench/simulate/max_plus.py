@@ -111,7 +111,7 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
 def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -> bool:
     """Run macros until the rank is done (True) or a message is missing (False).  The loops are
     plain because every simulation spends its time here."""
-    events, free, rank, pp = clock.events, clock.free, clock.rank, clock.pp
+    events, free = clock.events, clock.free
     motions, (_, steps) = own
     for position in range(clock.position, len(steps)):
         index, micro_batch, chunk = steps[position]
@@ -130,16 +130,15 @@ def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -
             times.append(latest)
         for name, end in recorded:
             events[name, micro_batch, chunk] = times[end]
-        for name, on, end in sends:
-            stage = chunk * pp + rank + on
-            messages[(name, micro_batch, stage) if on else ("e", rank, 0)] = times[end]
+        for name, end in sends:
+            messages[clock.outgoing(name, micro_batch, chunk)] = times[end]
         for stream, end in streams:
             free[stream] = times[end]
     return True
 
 
 def _inputs(
-    waits: tuple[tuple[str, str], ...],
+    waits: tuple[tuple[str, bool], ...],
     clock: Clock,
     messages: dict[MessageKey, float],
     micro_batch: int,
@@ -152,12 +151,9 @@ def _inputs(
         if not message:
             inputs.append(clock.events[name, micro_batch, chunk])
             continue
-        tied = message == "e"
-        stage = clock.pp - 1 - clock.rank if tied else chunk * clock.pp + clock.rank
-        key = (message, stage, 0) if tied else (message, micro_batch, stage)
-        came = messages.get(key)
-        if came is None:
+        key = clock.incoming(name, micro_batch, chunk)
+        if key not in messages:
             clock.awaiting = key
             return None
-        inputs.append(came)
+        inputs.append(messages[key])
     return inputs
