@@ -17,12 +17,13 @@ def test_rates_are_timed_by_events(run: Run, tmp_path: Path) -> None:
     lists = {"clusters": ["h100-80gb", "h200-141gb"], "attention_lengths": [128]}
     lists |= {"copy_bytes": [65536]}
     problem = tiny("tiny", seq_len=64, **SIZES)
-    path.write_text(suite_text([problem], copy_gemm=64, compiled=False, **lists))
+    path.write_text(suite_text([problem], copy_gemm=64, compiled=False, sustained_s=0.1, **lists))
     words = ("measure-gpu", "--part", "rates", "-o", str(tmp_path), "--suite", str(path))
     run("-m", "rematbench", *words)
     lines = read_lines(tmp_path / "rates.jsonl", Rate)
     assert {line.implementation for line in lines if line.status != "ok"} <= {"cudnn"}
     assert all(line.predicted_s for line in lines if line.what == "gemm")
+    assert any(line.n and "for_s" in line.shape for line in lines)
 
 
 def test_turns_have_the_allocators_peaks(run: Run, tmp_path: Path) -> None:

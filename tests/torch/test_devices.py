@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch.devices import bind_near, pin_exactly
+from rematbench.torch.devices import bind_near, empty_pinned, pin_exactly
 
 
 @pytest.fixture
@@ -96,3 +96,21 @@ def test_what_was_set_of_the_allocator_stays_set(
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
     pin_exactly()
     assert asked == said
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_pinned_memory_is_given_back_by_the_call_that_torch_has(
+    monkeypatch: pytest.MonkeyPatch, public: bool
+) -> None:
+    """2.11 has the call without its public name; there, memory of earlier turns counted as pinned,
+    and pinning a block that lay in the cache took 4 microseconds (seen on an H200)."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: asked.append("own"), raising=False)
+    if public:
+        monkeypatch.setattr(
+            torch.accelerator, "empty_host_cache", lambda: asked.append("public"), raising=False
+        )
+    else:
+        monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
+    empty_pinned()
+    assert asked == ["public" if public else "own"]

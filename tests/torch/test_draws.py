@@ -2,7 +2,6 @@
 
 import os
 import threading
-from types import ModuleType
 
 import pytest
 
@@ -10,7 +9,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch import beside, draws, model, parameters, worker
+from rematbench.torch import draws, model, parameters, worker
 from rematbench.torch.draws import Draws, threads_for
 from rematbench.torch.groups import Coordinates
 from rematbench.torch.model import RankModel
@@ -47,6 +46,17 @@ def test_a_model_is_the_same_whoever_draws(layout: str, monkeypatch: pytest.Monk
     for name, parameter in one.items():
         pairs = zip(parameter.tensors(), other[name].tensors(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_device_that_draws_has_weights_of_the_same_kind() -> None:
+    """On a CPU even the same bits, as its generator is the one that the threads have."""
+    case = cases.case("one", "keep", precision="bf16")
+    place = Coordinates(tp=0, cp=0, dp=0, pp=0)
+    one = RankModel(case.problem, case.plan, place, CPU, 7).parameters
+    other = RankModel(case.problem, case.plan, place, CPU, 7, threads=3, drawn_here=True).parameters
+    assert all(torch.equal(p.flat, other[name].flat) for name, p in one.items())
+    spec = ParameterSpec("x", (3, 5), mean=2.0)
+    assert parameters.full_weight(spec, 7, "cpu").dtype is torch.float64
 
 
 def test_as_many_as_threads_are_drawn_at_once_and_no_more_lie_ready(
@@ -102,10 +112,7 @@ def test_a_gpu_has_its_share_of_the_processors(
     assert threads_for(CPU) == 1
 
 
-@pytest.mark.parametrize("where", [worker, beside])
-def test_who_makes_a_model_asks_for_its_share(
-    where: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_asks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     case, asked = cases.case("one", "keep"), []
 
     class Made(Exception):
@@ -115,12 +122,8 @@ def test_who_makes_a_model_asks_for_its_share(
         asked.append(threads)
         raise Made
 
-    monkeypatch.setattr(where, "threads_for", lambda device: 5)
-    monkeypatch.setattr(where, "RankModel", made)
-    run = {
-        worker: lambda: worker.run_case(case, 0, CPU, {}),
-        beside: lambda: beside.step_times(case.problem, case.plan, CPU, 1),
-    }[where]
+    monkeypatch.setattr(worker, "threads_for", lambda device: 5)
+    monkeypatch.setattr(worker, "RankModel", made)
     with pytest.raises(Made):
-        run()
+        worker.run_case(case, 0, CPU, {})
     assert asked == [5]

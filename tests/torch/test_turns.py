@@ -21,8 +21,14 @@ from rematbench.torch.batch import make_batch, micro_batches
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Groups
 from rematbench.torch.model import RankModel
-from rematbench.torch.probes import Place, Probe, attention_probes, layer_probes
-from rematbench.torch.rates import Rates
+from rematbench.torch.probes import (
+    Place,
+    Probe,
+    attention_probes,
+    layer_probes,
+    sustained,
+)
+from rematbench.torch.rates import LONG_FLOP, Rates
 from rematbench.worlds.rates import gap, measure_rates
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
@@ -98,6 +104,25 @@ def test_probes_are_the_kernels_of_the_operator_tables() -> None:
     kind = problem.workload.model
     assert shapes["attention_forward"].shape[1] == kind.num_heads  # type: ignore[attr-defined]
     assert shapes["attention_backward"][1].shape[1] == kind.num_kv_heads  # type: ignore[index]
+
+
+def test_sustained_probes_are_those_of_flop_once_more() -> None:
+    problem = cases.case("one", "keep", precision="bf16").problem
+    every = list(layer_probes(Place("tiny", problem, CPU), compiled=True))
+    found = list(sustained(every, 1.5))
+    assert len(found) == sum(p.what == "gemm" for p in every)
+    assert {(p.for_s, p.shape["for_s"]) for p in found} == {(1.5, "1.5")}
+    assert not any("for_s" in p.shape for p in every)
+
+
+def test_long_calls_come_last_and_what_is_compiled_before_them() -> None:
+    asked = [
+        probe(work=2 * LONG_FLOP, unit="flop"),
+        probe(compiled=True),
+        probe(work=1.0, unit="flop"),
+    ]
+    found = [timed.probe for timed in Rates(CPU, time.monotonic() + 60).run(asked, seed=1)]
+    assert found == asked[::-1]
 
 
 def probe(**fields: Any) -> Probe:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.choose.outcome import lately, run_plan
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
+from rematbench.plan import Plan
 from rematbench.runs.cell import Cell
 from rematbench.runs.gpu_lines import (
     Prediction,
@@ -140,7 +142,7 @@ def test_a_ratio_is_paired_by_round_with_students_interval() -> None:
 def rounds(suite: LayerSuite, folder: Path, steps: Any, until_s: float = 60.0) -> Taken:
     every = [cell for cell in layers.layer_cells(suite) if cell.name.startswith("short")]
     taken = Taken(folder / "layers", Machine(), every)  # type: ignore[arg-type]
-    layers._rounds(list(every), suite, taken, steps, time.monotonic() + until_s)
+    layers._rounds(list(every), suite, taken, steps, time.monotonic() + until_s, {})
     return taken
 
 
@@ -166,6 +168,41 @@ def test_rounds_mix_the_cells_until_ratios_are_known_and_go_on_after_a_break(
     with pytest.raises(CommandError, match="not of this run"):
         rounds(suite, tmp_path, steps)
     Machine.name = kept
+
+
+def test_a_turn_that_would_take_too_long_does_not_begin(suite: LayerSuite, tmp_path: Path) -> None:
+    every = [cell for cell in layers.layer_cells(suite) if cell.name.startswith("short")]
+    taken = Taken(tmp_path / "layers", Machine(), every)  # type: ignore[arg-type]
+    until, least = time.monotonic() + 60.0, dict.fromkeys((cell.name for cell in every), 61.0)
+    layers._rounds(list(every), suite, taken, lambda *_: ("ok", "", {}), until, least)
+    assert taken.turns == []
+
+
+def test_what_torch_would_pin_is_held_against_the_hosts_memory(
+    suite: LayerSuite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 pins blocks of powers of two."""
+    cell = next(cell for cell in layers.layer_cells(suite) if "memo" in cell.name)
+    line = replace(layers.predict(cell), host_bytes=123 << 30, pinned_bytes=135 << 30)
+    monkeypatch.setattr(layers, "free_bytes", lambda: 124 << 30)
+    assert layers._refusal(line) == "pins 135 GiB, the host has 124 free"
+    assert layers._refusal(replace(line, pinned_bytes=0)) == ""
+    monkeypatch.setattr(layers, "free_bytes", lambda: -1)  # not known
+    assert layers._refusal(line) == ""
+
+
+def test_torchs_allocator_holds_what_is_predicted_also_of_a_plan_that_places(
+    suite: LayerSuite,
+) -> None:
+    """MEMO places its activations itself; our runtime leaves that to torch."""
+    cell = next(cell for cell in layers.layer_cells(suite) if "memo" in cell.name)
+    assert isinstance(cell.plan, Plan)
+    placed = run_plan(cell.problem, cell.plan).evaluation
+    assert placed is not None
+    lowered = lately(cell.problem, cell.plan)
+    assert lowered.program.planned
+    found = layers.predict(cell).reserved_bytes
+    assert found == lowered.peaks.reserved_bytes > placed.reserved_bytes
 
 
 def test_tables_set_the_measured_beside_the_predicted(suite: LayerSuite, tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ def measure_gpu(
     part: Parts = None,
     only: Only = None,
     device: Where = "cuda",
+    seconds: Annotated[
+        float, Option(min=1.0, help="Of each part, at most (default: the limit of the part).")
+    ] = math.inf,
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
@@ -46,11 +49,11 @@ def measure_gpu(
 
     Each part is a process with a time limit of its own, and writes what it has at once: a crash of
     one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute` writes
-    them), `steps.json`, `copies.json`, on demand `agreement/`, `baselines/`, `rates.jsonl` and
-    `layers/`, a log of each part and `summary.json`, written again after each part.  What these
-    parts left there before goes first (but `layers` goes on where it ended); what other parts left
-    stays and counts.  Exit code 1 unless every part ended well, every cell asked for has a record,
-    and every claim holds (`rates` and `layers` make none).
+    them), `steps.json`, `copies.json`, on demand `repetitions.jsonl`, `agreement/`, `baselines/`,
+    `rates.jsonl` and `layers/`, a log of each part and `summary.json`, written again after each
+    part.  What these parts left there before goes first (but `layers` goes on where it ended); what
+    other parts left stays and counts.  Exit code 1 unless every part ended well, every cell asked
+    for has a record, and every claim holds (`rates` and `layers` make none).
 
     \b
     Example:
@@ -61,7 +64,9 @@ def measure_gpu(
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
-    asked = GpuAsked(suite=suite, output=output, device=device, only=tuple(only or ()))
+    asked = GpuAsked(
+        suite=suite, output=output, device=device, only=tuple(only or ()), seconds=seconds
+    )
     for name in names:
         asked.check(name)  # an unreadable suite or method ends the command here
     if inside:

@@ -101,7 +101,7 @@ def compare_engines(
     need_torch()
     need_gpu(device)
     need_folder("-o", output)
-    records = agreement_records(device, gpus_here() if device == "cuda" else 0)
+    records = dict(agreement_records(device, gpus_here() if device == "cuda" else 0))
     for name, record in records.items():
         keep_record(record, output, name)
     typer.echo(f"{output}: {len(records)} records")

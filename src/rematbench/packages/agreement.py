@@ -4,6 +4,8 @@ The executor runs one layout; the baselines run layouts that differ in degrees o
 one batch and one seed, so every row is compared with the executor's row of the same precision.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,30 +74,32 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
     return make_problem(spec)
 
 
-def agreement_records(device: Device = "cpu", gpus: int = 0) -> dict[str, Record]:
-    """The records of every engine in every precision, by file name without suffix.  Needs torch and
-    the packages.  On CUDA, layouts that need more than `gpus` GPUs are left out."""
-    found = {}
-    for precision in PRECISIONS:
-        for engine, every in ROWS.items():
-            rows = [row for row in every if device == "cpu" or Layout(**row.layout).gpus <= gpus]
-            if engine == EXECUTOR:
-                records = [executor_record(problem({}, precision), device)]
-            else:
-                jobs = [
-                    job(
-                        problem(row.layout, precision),
-                        policy(engine, row.settings),
-                        steps=STEPS,
-                        timed_steps=0,
-                        device=device,
-                    )
-                    for row in rows
-                ]
-                records = run_jobs(engine, jobs)
-            for row, record in zip(rows, records, strict=True):
-                found[_name(engine, row, precision)] = record
-    return found
+def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[str, Record]]:
+    """The records of every engine in every precision, with their file names without suffix, an
+    engine as soon as it has ended; on CUDA all engines run at once.  Needs torch and the packages.
+    On CUDA, layouts that need more than `gpus` GPUs are left out."""
+    asked = [(engine, precision) for precision in PRECISIONS for engine in ROWS]
+    with ThreadPoolExecutor(len(asked) if device == "cuda" else 1) as pool:
+        runs = [pool.submit(_engine, *one, device, gpus) for one in asked]
+        for run in as_completed(runs):
+            yield from run.result().items()
+
+
+def _engine(engine: str, precision: Precision, device: Device, gpus: int) -> dict[str, Record]:
+    """The records of one engine in one precision, by file name."""
+    rows = [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
+    if engine == EXECUTOR:
+        records = [executor_record(problem({}, precision), device)]
+    else:
+        options: dict[str, Any] = {"steps": STEPS, "timed_steps": 0, "device": device}
+        jobs = [
+            job(problem(row.layout, precision), policy(engine, row.settings), **options)
+            for row in rows
+        ]
+        records = run_jobs(engine, jobs)
+    return {
+        _name(engine, row, precision): record for row, record in zip(rows, records, strict=True)
+    }
 
 
 def _name(engine: str, row: Row, precision: Precision) -> str:

@@ -16,7 +16,6 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.draws import threads_for
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Groups
 from rematbench.torch.memory import host_bytes
@@ -49,8 +48,7 @@ def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) 
     and heat are equal. Both train one model: its weights change, its work does not."""
     torch.set_num_threads(1)  # as in a rank's process
     groups = Groups(problem.layout, problem.system.rank_order, 0)
-    threads = threads_for(device)
-    model = RankModel(problem, plan, groups.place, device, seed=7, threads=threads)
+    model = RankModel(problem, plan, groups.place, device, seed=7, drawn_here=True)
     batch = make_batch(problem.workload, problem.layout.global_batch, 7, 0)
     model.batches = micro_batches(batch, problem.layout, groups.place, device)
     executor = Executor(lower(plan, problem).ranks[0], model, groups, optimizer=RULE)

@@ -17,7 +17,8 @@ Tensors = dict[str, Tensor]
 
 class Call(NamedTuple):
     """One call of an operator. It has a span, the tensors by activation name, the gradients of the
-    outputs in order, and the names of the wanted outputs."""
+    outputs in order, and the names of the wanted outputs. `grads_are_views`: of their storages, so
+    that what is written into them lasts."""
 
     model: RankModel
     unit: Unit
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     tensors: Tensors
     grads: tuple[Tensor, ...] = ()
     wanted: Container[str] = ()
+    grads_are_views: bool = False
 
     def parameter(self, name: str) -> Parameter:
         """A parameter of the operator's unit."""

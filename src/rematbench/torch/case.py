@@ -28,6 +28,7 @@ class Case:
     On CUDA `timed_steps` further steps follow, for their seconds alone, and `deterministic` asks
     torch for kernels that give the same bits every time. `activation_bytes` are the activations of
     all processes at once, by the ledger: a case is not started on a host without memory for them.
+    `drawn_here`: the device draws the weights, whose bits are then those of its kind.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     timed_steps: int = TIMED_STEPS
     deterministic: bool = False
     activation_bytes: int = 0
+    drawn_here: bool = False
     optimizer: AdamW = field(default_factory=AdamW)
 
     @property

@@ -56,7 +56,8 @@ def pin_exactly() -> None:
 
 def empty_pinned() -> None:
     """Return unused pinned memory to the host, where torch can."""
-    give_back = getattr(torch.accelerator, "empty_host_cache", None)
+    own = getattr(torch._C, "_host_emptyCache", None)  # before 2.12
+    give_back = getattr(torch.accelerator, "empty_host_cache", own)
     if give_back is not None:
         give_back()
 

@@ -244,9 +244,10 @@ class Executor:
     # -- backward ---------------------------------------------------------------------------------
 
     def _backward_call(self, action: Action, span: Span, found: Operands) -> Call:
-        rows = (span.first, span.size)
-        grads = tuple(self.memory[span.key(name)].rows(*rows) for name in found.incoming)
-        return self._call(action, span, found)._replace(grads=grads)
+        values = [self.memory[span.key(name)] for name in found.incoming]
+        grads = tuple(value.rows(span.first, span.size) for value in values)
+        views = all(value.blocks == 1 for value in values)
+        return self._call(action, span, found)._replace(grads=grads, grads_are_views=views)
 
     def backward_input(self, action: Action, span: Span) -> None:
         """Compute input gradients: new storages, or sums into gradients that exist."""

@@ -45,6 +45,11 @@ class Value:
     first: int = 0
     count: int = 0
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of rows: one, or the ranks of a group that the rows come from."""
+        return self.data.shape[0] // self.count if self.count else 1
+
     def view(self, first: int, count: int) -> Tensor:
         """A view of some shard rows: blocks x count x columns. Rows of gathered tensors come in one
         block for each rank of the group."""
@@ -54,8 +59,7 @@ class Value:
                 f"rows [{first}, {first + count}) are not in "
                 f"[{self.first}, {self.first + self.count})"
             )
-        blocks = self.data.shape[0] // self.count
-        whole = self.data.view(blocks, self.count, self.data.shape[-1])
+        whole = self.data.view(self.blocks, self.count, self.data.shape[-1])
         return whole[:, start : start + count]
 
     def rows(self, first: int, count: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The operators of the plan vocabulary on one rank: names to kernels, parameters and rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -73,15 +73,19 @@ def _rotated(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tens
     return kernels.rope(x, call.rows(model.cos), call.rows(model.sin), inverse=inverse)
 
 
-def _column_gradients(call: Call) -> list[tuple[str, Tensor]]:
-    """(weight, gradient of the product with that weight)."""
-    pairs = zip(_weights(call), call.grads, strict=True)
-    return [(name, _rotated(call, name, g, inverse=True)) for (_, name), g in pairs]
+def _column_gradients(call: Call) -> Iterator[tuple[str, Tensor]]:
+    """(weight, gradient of the operator's output), in the order of the outputs."""
+    return ((name, grad) for (_, name), grad in zip(_weights(call), call.grads, strict=True))
 
 
 def _column_backward(call: Call) -> Tensors:
+    """Where RoPE has turned an output, its gradient is turned back in its storage, which the
+    weight's gradient reads next."""
     dx: Tensor | None = None
-    for name, grad in _column_gradients(call):
+    for name, turned in _column_gradients(call):
+        grad = _rotated(call, name, turned, inverse=True)
+        if call.grads_are_views and grad is not turned:
+            turned.copy_(grad)
         weight = call.parameter(name).value
         dx = grad @ weight if dx is None else torch.addmm(dx, grad, weight)
     assert dx is not None
@@ -90,7 +94,9 @@ def _column_backward(call: Call) -> Tensors:
 
 def _column_weight(call: Call) -> None:
     x = call.only()
-    for name, grad in _column_gradients(call):
+    for name, found in _column_gradients(call):
+        back = call.grads_are_views  # turned back already
+        grad = found if back else _rotated(call, name, found, inverse=True)
         kernels.add_weight_gradient(call.parameter(name).grad, grad, x)
         if call.bias(name) is not None:
             call.parameter(f"{name}.bias").grad.add_(grad.sum(0))

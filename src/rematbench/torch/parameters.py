@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rematbench.operators.ops import Part
-from rematbench.torch.kernels import wide
+from rematbench.torch.kernels import fused, wide
 from rematbench.workload import Model
 
 INIT_STD = 0.05
@@ -44,6 +44,12 @@ class AdamW(NamedTuple):
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+
+
+LINEAR = AdamW(lr=1.0, eps=1.0)
+"""AdamW with an epsilon above every gradient, so that an update is linear in the gradient.  With a
+small epsilon the first update is the gradient's sign, and the rounding of a gradient near zero is a
+whole step of its weight."""
 
 
 def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, ParameterSpec]:
@@ -114,11 +120,13 @@ def square_sum(values: Tensor) -> float:
     return float(torch.stack(pieces).sum())
 
 
-def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
-    """The whole parameter in float64, from a generator of its own, so that no layout changes it."""
+def full_weight(spec: ParameterSpec, seed: int, device: str | torch.device = "cpu") -> Tensor:
+    """The whole parameter in float64, from a generator of its own, so that no layout changes it.
+    Each kind of device has its own bits."""
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64).mul_(INIT_STD)
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64, device=device)
+    noise.mul_(INIT_STD)
     return noise.add_(spec.mean) if spec.mean else noise
 
 
@@ -189,12 +197,25 @@ class Parameter:
         own = HostShard(self.grad_flat[self.start : self.stop], self.flat[self.start : self.stop])
         grad, value = self.host or own
         g = grad.to(self.master.dtype)
+        if fused(g):
+            self._fused(g, rule, step)
+            value.copy_(self.master)
+            return
         self.master.mul_(1.0 - rule.lr * rule.weight_decay)
         self.moment1.lerp_(g, 1.0 - rule.beta1)
         self.moment2.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
         root = (self.moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
         self.master.addcdiv_(self.moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
         value.copy_(self.master)
+
+    def _fused(self, grad: Tensor, rule: AdamW, step: int) -> None:
+        """The step by torch's kernel, which reads and writes each state once."""
+        count = torch.full((), float(step), device=grad.device)
+        torch._fused_adamw_(
+            [self.master], [grad], [self.moment1], [self.moment2], [], [count],
+            lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2,
+            weight_decay=rule.weight_decay, eps=rule.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
 
 class Owner(NamedTuple):

@@ -4,7 +4,7 @@ A probe has the call's words (as in kernels.csv), its work, what the cost model 
 a function that makes its inputs and returns the call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -43,7 +43,8 @@ and fp32 scores, probabilities, their gradient): its memory is asked for before 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """One call to time.  `per`: how many pieces of work one call has; `room_bytes`: device bytes
-    that it needs beside its inputs, where these are many."""
+    that it needs beside its inputs, where these are many; `for_s`: seconds that the device repeats
+    the call without a pause (0: until the seconds are steady, as in a short benchmark)."""
 
     what: str
     implementation: str
@@ -57,6 +58,7 @@ class Probe:
     per: int = 1
     room_bytes: int = 0
     compiled: bool = False
+    for_s: float = 0.0
 
 
 class Place(NamedTuple):
@@ -259,6 +261,15 @@ def attention_probes(place: Place) -> Iterator[Probe]:
                 predicted_s=place.seconds(kernel, direction, rates) if rates else None,
                 room_bytes=SCORE_BYTES * b * h * s * s if word == "math" else 0,
             )
+
+
+def sustained(probes: Iterable[Probe], for_s: float) -> Iterator[Probe]:
+    """The probes of FLOP, each for a long time without a pause.  A GPU at its power limit lowers
+    its clock within a second, so that a step runs at these rates and not at those of a short
+    benchmark."""
+    for probe in probes:
+        if probe.unit == "flop" and not probe.compiled:
+            yield replace(probe, shape=probe.shape | {"for_s": f"{for_s:g}"}, for_s=for_s)
 
 
 def _attention(

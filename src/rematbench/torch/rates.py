@@ -22,6 +22,8 @@ from rematbench.torch.streams import make_streams
 
 PROBE_S = 2.5
 """Seconds of repeats of one probe, at most (a repeat that has begun ends)."""
+LONG_FLOP = 5e13
+"""FLOP of a call, from which on it is long: a tenth of a second on a GPU of 2022."""
 NODES = 256
 HOST_CALLS = 300
 """Calls of a host's sample: fewer than the launches that wait in a GPU's queue."""
@@ -148,6 +150,10 @@ def _issuing(place: Place, word: str) -> Call:
     return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
 
+def _is_long(probe: Probe) -> bool:
+    return probe.unit == "flop" and probe.work > LONG_FLOP
+
+
 class Timed(NamedTuple):
     """How a probe ended, and the seconds of each repeat; `reason` says why there are none."""
 
@@ -166,10 +172,11 @@ class Rates:
         self.repeats = Repeats(device)
 
     def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Timed]:
-        """Every probe with its seconds; what waits for torch's compiler comes last."""
+        """Every probe with its seconds; what waits for torch's compiler comes after the rest, and
+        long calls last, so that few are missing where the time ends."""
         order = list(probes)
         random.Random(seed).shuffle(order)
-        for probe in sorted(order, key=lambda probe: probe.compiled):
+        for probe in sorted(order, key=lambda probe: (_is_long(probe), probe.compiled)):
             yield self.rate(probe)
 
     def rate(self, probe: Probe) -> Timed:
@@ -203,6 +210,8 @@ class Rates:
         call()  # compiles, and fills caches, outside of the time for repeats
         self.repeats.wait()
         until = min(self.until, time.monotonic() + PROBE_S)
+        if probe.for_s and self.device.type == "cuda":
+            return self.repeats.of_busy_device(call, probe.for_s)
         if probe.clock == "host":
             calls = 1 if probe.per > 1 or probe.unit else HOST_CALLS
             return self.repeats.of_host(call, calls, until)

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -16,6 +17,10 @@ STEADY = 0.01
 SAMPLE_S = 1e-3
 """A sample has as many calls as take about this long, at most MOST_CALLS."""
 MOST_CALLS = 100
+BATCH_S = 0.05
+"""Seconds of a batch on a device that is kept busy; a batch has at most MOST_IN_BATCH calls, which
+fit a GPU's queue."""
+MOST_IN_BATCH = 400
 BLOCKER = 4096
 """Width of the square product that keeps the device busy while the host issues a sample."""
 MOST_BLOCKERS = 200
@@ -53,6 +58,25 @@ class Repeats:
             return repeated(lambda: self._host(call, calls), until)
         need = math.ceil(1.5 * issue_s * calls / self.block_s)
         return repeated(lambda: self._events(call, calls, min(MOST_BLOCKERS, need)), until)
+
+    def of_busy_device(self, call: Call, for_s: float) -> list[float]:
+        """Seconds of a call on a device that has done nothing else for half of `for_s` seconds, one
+        for each batch of calls in the other half.  A batch is issued while the one before runs."""
+        calls = max(1, min(MOST_IN_BATCH, round(BATCH_S / max(self._events(call, 1, 0), 1e-6))))
+        ends, begun = [self._mark()], time.monotonic()
+        while time.monotonic() - begun < for_s:
+            for _ in range(calls):
+                call()
+            ends.append(self._mark())
+            ends[-2].synchronize()
+        ends[-1].synchronize()
+        taken = [one.elapsed_time(two) / 1e3 / calls for one, two in pairwise(ends)]
+        return taken[len(taken) // 2 :]
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def of_host(self, call: Call, calls: int, until: float) -> list[float]:
         """Seconds in which the host makes a call, with an idle device at the start of a sample."""

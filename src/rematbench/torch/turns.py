@@ -17,7 +17,6 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.torch.batch import make_batch, micro_batches
 from rematbench.torch.devices import pin_exactly, pinned_peak
-from rematbench.torch.draws import threads_for
 from rematbench.torch.executor import Executor
 from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.groups import Groups
@@ -28,7 +27,7 @@ from rematbench.torch.worker import forget
 RULE = AdamW(lr=1e-4)
 SEED = 7
 MOST_STEPS = 5
-TIMED_S = 4.0
+TIMED_S = 2.0
 """Seconds of timed steps of a turn: one step if it takes longer, at most MOST_STEPS."""
 
 
@@ -67,7 +66,7 @@ class Turns:
                 forget(self.device)
 
     def _turn(self, problem: Problem, plan: Plan) -> Seen:
-        executor = self._executor(problem, plan)
+        executor = self.executor(problem, plan)
         if self.device.type == "cuda":
             forget(self.device)  # peaks of drawing weights are no part of training
         stop = executor.streams.clock()
@@ -84,7 +83,9 @@ class Turns:
             raise NotFinite(f"the loss is {float(executor.loss)}")
         return Seen(tuple(steps), tuple(issued), warm_s, *self._peaks(executor), state)
 
-    def _executor(self, problem: Problem, plan: Plan) -> Executor:
+    def executor(self, problem: Problem, plan: Plan) -> Executor:
+        """The executor of a plan on the shared weights, with its batch; NotExecutable for a plan
+        whose states are elsewhere."""
         require_executable(problem, plan)
         optimizer = plan.state("optimizer")
         if optimizer.update == "backward" or optimizer.home == "host":
@@ -96,7 +97,7 @@ class Turns:
             groups.place,
             self.device,
             SEED,
-            threads=threads_for(self.device),
+            drawn_here=True,
             parameters=self.parameters,
         )
         self.parameters = model.parameters

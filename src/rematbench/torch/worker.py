@@ -108,12 +108,15 @@ def run_case(
         _start_on_gpu(case, lowered, device)
     groups = _groups(case, rank, known)
     groups.connect(device, used_channels(lowered, problem.layout))
-    model = RankModel(problem, plan, groups.place, device, case.seed, threads=threads_for(device))
+    threads, here = threads_for(device), case.drawn_here
+    model = RankModel(
+        problem, plan, groups.place, device, case.seed, threads=threads, drawn_here=here
+    )
     program = lowered.ranks[groups.place.pp]
-    threads = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
-    tracker = Tracker(device) if case.measure and threads is None else None
+    delayed = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
+    tracker = Tracker(device) if case.measure and delayed is None else None
     executor = Executor(
-        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
+        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=delayed
     )
     if device.type == "cuda":
         forget(device)  # peaks of drawing weights are no part of training
@@ -128,8 +131,8 @@ def run_case(
             executor.stop_tracking()
     if device.type == "cuda":
         _time(case, executor, result)
-    if threads is not None:
-        threads.close()
+    if delayed is not None:
+        delayed.close()
     return result
 
 

@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 class How(msgspec.Struct, frozen=True, kw_only=True):
     """How cells are executed.  `compare`: each cell is compared with another cell on the same
     batches, so gradients are kept and kernels are deterministic.  `norms`: gradient norms are
-    recorded.  `timed_steps`: steps that are timed after the observed `steps`."""
+    recorded.  `timed_steps`: steps that are timed after the observed `steps`.  `drawn_here`: the
+    device draws the weights (fast), with bits of its own.  `linear`: an update is linear in the
+    gradient, so that later steps stay comparable."""
 
     device: str = "cpu"
     steps: int = 3
     compare: bool = True
     norms: bool = True
     timed_steps: int = 0
+    drawn_here: bool = False
+    linear: bool = False
 
 
 def run(
@@ -121,6 +125,7 @@ def _keep_all(cell: Cell) -> Cell:
 def _case(cell: Cell, how: How) -> "Case":
     """The case that torch runs.  Lowers the plan too, so a PlanError comes before any process."""
     from rematbench.torch.case import Case  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.parameters import LINEAR, AdamW  # noqa: PLC0415
 
     assert isinstance(cell.plan, Plan)
     return Case(
@@ -134,6 +139,8 @@ def _case(cell: Cell, how: How) -> "Case":
         deterministic=how.compare,
         timed_steps=how.timed_steps,
         activation_bytes=activation_bytes(cell.problem, cell.plan),
+        drawn_here=how.drawn_here,
+        optimizer=LINEAR if how.linear else AdamW(),
     )
 
 

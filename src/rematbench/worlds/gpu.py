@@ -1,8 +1,10 @@
 """The parts of a `measure-gpu` run, each in its own process, and their summary."""
 
 import datetime
+import math
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ import msgspec
 from rematbench.host.console import CommandError
 from rematbench.packages.agreement import agreement_records
 from rematbench.packages.process import Device, policy
-from rematbench.runs.cell import Cell, cell_names, cells
+from rematbench.runs.cell import Cell, cell_names, cells, problem_of
 from rematbench.runs.record import keep_record
 from rematbench.runs.store import write_atomically
 from rematbench.runs.suite import load_suite
@@ -21,17 +23,24 @@ from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.gpu_checks import Ran, Summary, findings
 from rematbench.worlds.layers import load_layers, measure_layers
 from rematbench.worlds.rates import load_rates, measure_rates
+from rematbench.worlds.repetitions import measure_repetitions
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
 """Seconds that each part may take, in the order of the run: less than ten minutes in all, the
 shortest and most certain parts first."""
 RECORDS = ("lossless", "large")
 """Parts that write a record per cell; the names of their problems begin with the part's name."""
-ON_DEMAND = {"agreement": 400.0, "baselines": 180.0, "rates": 470.0, "layers": 560.0}
-"""Seconds that each part may take that runs only on request: those of real packages, the rates of
-kernels and copies, and predicted steps by turns."""
+ON_DEMAND = {
+    "repetitions": 200.0,
+    "agreement": 400.0,
+    "baselines": 180.0,
+    "rates": 470.0,
+    "layers": 560.0,
+}
+"""Seconds that each part may take that runs only on request: repeated steps, steps of real
+packages, the rates of kernels and copies, and predicted steps by turns."""
 ENDS_S = 25.0
-"""Seconds of `rates` and `layers` that are left for their last measurement to end."""
+"""Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "rates": ("rates.yaml", load_rates),
     "layers": ("gpu_layers.yaml", load_layers),
@@ -44,7 +53,9 @@ BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("deepspeed", {"checkpointing": "plain"}),
 )
 """Policies of baselines, with settings, beside keep_all and full_recompute on the large problem."""
-ROUNDS = 7
+ROUNDS = 25
+"""Steps of the executor and of the hand-written loop: a clock at the power limit makes single steps
+differ by 3 %."""
 COPIES = {"cuda": (1 << 30, 8192), "cpu": (1 << 20, 256)}
 """Bytes of a copy and width of a square matrix product; small on a CPU, which only tests the
 code."""
@@ -57,12 +68,18 @@ class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
     output: Path
     device: Device
     only: tuple[str, ...]
+    seconds: float = math.inf
+
+    def limit_s(self, part: str) -> float:
+        """Seconds that a part may take."""
+        return min(self.seconds, (LIMITS | ON_DEMAND)[part])
 
     @property
     def words(self) -> list[str]:
         """The options as arguments for a part's process."""
         where = ["-o", str(self.output), "--device", self.device]
         where += ["--suite", str(self.suite)] if self.suite else []
+        where += ["--seconds", str(self.seconds)] if math.isfinite(self.seconds) else []
         return [*where, *(word for name in self.only for word in ("--only", name))]
 
     def file(self, part: str = "") -> Path:
@@ -116,7 +133,7 @@ def forget(part: str, output: Path) -> None:
 
 def _run(part: str, asked: GpuAsked, say: Callable[[str], None]) -> Ran:
     """Run one part in its own process group, which is ended at the part's limit."""
-    limit = (LIMITS | ON_DEMAND)[part]
+    limit = asked.limit_s(part)
     say(f"{part}: up to {limit:.0f} s")
     words = ["measure-gpu", "--inside", "--part", part, *asked.words]
     command = [sys.executable, "-c", "from rematbench.cli.app import main; main()", *words]
@@ -171,18 +188,29 @@ def _copies(asked: GpuAsked) -> None:
 
 
 def _lossless(asked: GpuAsked) -> None:
-    """Compare every method's gradients with keep_all's, one launch per problem."""
+    """Compare every method's gradients with keep_all's, one launch per problem, all at once: a part
+    without seconds."""
     every = asked.cells("lossless")
-    for problem in dict.fromkeys(cell.name.split(".")[0] for cell in every):
-        same = [cell for cell in every if cell.name.split(".")[0] == problem]
-        _execute(same, asked, 100.0, How(device=asked.device, steps=2))
+    same = [
+        [cell for cell in every if problem_of(cell.name) == problem]
+        for problem in dict.fromkeys(problem_of(cell.name) for cell in every)
+    ]
+    with ThreadPoolExecutor(len(same)) as pool:
+        how = How(device=asked.device, steps=2, linear=True)
+        list(pool.map(lambda cells: _execute(cells, asked, 100.0, how), same))
 
 
 def _large(asked: GpuAsked) -> None:
-    """Measure bytes and seconds of every method, one launch per method."""
-    how = How(device=asked.device, steps=1, compare=False, norms=False, timed_steps=5)
-    for cell in asked.cells("large"):
-        _execute([cell], asked, 90.0, how)
+    """Measure bytes and seconds of every method, in one launch."""
+    how = How(
+        device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, drawn_here=True
+    )
+    _execute(asked.cells("large"), asked, 90.0, how)
+
+
+def _repetitions(asked: GpuAsked) -> None:
+    limit_s, out = asked.limit_s("repetitions") - ENDS_S, asked.output / "repetitions.jsonl"
+    measure_repetitions(asked.cells("lossless"), out, asked.device, limit_s)
 
 
 def _execute(found: list[Cell], asked: GpuAsked, limit_s: float, how: How) -> None:
@@ -195,7 +223,7 @@ def _agreement(asked: GpuAsked) -> None:
     from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
 
     gpus = gpus_seen()[1] if asked.device == "cuda" else 0
-    for name, record in agreement_records(asked.device, gpus).items():
+    for name, record in agreement_records(asked.device, gpus):
         keep_record(record, asked.output / "agreement", name)
 
 
@@ -210,12 +238,12 @@ def _baselines(asked: GpuAsked) -> None:
 
 
 def _rates(asked: GpuAsked) -> None:
-    limit_s = ON_DEMAND["rates"] - ENDS_S
+    limit_s = asked.limit_s("rates") - ENDS_S
     measure_rates(asked.file("rates"), asked.output / "rates.jsonl", asked.device, limit_s)
 
 
 def _layers(asked: GpuAsked) -> None:
-    suite, limit_s = load_layers(asked.file("layers")), ON_DEMAND["layers"] - ENDS_S
+    suite, limit_s = load_layers(asked.file("layers")), asked.limit_s("layers") - ENDS_S
     measure_layers(suite, asked.only, asked.output, asked.device, limit_s)
 
 
@@ -224,6 +252,7 @@ PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "copies": _copies,
     "lossless": _lossless,
     "large": _large,
+    "repetitions": _repetitions,
     "agreement": _agreement,
     "baselines": _baselines,
     "rates": _rates,

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.packages.agreement import disagreements
+from rematbench.runs.gpu_lines import Repeated, read_lines
 from rematbench.runs.record import Record, RecordError, read_record
 
 STEP_LIMIT = 1.02
@@ -115,6 +116,7 @@ def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
     cells = read_cells(folder / "records", planned)
     found = [*_lossless(cells.of("lossless")), _bytes(cells), _peaks(cells.of("large"))]
     found += [_steps(folder / "steps.json"), _copies(folder / "copies.json")]
+    found += _repetitions(folder / "repetitions.jsonl")
     return (*found, *_engines(folder / "agreement"), *_packages(folder / "baselines"))
 
 
@@ -144,6 +146,23 @@ def _engines(folder: Path) -> Iterator[Finding]:
         said or [("", True, f"{len(cells.records)} runs")],
         "",
     )
+
+
+def _repetitions(path: Path) -> Iterator[Finding]:
+    """The finding that every plan gives the same bits every time; none where nothing was
+    repeated."""
+    if not path.exists():
+        return
+    said = []
+    for line in read_lines(path, Repeated):
+        if line.status != "ok":
+            said.append((line.cell, False, f"{line.status} {line.reason}".rstrip()))
+            continue
+        other = "" if line.keep_all_bits else ", not keep_all's"
+        text = f"{line.repetitions - line.differing} of {line.repetitions}{other}"
+        text += f", {line.worst}" if line.worst else ""
+        said.append((line.cell, not line.differing, text))
+    yield _finding("a repeated step has the bits of the first", said, "no line")
 
 
 def _packages(folder: Path) -> Iterator[Finding]:

@@ -9,13 +9,13 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_plan
+from rematbench.choose.outcome import lately, run_plan
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
 from rematbench.packages.process import Device
@@ -99,12 +99,13 @@ def predict(cell: Cell) -> Prediction:
     if found is None:
         return Prediction(status=outcome.status, reason=outcome.reason, **known)
     rank = found.ranks[fullest_rank(found.ranks)]
+    reserved = lately(cell.problem, cell.plan).peaks  # the runtime places no activations itself
     return Prediction(
         status=outcome.status,
         reason=outcome.reason,
         step_s=found.step_s if outcome.status == "ok" else None,
         allocated_bytes=rank.device_peak,
-        reserved_bytes=found.reserved_bytes,
+        reserved_bytes=reserved.reserved_bytes,
         pinned_bytes=rank.host_peak,
         host_bytes=rank.host_state + rank.host_activation_peak,
         **known,
@@ -222,7 +223,8 @@ def measure_layers(
             live.append(cell)
         elif cell.name not in by_cell(taken.turns):
             taken.note(cell, 0, 0, "refused", refusal)
-    _rounds(live, suite, taken, Turns(place, machine.state).turn, until)
+    least = {cell.name: 2.0 * (known[cell.name].step_s or 0.0) for cell in live}
+    _rounds(live, suite, taken, Turns(place, machine.state).turn, until, least)
 
 
 def _is_here(cell: Cell, machine: Machine) -> bool:
@@ -234,8 +236,9 @@ def _refusal(line: Prediction) -> str:
     if line.status != "ok":
         return f"predicted {line.status}: {line.reason}"
     free = free_bytes()
-    if line.host_bytes > free >= 0:
-        return f"pins {line.host_bytes / 2**30:.0f} GiB, the host has {free / 2**30:.0f} free"
+    pinned = max(line.host_bytes, line.pinned_bytes)
+    if pinned > free >= 0:
+        return f"pins {pinned / 2**30:.0f} GiB, the host has {free / 2**30:.0f} free"
     return ""
 
 
@@ -283,10 +286,11 @@ def _rounds(
     taken: Taken,
     turn: Callable[[Problem, Plan], tuple[str, str, dict[str, Any]]],
     until: float,
+    least: Mapping[str, float],
 ) -> None:
     """Rounds in random order until every problem is settled, or the next turn would take too long.
-    A cell that fails has no further turn."""
-    took = dict.fromkeys((cell.name for cell in live), 0.0)
+    A cell that fails has no further turn.  `least`: predicted seconds of a cell's first turn."""
+    took = {cell.name: least.get(cell.name, 0.0) for cell in live}
     number = taken.rounds
     draw = random.Random(SEED + number)
     while live:

@@ -27,6 +27,8 @@ class RateSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems whose kernels are timed.  `clusters`: of these, the one that has the device predicts
     (none: nothing is predicted).  Attention runs at each of `attention_lengths`; copies have
     `copy_bytes`; the square products beside them, `copy_gemm`; `compiled`: also by torch.compile.
+    `sustained_s`: seconds without a pause in which the first problem's products, and attention of
+    its own length, run once more (0: they do not).
     """
 
     clusters: tuple[str, ...] = ()
@@ -34,6 +36,7 @@ class RateSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copy_bytes: tuple[PositiveInt, ...]
     copy_gemm: PositiveInt
     compiled: bool = True
+    sustained_s: float = 0.0
 
 
 def load_rates(path: Path) -> RateSuite:
@@ -111,7 +114,12 @@ def device_cluster(suite: RateSuite, device: str) -> str:
 
 
 def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterator[Probe]":
-    from rematbench.torch.probes import Place, attention_probes, layer_probes  # noqa: PLC0415
+    from rematbench.torch.probes import (  # noqa: PLC0415
+        Place,
+        attention_probes,
+        layer_probes,
+        sustained,
+    )
     from rematbench.torch.rates import copy_probes, launch_probes  # noqa: PLC0415
 
     for spec in specs:
@@ -120,6 +128,10 @@ def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterat
             longer = replace(spec, seq_len=length)
             yield from attention_probes(Place(spec.name, longer.problem(), device))
     first = Place(specs[0].name, specs[0].problem(), device)
+    if suite.sustained_s:
+        yield from sustained(layer_probes(first, compiled=False), suite.sustained_s)
+        own = (probe for probe in attention_probes(first) if probe.implementation == "flash")
+        yield from sustained(own, suite.sustained_s)
     for nbytes in suite.copy_bytes:
         yield from copy_probes(first, nbytes, suite.copy_gemm)
     yield from launch_probes(first, suite.copy_bytes[0])
