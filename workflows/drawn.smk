@@ -7,6 +7,7 @@ DRAWN_FROM = {
     "fastest": ["matrix_fastest"],
     "figure7_memory": ["cells"],
     "figure9_scaling": ["cells"],
+    "gpu_steps": ["gpu_layers", "gpu_ratios"],
     "matrix_bytes": ["matrix_same_layout"],
     "matrix_context": ["matrix_best_layout"],
     "matrix_longest": ["matrix_longest"],

@@ -43,6 +43,30 @@ rule worlds:
         " --again {input.again} -o {params.folder} > {log} 2>&1"
 
 
+rule gpu:
+    input:
+        records=ON_GPU,
+        suite="config/gpu_layers.yaml",
+        methods=METHODS,
+        published="results/published/kernels.csv",
+    output:
+        expand(
+            "results/paper/tables/gpu_{table}{suffix}",
+            table=("checks", "rates", "layers", "ratios"),
+            suffix=SUFFIXES,
+        ),
+    log:
+        "results/paper/logs/gpu.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    params:
+        engine=code("gpu"),
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench gpu-tables results/measured/gpu -o {params.folder} > {log} 2>&1"
+
+
 rule curves:
     input:
         records=MEASURED["convergence"],

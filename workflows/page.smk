@@ -46,6 +46,7 @@ rule page:
         runs="results/paper/runs.csv",
         claims=rules.claims.output,
         worlds=rules.worlds.output,
+        gpu=rules.gpu.output,
         figures=figures("paper") + measured_targets(),
         drawn=expand("results/paper/figures/{figure}.png", figure=DRAWN_FROM),
         timeline="results/paper/figures/methods_timeline.png",

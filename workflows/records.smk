@@ -6,6 +6,7 @@ MEASURED = {
     name: sorted(str(path) for path in Path(f"results/measured/{name}").glob("*.json"))
     for name in ("executed", "traced", "convergence")
 }
+ON_GPU = [str(path) for path in sorted(Path("results/measured/gpu").glob("**/*.json*"))]
 RETRACED = "llama-65b-figure7.keep_all.0"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 TRACED_BASELINES = "results/measured/traced/baselines"

@@ -98,7 +98,7 @@ NOT_IMPORTED = {
     "types-pyyaml": "types for mypy",
     "uv": "installs, in bench",
 }
-MODULE = {"pyyaml": "yaml"}
+MODULE = {"pillow": "PIL", "pyyaml": "yaml"}
 
 
 def test_every_dependency_is_imported_or_has_a_reason() -> None:

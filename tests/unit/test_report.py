@@ -189,8 +189,11 @@ def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> 
     names = {name for claim in artifact.claims for name in claim.tables}
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
+    columns = sorted({claim.bound.column for claim in artifact.claims if claim.bound})
     for name in names:
-        (ours / f"{name}.csv").write_text("error,loss\n0.01,0.01\n")
+        (ours / f"{name}.csv").write_text(
+            f"{','.join(columns)}\n{','.join('0.001' for _ in columns)}\n"
+        )
     assert all(finding.problems for finding in check(artifact, ours, theirs))
     shutil.copytree(ours, theirs)
     artifact = replace(artifact, claims=tuple(replace(c, finds=()) for c in artifact.claims))

@@ -12,9 +12,15 @@ from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.runs.gpu_lines import Rate, Turn, read_lines
 from rematbench.spec.paths import data_dir
-from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.tables.gpu import (
+    checks_table,
+    layer_rows,
+    layers_table,
+    rates_table,
+    ratios_table,
+)
 from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
-from rematbench.worlds.gpu_checks import Summary
+from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
 from rematbench.worlds.layers import PREDICTED, layer_cells, load_layers, predict, write_predictions
 
 SuiteFile = Annotated[
@@ -107,14 +113,16 @@ def gpu_tables(
     output: Output,
     suite: Annotated[Path | None, Option(metavar="SUITE.yaml", help="That of the layers.")] = None,
 ) -> None:
-    """Tables of a `measure-gpu` folder: rates measured, predicted and published; steps and bytes
-    measured and predicted; each method's speed over full recomputation, and both MFUs.
+    """Tables of a `measure-gpu` folder: its claims; rates measured, predicted and published; steps
+    and bytes measured and predicted; each method's speed over full recomputation, and both MFUs.
 
     \b
     Example:
       rematbench gpu-tables my-gpu -o my-gpu/tables
     """
     tables = []
+    if (folder / SUMMARY).exists():
+        tables.append(checks_table(read_summary(folder / SUMMARY)))
     if (folder / "rates.jsonl").exists():
         tables.append(rates_table(read_lines(folder / "rates.jsonl", Rate)))
     if turns := [
@@ -123,7 +131,7 @@ def gpu_tables(
         rows = layer_rows(load_layers(suite or _own("layers")), folder, turns)
         tables += [layers_table(rows), ratios_table(rows)]
     if not tables:
-        raise CommandError(f"{folder}: has no rates.jsonl and no layers/*.jsonl")
+        raise CommandError(f"{folder}: has no {SUMMARY}, rates.jsonl or layers/*.jsonl")
     need_folder("-o", output)
     for table in tables:
         table.write(output)

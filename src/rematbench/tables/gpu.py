@@ -17,6 +17,7 @@ from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_line
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.worlds.gpu_checks import Summary
 from rematbench.worlds.layers import PREDICTED, LayerSuite, layer_names, ratio
 from rematbench.worlds.speed import measured_speed, same_gpu
 
@@ -40,6 +41,26 @@ def _mean(errors: Sequence[float | None]) -> str:
     """The mean absolute error and how many it is of."""
     known = [abs(error) for error in errors if error is not None]
     return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none known"
+
+
+# -- claims -------------------------------------------------------------------------------------
+
+
+def checks_table(summary: Summary) -> Table:
+    """Every claim of a run, whether it holds, and its numbers."""
+    words = {True: "yes", False: "NO", None: "not known"}
+    rows = [
+        {"claim": found.claim, "holds": words[found.holds], "numbers": found.text}
+        for found in summary.findings
+    ]
+    lost = [f"{ran.part}: {ran.status}, {ran.reason}" for ran in summary.parts if ran.reason]
+    return Table(
+        name="gpu_checks",
+        title=f"Checks of the runtime on {summary.device}",
+        columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers")),
+        rows=tuple(rows),
+        note=f"Written {summary.written[:10]}. Did not end: {'; '.join(lost) or 'nothing'}.",
+    )
 
 
 # -- rates --------------------------------------------------------------------------------------

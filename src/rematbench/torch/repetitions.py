@@ -15,6 +15,13 @@ from rematbench.torch.parameters import Parameter
 Gradients = dict[str, Tensor]
 
 
+def want_same_bits() -> None:
+    """Ask torch, in this process, for kernels that give the same bits every time."""
+    torch.use_deterministic_algorithms(True)
+    # The stream that allocates an action's outputs is not the stream that writes them.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 class Again(NamedTuple):
     """Repetitions of a step.  `differing`: how many have another loss or gradient than the first;
     `worst`: the parameter (or `loss`) that differs most often; `first`: the gradients of the first

@@ -20,7 +20,7 @@ from rematbench.slurm.launch import last_words, run_limited
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
-from rematbench.worlds.gpu_checks import Ran, Summary, findings
+from rematbench.worlds.gpu_checks import SUMMARY, Ran, Summary, findings
 from rematbench.worlds.layers import load_layers, measure_layers
 from rematbench.worlds.rates import load_rates, measure_rates
 from rematbench.worlds.repetitions import measure_repetitions
@@ -148,14 +148,14 @@ def _run(part: str, asked: GpuAsked, say: Callable[[str], None]) -> Ran:
 
 def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
     """The summary of the parts that have ended, with their missing records; written to
-    `summary.json`."""
+    SUMMARY."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     done = [ran.part for ran in ended if ran.part in RECORDS]
     planned = [name for part in done for name in asked.names(part)]
     found = Summary(
         written=now, device=device, parts=ended, findings=findings(asked.output, planned)
     )
-    _write(asked.output / "summary.json", found)
+    _write(asked.output / SUMMARY, found)
     return found
 
 

@@ -28,6 +28,9 @@ WORKSPACES = 2 * (32 << 20)
 32 MiB each on Hopper (torch's CUDABlas.cpp), for the one stream that runs GEMMs."""
 
 
+SUMMARY = "summary.json"
+
+
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One claim, whether it holds on this device (None: not known), and its numbers in words."""
 
@@ -62,6 +65,14 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def sound(self) -> bool:
         """Whether every part ended well and every claim holds."""
         return self.ended and all(finding.holds for finding in self.findings)
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary of a file; RecordError in one line for another file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except msgspec.DecodeError as error:
+        raise RecordError(f"{path}: {error}") from error
 
 
 class Cells(NamedTuple):

@@ -21,16 +21,13 @@ def measure_repetitions(
 ) -> None:
     """Repeat a step of every cell with kernels that give the same bits every time; a line of `out`
     for each.  Cells that cannot begin within `limit_s` seconds have none."""
-    import torch  # noqa: PLC0415  # torch is optional
-
-    from rematbench.torch.devices import prepared_device  # noqa: PLC0415
-    from rematbench.torch.repetitions import Gradients  # noqa: PLC0415
+    from rematbench.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.repetitions import Gradients, want_same_bits  # noqa: PLC0415
     from rematbench.torch.turns import Turns  # noqa: PLC0415
 
     until = time.monotonic() + limit_s
     place, machine = prepared_device(device, 0), Machine(device)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    want_same_bits()
     for problem in dict.fromkeys(problem_of(cell.name) for cell in found):
         turns, keep_all = Turns(place, machine.state), Gradients()
         same = [cell for cell in found if problem_of(cell.name) == problem]
