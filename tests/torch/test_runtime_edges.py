@@ -86,6 +86,7 @@ NO_ORDER = {
     "repeats.Repeats._mark: event.record": "a clock of a device that is kept busy",
     "repeats.Repeats.of_busy_device: ends[-2].synchronize": "two batches are issued at most",
     "repeats.Repeats.of_busy_device: ends[-1].synchronize": "its seconds are the event's",
+    "spent.Stopwatch.now: event.record": "a clock, which nothing waits for",
     "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }

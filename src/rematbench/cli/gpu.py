@@ -10,9 +10,10 @@ from typer import Argument, Option
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console, grid, left, plain
-from rematbench.runs.gpu_lines import Rate, Turn, read_lines
+from rematbench.runs.gpu_lines import Rate, Spent, Turn, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import (
+    actions_table,
     checks_table,
     layer_rows,
     layers_table,
@@ -53,13 +54,14 @@ def measure_gpu(
     the allocator's peak beside the ledger, step time beside a hand-written loop, copies beside
     matrix products.
 
-    Each part is a process with a time limit of its own, and writes what it has at once: a crash of
-    one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute` writes
-    them), `steps.json`, `copies.json`, on demand `repetitions.jsonl`, `agreement/`, `baselines/`,
-    `rates.jsonl` and `layers/`, a log of each part and `summary.json`, written again after each
-    part.  What these parts left there before goes first (but `layers` goes on where it ended); what
-    other parts left stays and counts.  Exit code 1 unless every part ended well, every cell asked
-    for has a record, and every claim holds (`rates` and `layers` make none).
+    Each part is a process with a time limit of its own, and writes what it has at once: a crash
+    of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
+    writes them), `steps.json`, `copies.json`, on demand `repetitions.jsonl`, `agreement/`,
+    `baselines/`, `rates.jsonl`, `actions.jsonl` and `layers/`, a log of each part and
+    `summary.json`, written again after each part.  What these parts left there before goes
+    first (but `layers` goes on where it ended); what other parts left stays and counts.  Exit
+    code 1 unless every part ended well, every cell asked for has a record, and every claim
+    holds (`rates`, `actions` and `layers` make none).
 
     \b
     Example:
@@ -125,6 +127,8 @@ def gpu_tables(
         tables.append(checks_table(read_summary(folder / SUMMARY)))
     if (folder / "rates.jsonl").exists():
         tables.append(rates_table(read_lines(folder / "rates.jsonl", Rate)))
+    if (folder / "actions.jsonl").exists():
+        tables.append(actions_table(read_lines(folder / "actions.jsonl", Spent)))
     if turns := [
         t for path in sorted(folder.glob("layers/*.jsonl")) for t in read_lines(path, Turn)
     ]:

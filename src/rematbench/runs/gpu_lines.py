@@ -109,6 +109,26 @@ class Repeated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provenance: Provenance
 
 
+STEP = "STEP"
+
+
+class Spent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of the actions of one kind in a step of a cell, on their stream, and the seconds that
+    the cost model predicts for them.  `unit`: E (embedding), L (layers), H (head), or none.  The
+    kind STEP is the whole step, of which streams run parts at the same time."""
+
+    cell: str
+    unit: str
+    op: str
+    kind: str
+    stream: str
+    actions: int
+    seconds: float
+    predicted_s: float
+    gpu: GpuState = GpuState()
+    provenance: Provenance
+
+
 def append_line(path: Path, line: Struct) -> None:
     """Append one line and flush it to the disk.  A last line without an end goes first."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from rematbench.published.kernel_bytes import seconds as bytes_seconds
 from rematbench.published.kernel_rows import KernelRow, measured, read_kernel_rows
 from rematbench.published.kernel_sources import Sources, load_sources
 from rematbench.runs.cell import problem_of
-from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_lines
+from rematbench.runs.gpu_lines import Prediction, Rate, Spent, Turn, by_cell, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
@@ -182,6 +182,52 @@ def _row_seconds(row: KernelRow, rate: Rate) -> float:
     if figure.quantity == "seconds":
         return figure.value
     return rate.work / figure.value
+
+
+# -- actions ------------------------------------------------------------------------------------
+
+
+def actions_table(lines: Sequence[Spent]) -> Table:
+    """Seconds of the actions of steps by kind, the largest differences of a step first."""
+    cells = list(dict.fromkeys(line.cell for line in lines))
+    order = sorted(lines, key=lambda one: -abs(one.seconds - one.predicted_s))
+    rows = [
+        {
+            **{key: getattr(one, key) for key in ("cell", "unit", "op", "kind", "stream")},
+            **{key: getattr(one, key) for key in ("actions", "seconds", "predicted_s")},
+            "difference_s": one.seconds - one.predicted_s,
+        }
+        for cell in cells
+        for one in order
+        if one.cell == cell
+    ]
+    sums = [
+        f"{cell} {math.fsum(row['seconds'] for row in own):.4g} s, predicted "
+        f"{math.fsum(row['predicted_s'] for row in own):.4g} s"
+        for cell in cells
+        if (own := [row for row in rows if (row["cell"], row["stream"]) == (cell, "compute")])
+    ]
+    device = lines[0].provenance.device if lines else ""
+    return Table(
+        name="gpu_actions",
+        title=f"Where the seconds of a step go on {device}",
+        columns=(
+            *(Column(key, key) for key in ("cell", "unit", "op", "kind", "stream")),
+            Column("actions", "n", whole),
+            Column("seconds", "measured s", seconds),
+            Column("predicted_s", "predicted s", seconds),
+            Column("difference_s", "more s", signed),
+        ),
+        rows=tuple(rows),
+        note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over a step's actions, the "
+        f"largest differences first; WAIT: another stream is waited for. On compute: "
+        f"{'; '.join(sums)}.",
+    )
+
+
+def signed(value: Any) -> str:
+    """Seconds with a sign and four decimals."""
+    return f"{float(value):+.4f}"
 
 
 # -- steps --------------------------------------------------------------------------------------

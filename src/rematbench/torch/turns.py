@@ -83,7 +83,7 @@ class Turns:
             raise NotFinite(f"the loss is {float(executor.loss)}")
         return Seen(tuple(steps), tuple(issued), warm_s, *self._peaks(executor), state)
 
-    def executor(self, problem: Problem, plan: Plan) -> Executor:
+    def executor(self, problem: Problem, plan: Plan, kind: type[Executor] = Executor) -> Executor:
         """The executor of a plan on the shared weights, with its batch; NotExecutable for a plan
         whose states are elsewhere."""
         require_executable(problem, plan)
@@ -103,7 +103,7 @@ class Turns:
         self.parameters = model.parameters
         batch = make_batch(problem.workload, problem.layout.global_batch, SEED, 0)
         model.batches = micro_batches(batch, problem.layout, groups.place, self.device)
-        return Executor(lower(plan, problem).ranks[0], model, groups, optimizer=RULE)
+        return kind(lower(plan, problem).ranks[0], model, groups, optimizer=RULE)
 
     def _peaks(self, executor: Executor) -> tuple[int, int, int]:
         """Allocated, reserved and pinned bytes."""

@@ -24,6 +24,7 @@ from rematbench.worlds.gpu_checks import SUMMARY, Ran, Summary, findings
 from rematbench.worlds.layers import load_layers, measure_layers
 from rematbench.worlds.rates import load_rates, measure_rates
 from rematbench.worlds.repetitions import measure_repetitions
+from rematbench.worlds.spent import measure_actions
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
 """Seconds that each part may take, in the order of the run: less than ten minutes in all, the
@@ -35,14 +36,16 @@ ON_DEMAND = {
     "agreement": 400.0,
     "baselines": 180.0,
     "rates": 470.0,
+    "actions": 200.0,
     "layers": 560.0,
 }
 """Seconds that each part may take that runs only on request: repeated steps, steps of real
-packages, the rates of kernels and copies, and predicted steps by turns."""
+packages, the rates of kernels and copies, the actions of a step, and predicted steps by turns."""
 ENDS_S = 25.0
 """Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "rates": ("rates.yaml", load_rates),
+    "actions": ("gpu_layers.yaml", load_layers),
     "layers": ("gpu_layers.yaml", load_layers),
 }
 """Parts with a suite of their own: its file in config/, and its reader.  Others have gpu.yaml."""
@@ -242,6 +245,12 @@ def _rates(asked: GpuAsked) -> None:
     measure_rates(asked.file("rates"), asked.output / "rates.jsonl", asked.device, limit_s)
 
 
+def _actions(asked: GpuAsked) -> None:
+    suite, limit_s = load_layers(asked.file("actions")), asked.limit_s("actions") - ENDS_S
+    out = asked.output / "actions.jsonl"
+    measure_actions(suite, asked.only, out, asked.device, limit_s)
+
+
 def _layers(asked: GpuAsked) -> None:
     suite, limit_s = load_layers(asked.file("layers")), asked.limit_s("layers") - ENDS_S
     measure_layers(suite, asked.only, asked.output, asked.device, limit_s)
@@ -256,5 +265,6 @@ PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "agreement": _agreement,
     "baselines": _baselines,
     "rates": _rates,
+    "actions": _actions,
     "layers": _layers,
 }

@@ -209,9 +209,7 @@ def measure_layers(
     until = time.monotonic() + limit_s
     place = prepared_device(device, 0)
     machine = Machine(device)
-    found = [
-        cell for cell in layer_cells(suite, only) if device == "cpu" or _is_here(cell, machine)
-    ]
+    found = [cell for cell in layer_cells(suite, only) if device == "cpu" or is_here(cell, machine)]
     if not found:
         raise CommandError(f"no problem of the suite is of {machine.name}")
     known = read_predictions(output, found)
@@ -227,7 +225,8 @@ def measure_layers(
     _rounds(live, suite, taken, Turns(place, machine.state).turn, until, least)
 
 
-def _is_here(cell: Cell, machine: Machine) -> bool:
+def is_here(cell: Cell, machine: Machine) -> bool:
+    """Whether the cell's cluster has this machine's GPU."""
     return has_peak_of(cell.problem.cluster, machine.name)
 
 

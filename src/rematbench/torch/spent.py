@@ -1,0 +1,90 @@
+"""Seconds of every action of a step on its own stream, to see where a step's time goes.
+
+A clock is read before and after each action, on a GPU by the stream itself.  What lies between are
+the action's kernels and the gaps between them; a stream that waits for another does so in its WAIT.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from rematbench.program.action import Action, Kind
+from rematbench.torch.executor import Executor
+from rematbench.torch.streams import CudaStreams, Streams
+
+WITHOUT_WORK = (Kind.FREE, Kind.EVENT)
+Stamp = torch.cuda.Event | float
+
+
+class Taken(NamedTuple):
+    """An action and its seconds."""
+
+    action: Action
+    seconds: float
+
+
+class Stopwatch:
+    """Reads the time of a stream: an event of CUDA, or the host's clock."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    def now(self, stream: str) -> Stamp:
+        """The time after all work issued so far on a stream."""
+        if not isinstance(self.streams, CudaStreams):
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self.streams.streams[stream])
+        return event
+
+
+def between(start: Stamp, end: Stamp) -> float:
+    """Seconds between two times of one stream, both of which have come."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    return float(start.elapsed_time(end)) / 1e3
+
+
+class TimedExecutor(Executor):
+    """An executor that reads a clock around every action."""
+
+    def step_taken(self) -> tuple[float, list[Taken]]:
+        """Run a step; its seconds, and its actions with theirs, as they were issued."""
+        self.read: list[tuple[Action, Stamp, Stamp]] = []
+        self.watch = Stopwatch(self.streams)
+        stop = self.streams.clock()
+        self.issue_step()
+        whole = stop()  # waits for the device
+        return whole, [Taken(action, between(start, end)) for action, start, end in self.read]
+
+    def _act(self, action: Action, micro_batch: int, chunk: int) -> None:
+        if action.kind in WITHOUT_WORK:
+            super()._act(action, micro_batch, chunk)
+            return
+        start = self.watch.now(action.stream)
+        super()._act(action, micro_batch, chunk)
+        self.read.append((action, start, self.watch.now(action.stream)))
+
+
+class Key(NamedTuple):
+    """Actions that count as one: the kind of unit (E: embedding, L: layer, H: head), the operator,
+    the kind of action, and the stream."""
+
+    unit: str
+    op: str
+    kind: str
+    stream: str
+
+
+def by_key(taken: Iterable[Taken]) -> dict[Key, list[Taken]]:
+    """Actions by what they count as."""
+    found: dict[Key, list[Taken]] = {}
+    for one in taken:
+        action = one.action
+        key = Key(action.part[:1], action.op, action.kind.value, action.stream)
+        found.setdefault(key, []).append(one)
+    return found

@@ -1,0 +1,84 @@
+"""The part `actions` of `measure-gpu`: seconds of each kind of action beside the predicted ones."""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rematbench.choose.outcome import run_plan
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import Device
+from rematbench.plan import Plan
+from rematbench.runs.cell import Cell
+from rematbench.runs.gpu_lines import STEP, Spent, append_line
+from rematbench.simulate.seconds import action_seconds
+from rematbench.worlds.layers import LayerSuite, is_here, layer_cells, predict
+from rematbench.worlds.machine import Machine
+
+if TYPE_CHECKING:
+    from rematbench.torch.spent import Key, Taken
+    from rematbench.torch.turns import Turns
+
+STEPS = 3
+
+
+def measure_actions(
+    suite: LayerSuite, only: Sequence[str], out: Path, device: Device, limit_s: float
+) -> None:
+    """Time the actions of the cells asked for (default: the references of ratios, and keep_all)
+    that are predicted to fit this device; a line of `out` for each kind of action.  A cell that
+    cannot begin within `limit_s` seconds has none."""
+    from rematbench.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.turns import Turns  # noqa: PLC0415
+
+    until = time.monotonic() + limit_s
+    place, machine = prepared_device(device, 0), Machine(device)
+    turns = Turns(place, machine.state)
+    for cell in layer_cells(suite, only or _usual(suite)):
+        fits = device == "cpu" or (is_here(cell, machine) and predict(cell).status == "ok")
+        if fits and isinstance(cell.plan, Plan) and time.monotonic() < until:
+            for line in _lines(cell, cell.plan, turns, machine):
+                append_line(out, line)
+
+
+def _usual(suite: LayerSuite) -> list[str]:
+    names = [f"{problem}.{reference}" for problem, reference in suite.references.items()]
+    return [*names, *(f"{problem}.keep_all" for problem in suite.references)]
+
+
+def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spent]:
+    from rematbench.torch.spent import TimedExecutor, by_key  # noqa: PLC0415  # torch is optional
+
+    executor = turns.executor(cell.problem, plan, TimedExecutor)
+    assert isinstance(executor, TimedExecutor)
+    seen = [executor.step_taken() for _ in range(1 + STEPS)][1:]  # the first warms up
+    steps = [by_key(taken) for _, taken in seen]
+    predicted = action_seconds(cell.problem, lower(plan, cell.problem))
+    known = {"cell": cell.name, **machine.about(cell.problem.calibration)}
+    found = run_plan(cell.problem, plan).evaluation
+    whole = Spent(
+        unit="",
+        op="",
+        kind=STEP,
+        stream="",
+        actions=len(seen[0][1]),
+        seconds=statistics.median(seconds for seconds, _ in seen),
+        predicted_s=found.step_s if found else 0.0,
+        **known,
+    )
+    keys = {key: [step[key] for step in steps] for key in steps[0]}
+    return [whole, *(Spent(**_spent(key, own, predicted), **known) for key, own in keys.items())]
+
+
+def _spent(key: "Key", steps: "list[list[Taken]]", predicted: Any) -> dict[str, Any]:
+    """The fields of a line: medians over steps of the sums over a step's actions."""
+    sums = [math.fsum(one.seconds for one in step) for step in steps]
+    wanted = math.fsum(predicted.timing(one.action, 0).seconds for one in steps[0])
+    return {
+        **key._asdict(),
+        "actions": len(steps[0]),
+        "seconds": statistics.median(sums),
+        "predicted_s": wanted,
+    }
