@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.runs.gpu_lines import Rate, Turn, read_lines
+from rematbench.runs.gpu_lines import STEP, Rate, Spent, Turn, read_lines
 from tests.campaigns import suite_text, tiny
 from tests.stand_in.conftest import Run
 
@@ -24,6 +24,19 @@ def test_rates_are_timed_by_events(run: Run, tmp_path: Path) -> None:
     assert {line.implementation for line in lines if line.status != "ok"} <= {"cudnn"}
     assert all(line.predicted_s for line in lines if line.what == "gemm")
     assert any(line.n and "for_s" in line.shape for line in lines)
+
+
+def test_actions_are_timed_on_their_streams(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    problem = tiny("one", seq_len=64, **SIZES)
+    text = suite_text([problem], methods=["full_recompute", "memo"], references={"one": "memo.0"})
+    path.write_text(text)
+    words = ("measure-gpu", "--part", "actions", "-o", str(tmp_path), "--suite", str(path))
+    run("-m", "rematbench", *words, "--only", "one.memo")
+    lines = read_lines(tmp_path / "actions.jsonl", Spent)
+    assert {line.stream for line in lines if line.kind != STEP} == {"compute", "d2h", "h2d"}
+    whole = next(line.seconds for line in lines if line.kind == STEP)
+    assert 0.0 < sum(line.seconds for line in lines if line.stream == "compute") <= whole
 
 
 def test_turns_have_the_allocators_peaks(run: Run, tmp_path: Path) -> None:
