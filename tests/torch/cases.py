@@ -135,6 +135,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "mini-dropped": mini_dropped,
     "mini-windows": mini_windows,
     "mini-first": lambda plan: pieces(plan, ("fc1", "act"), "gate_out"),
+    "mini-qkv": lambda plan: pieces(plan, ("attn_norm", "qkv"), "attn_norm_out"),
     "mini-last": lambda plan: pieces(plan, ("act", "mul", "fc2"), "act_out"),
 }
 """Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from rematbench.runs.measured import Comparison, Measured, largest
 from rematbench.runs.record import Record, keep_record, read_record, write_record
 from rematbench.spec.paths import data_dir
-from rematbench.worlds import executed, gpu
+from rematbench.worlds import executed, gpu, gpu_checks
 from rematbench.worlds.executed import How, outcome_of, run_cells
-from rematbench.worlds.gpu_checks import Finding, Ran, findings
+from rematbench.worlds.gpu_checks import Finding, Planned, Ran, findings
 from tests.torch.test_measure_gpu import CELLS, suite
 
 RECORD = "bf16-one.keep_all.0.json"
@@ -23,7 +23,7 @@ SAME = "gradients are keep_all's (lossless-fp32)"
 
 
 def held(folder: Path, *planned: str) -> dict[str, Finding]:
-    return {finding.claim: finding for finding in findings(folder, planned)}
+    return {finding.claim: finding for finding in findings(folder, Planned(planned))}
 
 
 def large(folder: Path) -> tuple[Record, Path]:
@@ -128,6 +128,17 @@ def test_an_error_that_is_no_number_fails_its_record(what: str, error: float) ->
     assert (status, reason) == ("ok", "")
     assert seen is not None
     assert seen.comparison == comparison()
+
+
+def test_the_error_that_is_judged_is_the_one_that_is_said(tmp_path: Path) -> None:
+    """In bf16 the first step's; an H200 had 0.0115 there and 0.065 over all steps."""
+    first = replace(comparison(first_gradient_error=2e-6, gradient_error=0.5), first_only=True)
+    assert (first.judged_error, first.lossless) == (2e-6, True)
+    assert gpu_checks._verdict(first) == "2.0e-06 of 1e-05 (the first step)"
+    every = comparison(gradient_error=0.5)
+    assert (every.judged_error, every.lossless) == (0.5, False)
+    assert gpu_checks._verdict(every) == "5.0e-01 of 1e-05 (all steps)"
+    assert gpu_checks._verdict(replace(every, bitwise=True)) == "bitwise"
 
 
 def test_no_error_that_is_no_number_is_passed_over() -> None:

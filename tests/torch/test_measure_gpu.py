@@ -10,10 +10,13 @@ from msgspec.structs import replace
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.real import timing, verdict
+from rematbench.packages import agreement
+from rematbench.packages.agreement import agreement_names, agreement_records
+from rematbench.packages.process import BaselineError
 from rematbench.runs.measured import Comparison
 from rematbench.runs.record import Record, read_record, write_record
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.gpu_checks import Ran, Summary, findings
+from rematbench.worlds.gpu_checks import Planned, Ran, Summary, findings
 from tests.campaigns import suite_text, tiny
 from tests.torch.test_execute_cli import rematbench
 
@@ -133,7 +136,15 @@ def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: 
     write_record(timed, there / "megatron_core-none.json")
     held = {finding.claim: finding for finding in findings(tmp_path)}
     agree = held["losses and gradient norms of the packages are the executor's"]
-    assert (agree.holds, agree.text) == (True, "4 runs")
+    assert (agree.holds, agree.text) == (True, "2 runs of packages")
+    wanted = agreement_names("cuda", 1)
+    assert len(wanted) == 12  # on one GPU
+    assert set(names) <= set(wanted)
+    held = {f.claim: f for f in findings(tmp_path, Planned(agreement=wanted))}
+    agree = held["losses and gradient norms of the packages are the executor's"]
+    assert agree.holds is None
+    assert "megatron_core-one-full-bf16 missing" in agree.text
+    held = {finding.claim: finding for finding in findings(tmp_path)}
     ran = held["the packages run"]
     assert (ran.holds, ran.text) == (True, "megatron_core-none 0.6 s, allocated 3.000 GiB")
 
@@ -150,6 +161,30 @@ def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: 
     )
     ran = held["the packages run"]
     assert (ran.holds, "megatron_core-full oom full" in ran.text) == (False, True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_that_breaks_takes_no_other_engines_records(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU engines run one after another, and the first that breaks ends it."""
+    asked: list[str] = []
+
+    def engine(name: str, precision: str, *_: object) -> dict[str, Any]:
+        asked.append(name)
+        if name == "megatron_core":
+            raise BaselineError("no")
+        return {f"{name}-{precision}": None}
+
+    monkeypatch.setattr(agreement, "_engine", engine)
+    found: list[str] = []
+    with pytest.raises(BaselineError, match="no"):
+        found.extend(name for name, _ in agreement_records(device, 1))
+    wanted = {"cpu": ["executor-fp32"], "cuda": [
+        *(f"{name}-{kind}" for name in ("deepspeed", "executor") for kind in ("bf16", "fp32"))
+    ]}  # fmt: skip
+    assert sorted(found) == wanted[device]
+    assert len(asked) == {"cpu": 2, "cuda": 6}[device]
 
 
 def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:

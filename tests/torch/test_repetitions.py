@@ -20,7 +20,8 @@ from rematbench.torch.parameters import LINEAR, AdamW, Owner, ParameterSpec
 from rematbench.torch.repetitions import repeat, same_bits
 from rematbench.torch.turns import Turns
 from rematbench.worlds import repetitions
-from rematbench.worlds.gpu_checks import findings
+from rematbench.worlds.executed import How, _case, run_cells
+from rematbench.worlds.gpu_checks import Planned, findings
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 
@@ -99,6 +100,10 @@ def test_the_part_writes_a_line_for_each_cell_and_the_claim_is_over_all(tmp_path
     held = {finding.claim: finding for finding in findings(tmp_path)}
     assert held[claim].holds
     assert "mst.0 2 of 2, not keep_all's" in held[claim].text
+    planned = Planned(repetitions=[*lines, "lossless-bf16.memo.0"])
+    held = {finding.claim: finding for finding in findings(tmp_path, planned)}
+    assert held[claim].holds is None
+    assert "lossless-bf16.memo.0 missing" in held[claim].text
     late = tmp_path / "late.jsonl"
     repetitions.measure_repetitions(found, late, "cpu", -1.0)
     assert not late.exists()
@@ -106,6 +111,9 @@ def test_the_part_writes_a_line_for_each_cell_and_the_claim_is_over_all(tmp_path
     held = {finding.claim: finding for finding in findings(tmp_path)}
     assert held[claim].holds is False
     assert "keep_all.0 1 of 2;" in held[claim].text
+    out.write_bytes(out.read_bytes().replace(b'"keep_all_bits":false', b'"keep_all_bits":null'))
+    held = {finding.claim: finding for finding in findings(tmp_path)}
+    assert "not keep_all's" not in held[claim].text  # not known
 
 
 def test_an_update_with_a_large_epsilon_is_linear_in_the_gradient() -> None:
@@ -123,6 +131,38 @@ def test_an_update_with_a_large_epsilon_is_linear_in_the_gradient() -> None:
     assert moved(AdamW(), 1e-7) - moved(AdamW(), -1e-7) == pytest.approx(-2e-2, rel=0.2)
     assert moved(LINEAR, 1e-7) - moved(LINEAR, -1e-7) == pytest.approx(-2e-7, rel=1e-3)
     assert moved(LINEAR, 2e-3) == pytest.approx(2 * moved(LINEAR, 1e-3), rel=2e-3)
+
+
+def test_what_is_compared_over_steps_has_linear_updates_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    sizes = {"model": "tiny-llama-deep", "gpus": 1, "seq_len": 32, "global_batch": 2}
+    path.write_text(suite_text([tiny("one", precision="fp32", **sizes)]))
+    found = cells(load_suite(path), [], ["one.mst"])
+    how = How(steps=2, linear=True)
+    assert _case(found[0], how).optimizer is LINEAR
+    assert _case(found[0], How()).optimizer == AdamW()
+    for given in (how, How(steps=2)):
+        ((_, record),) = run_cells(found, 60.0, given)
+        assert record.measured is not None
+        assert record.measured.linear_updates is given.linear
+
+
+def test_weights_come_back_after_a_repetition_that_fails() -> None:
+    one = executor()
+    before = {name: p.flat.clone() for name, p in one.model.parameters.items()}
+    issue, steps = one.issue_step, 0
+
+    def broken() -> None:
+        nonlocal steps
+        steps += 1
+        issue()
+        if steps == 2:
+            raise RuntimeError("no")
+
+    one.issue_step = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no"):
+        repeat(one, TIMES)
+    assert all(torch.equal(p.flat, before[name]) for name, p in one.model.parameters.items())
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32, torch.float64])

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ import torch
 
 from rematbench.host.gpu_state import GpuState
 from rematbench.lowering.lower import lower
-from rematbench.runs.gpu_lines import STEP, Spent, read_lines
+from rematbench.runs.gpu_lines import STEP, Prediction, Spent, read_lines
 from rematbench.tables.gpu import actions_table
 from rematbench.torch.spent import WITHOUT_WORK, TimedExecutor, between, by_key
 from rematbench.torch.turns import Turns
@@ -66,8 +67,40 @@ def test_the_part_has_a_line_for_each_kind_of_action_and_the_whole_step(tmp_path
     rows = [row for row in table.rows if row["cell"] == "one.keep_all.0"]
     sizes_of = [abs(row["difference_s"]) for row in rows]
     assert sizes_of == sorted(sizes_of, reverse=True)
-    assert "On compute: one.full_recompute.0 " in table.full_note
+    assert "without waits: one.full_recompute.0 " in table.full_note
     assert "seconds mean nothing" in table.full_note
     late = tmp_path / "late.jsonl"
     spent.measure_actions(suite, ("one.memo",), late, "cpu", -1.0)
     assert not late.exists()
+
+
+def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "suite.yaml", tmp_path / "actions.jsonl"
+    sizes = {"model": "tiny-llama-deep", "gpus": 1, "global_batch": 1, "cluster": "h200-141gb"}
+    names = ["keep_all", "full_recompute", "memo"]
+    given = {"methods": names, "references": {"one": "full_recompute.0"}}
+    path.write_text(suite_text([tiny("one", seq_len=32, **sizes)], **given))
+    real, refused = spent._lines, spent.refusal
+
+    def lines(cell: Any, *rest: Any) -> list[Spent]:
+        if "keep_all" in cell.name:
+            raise MemoryError("full")
+        return real(cell, *rest)
+
+    def refusal(line: Prediction) -> str:
+        return "pins too much" if "memo" in line.cell else refused(line)
+
+    monkeypatch.setattr(spent, "_lines", lines)
+    monkeypatch.setattr(spent, "refusal", refusal)
+    spent.measure_actions(load_layers(path), [f"one.{name}" for name in names], out, "cpu", 60.0)
+    steps = {line.cell: line for line in read_lines(out, Spent) if line.kind == STEP}
+    assert {name: line.status for name, line in steps.items()} == {
+        "one.keep_all.0": "oom",
+        "one.memo.0": "refused",
+        "one.full_recompute.0": "ok",
+    }
+    note = actions_table(read_lines(out, Spent)).full_note
+    assert "one.memo.0 refused: pins too much" in note
+    assert "one.keep_all.0 oom: MemoryError: full" in note

@@ -106,6 +106,21 @@ def test_probes_are_the_kernels_of_the_operator_tables() -> None:
     assert shapes["attention_backward"][1].shape[1] == kind.num_kv_heads  # type: ignore[index]
 
 
+def test_a_turns_weights_are_drawn_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host took half a minute of a GPU's time for 2.8 billion weights."""
+    asked: list[bool] = []
+    made = turns.RankModel
+
+    def noted(*given: Any, **known: Any) -> RankModel:
+        asked.append(known["drawn_here"])
+        return made(*given, **known)
+
+    monkeypatch.setattr(turns, "RankModel", noted)
+    case = cases.case("one", "keep")
+    turns.Turns(CPU, GpuState).executor(case.problem, case.plan)
+    assert asked == [True]
+
+
 def test_sustained_probes_are_those_of_flop_once_more() -> None:
     problem = cases.case("one", "keep", precision="bf16").problem
     every = list(layer_probes(Place("tiny", problem, CPU), compiled=True))
@@ -115,9 +130,10 @@ def test_sustained_probes_are_those_of_flop_once_more() -> None:
     assert not any("for_s" in p.shape for p in every)
 
 
-def test_long_calls_come_last_and_what_is_compiled_before_them() -> None:
+def test_long_calls_come_last_and_what_heats_the_device_before_them() -> None:
     asked = [
         probe(work=2 * LONG_FLOP, unit="flop"),
+        probe(work=1.0, unit="flop", for_s=1.0),
         probe(compiled=True),
         probe(work=1.0, unit="flop"),
     ]

@@ -185,10 +185,10 @@ def test_what_torch_would_pin_is_held_against_the_hosts_memory(
     cell = next(cell for cell in layers.layer_cells(suite) if "memo" in cell.name)
     line = replace(layers.predict(cell), host_bytes=123 << 30, pinned_bytes=135 << 30)
     monkeypatch.setattr(layers, "free_bytes", lambda: 124 << 30)
-    assert layers._refusal(line) == "pins 135 GiB, the host has 124 free"
-    assert layers._refusal(replace(line, pinned_bytes=0)) == ""
+    assert layers.refusal(line) == "pins 135 GiB, the host has 124 free"
+    assert layers.refusal(replace(line, pinned_bytes=0)) == ""
     monkeypatch.setattr(layers, "free_bytes", lambda: -1)  # not known
-    assert layers._refusal(line) == ""
+    assert layers.refusal(line) == ""
 
 
 def test_torchs_allocator_holds_what_is_predicted_also_of_a_plan_that_places(

@@ -20,7 +20,7 @@ from rematbench.tables.gpu import (
     rates_table,
     ratios_table,
 )
-from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
+from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
 from rematbench.worlds.layers import PREDICTED, layer_cells, load_layers, predict, write_predictions
 
@@ -46,7 +46,7 @@ def measure_gpu(
     only: Only = None,
     device: Where = "cuda",
     seconds: Annotated[
-        float, Option(min=1.0, help="Of each part, at most (default: the limit of the part).")
+        float, Option(min=ENDS_S + 5.0, help="Of each part, at most (default: its own limit).")
     ] = math.inf,
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:

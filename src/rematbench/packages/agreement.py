@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
-from rematbench.packages.process import Device, job, policy, run_jobs
+from rematbench.packages.process import (
+    BaselineError,
+    Device,
+    baselines,
+    job,
+    policy,
+    run_jobs,
+)
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -77,17 +84,44 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
 def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[str, Record]]:
     """The records of every engine in every precision, with their file names without suffix, an
     engine as soon as it has ended; on CUDA all engines run at once.  Needs torch and the packages.
-    On CUDA, layouts that need more than `gpus` GPUs are left out."""
+    On CUDA, layouts that need more than `gpus` GPUs are left out.  An engine without records raises
+    its BaselineError; on CUDA after the records of the others."""
     asked = [(engine, precision) for precision in PRECISIONS for engine in ROWS]
-    with ThreadPoolExecutor(len(asked) if device == "cuda" else 1) as pool:
-        runs = [pool.submit(_engine, *one, device, gpus) for one in asked]
-        for run in as_completed(runs):
-            yield from run.result().items()
+    if device == "cpu":
+        for one in asked:
+            yield from _engine(*one, device, gpus).items()
+        return
+    discover()  # once, before threads ask for it
+    baselines()
+    broken: list[BaselineError] = []
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for run in as_completed([pool.submit(_engine, *one, device, gpus) for one in asked]):
+            try:
+                yield from run.result().items()
+            except BaselineError as error:
+                broken.append(error)
+    if broken:
+        raise broken[0]
+
+
+def agreement_names(device: Device = "cpu", gpus: int = 0) -> list[str]:
+    """The names of `agreement_records`, without running anything."""
+    return [
+        _name(engine, row, precision)
+        for precision in PRECISIONS
+        for engine in ROWS
+        for row in _rows(engine, device, gpus)
+    ]
+
+
+def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
+    """The rows of an engine that run here."""
+    return [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
 
 
 def _engine(engine: str, precision: Precision, device: Device, gpus: int) -> dict[str, Record]:
     """The records of one engine in one precision, by file name."""
-    rows = [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
+    rows = _rows(engine, device, gpus)
     if engine == EXECUTOR:
         records = [executor_record(problem({}, precision), device)]
     else:

@@ -115,16 +115,19 @@ STEP = "STEP"
 class Spent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of the actions of one kind in a step of a cell, on their stream, and the seconds that
     the cost model predicts for them.  `unit`: E (embedding), L (layers), H (head), or none.  The
-    kind STEP is the whole step, of which streams run parts at the same time."""
+    kind STEP is the whole step, of which streams run parts at the same time; a cell that failed or
+    was not started has one such line, with the reason."""
 
     cell: str
-    unit: str
-    op: str
+    unit: str = ""
+    op: str = ""
     kind: str
-    stream: str
-    actions: int
-    seconds: float
-    predicted_s: float
+    stream: str = ""
+    actions: int = 0
+    seconds: float = 0.0
+    predicted_s: float = 0.0
+    status: Literal["ok", "oom", "nan", "failed", "refused"] = "ok"
+    reason: str = ""
     gpu: GpuState = GpuState()
     provenance: Provenance
 

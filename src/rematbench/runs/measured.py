@@ -105,7 +105,7 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     equal, or the losses and every parameter's gradient (norm-wise) differ by at most `bound` over
     all steps.  In bf16 (`first_only`) only the first step's gradients count: AdamW turns the
     rounding of a small gradient into a change of its weight, so later gradients belong to other
-    weights (they are reported all the same)."""
+    weights (they are reported all the same); in fp32 too, unless updates are linear."""
 
     against: str
     bitwise: bool
@@ -116,11 +116,21 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     first_only: bool = False
 
     @property
+    def judged_first(self) -> bool:
+        """Whether the first step's gradients alone count."""
+        return self.first_only and self.first_gradient_error is not None
+
+    @property
+    def judged_error(self) -> float:
+        """The gradient error that counts."""
+        first = self.first_gradient_error
+        return first if self.first_only and first is not None else self.gradient_error
+
+    @property
     def lossless(self) -> bool:
         """Whether the two runs differ by no more than rounding."""
-        first = self.first_gradient_error
-        error = first if self.first_only and first is not None else self.gradient_error
-        return self.bitwise or (error <= self.bound and self.loss_error <= self.bound)
+        errors = (self.judged_error, self.loss_error)
+        return self.bitwise or all(error <= self.bound for error in errors)
 
     @property
     def not_finite(self) -> str:
@@ -139,7 +149,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
     whole gradient, and in `parameter_norms` the norm of each parameter's gradient before the update
     (empty if not requested).  For each rank: its bytes; a traced run has the one rank that was
     traced, a training run has none.  On GPUs, the timed steps follow `warmup_steps` steps, which
-    include the observed steps; timed steps are not observed."""
+    include the observed steps; timed steps are not observed.  `linear_updates`: the steps' updates
+    were linear in the gradients (`execute` and baselines: AdamW's)."""
 
     losses: tuple[float, ...] = ()
     gradient_norms: tuple[float, ...] = ()
@@ -147,6 +158,7 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
     ranks: tuple[RankMeasured, ...] = ()
     comparison: Comparison | None = None
     warmup_steps: int = 0
+    linear_updates: bool = False
 
     @property
     def steps(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rematbench.program.action import Kind
 from rematbench.published.kernel_bytes import seconds as bytes_seconds
 from rematbench.published.kernel_rows import KernelRow, measured, read_kernel_rows
 from rematbench.published.kernel_sources import Sources, load_sources
@@ -70,7 +71,10 @@ def rates_table(rates: Sequence[Rate]) -> Table:
     """Every rate: measured, predicted, published; what did not run, with the reason."""
     published = Published()
     rows = [_rate_row(rate, published) for rate in sorted(rates, key=_order)]
-    by_kind = {rate.what: [r["error"] for r in rows if r["what"] == rate.what] for rate in rates}
+    by_kind: dict[str, list[float | None]] = {}
+    for row in rows:
+        word = f"{row['what']} without a pause" if " for_s=" in row["shape"] else row["what"]
+        by_kind.setdefault(word, []).append(row["error"])
     means = "; ".join(f"{what} {_mean(errors)}" for what, errors in sorted(by_kind.items()))
     device = rates[0].provenance.device if rates else ""
     return Table(
@@ -189,6 +193,8 @@ def _row_seconds(row: KernelRow, rate: Rate) -> float:
 
 def actions_table(lines: Sequence[Spent]) -> Table:
     """Seconds of the actions of steps by kind, the largest differences of a step first."""
+    lost = [f"{one.cell} {one.status}: {one.reason}" for one in lines if one.status != "ok"]
+    lines = [one for one in lines if one.status == "ok"]
     cells = list(dict.fromkeys(line.cell for line in lines))
     order = sorted(lines, key=lambda one: -abs(one.seconds - one.predicted_s))
     rows = [
@@ -205,7 +211,7 @@ def actions_table(lines: Sequence[Spent]) -> Table:
         f"{cell} {math.fsum(row['seconds'] for row in own):.4g} s, predicted "
         f"{math.fsum(row['predicted_s'] for row in own):.4g} s"
         for cell in cells
-        if (own := [row for row in rows if (row["cell"], row["stream"]) == (cell, "compute")])
+        if (own := [row for row in rows if row["cell"] == cell and _works(row)])
     ]
     device = lines[0].provenance.device if lines else ""
     return Table(
@@ -220,9 +226,14 @@ def actions_table(lines: Sequence[Spent]) -> Table:
         ),
         rows=tuple(rows),
         note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over a step's actions, the "
-        f"largest differences first; WAIT: another stream is waited for. On compute: "
-        f"{'; '.join(sums)}.",
+        f"largest differences first; STEP: the whole step; WAIT: another stream is waited for. On "
+        f"compute, without waits: {'; '.join(sums) or 'nothing'}."
+        + (f" Did not run: {'; '.join(lost)}." if lost else ""),
     )
+
+
+def _works(row: dict[str, Any]) -> bool:
+    return bool(row["stream"] == "compute" and row["kind"] != Kind.WAIT.value)
 
 
 def signed(value: Any) -> str:

@@ -250,7 +250,9 @@ class Executor:
         return self._call(action, span, found)._replace(grads=grads, grads_are_views=views)
 
     def backward_input(self, action: Action, span: Span) -> None:
-        """Compute input gradients: new storages, or sums into gradients that exist."""
+        """Compute input gradients: new storages, or sums into gradients that exist.  Of qkv the
+        gradients of the outputs change in their storages (RoPE is undone there), so weight
+        gradients of the same rows follow, and no row comes twice."""
         found = self.names.of(action, span.chunk)
         made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
         adding = iter(found.adding)

@@ -150,8 +150,9 @@ def _issuing(place: Place, word: str) -> Call:
     return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
 
-def _is_long(probe: Probe) -> bool:
-    return probe.unit == "flop" and probe.work > LONG_FLOP
+def _late(probe: Probe) -> tuple[bool, ...]:
+    """The order of probes."""
+    return (probe.unit == "flop" and probe.work > LONG_FLOP, probe.for_s > 0.0, probe.compiled)
 
 
 class Timed(NamedTuple):
@@ -172,11 +173,12 @@ class Rates:
         self.repeats = Repeats(device)
 
     def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Timed]:
-        """Every probe with its seconds; what waits for torch's compiler comes after the rest, and
-        long calls last, so that few are missing where the time ends."""
+        """Every probe with its seconds: short calls, what waits for torch's compiler, what runs
+        without a pause and heats the device, and long calls last, so that few are missing where the
+        time ends."""
         order = list(probes)
         random.Random(seed).shuffle(order)
-        for probe in sorted(order, key=lambda probe: (_is_long(probe), probe.compiled)):
+        for probe in sorted(order, key=_late):
             yield self.rate(probe)
 
     def rate(self, probe: Probe) -> Timed:

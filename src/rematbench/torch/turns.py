@@ -62,13 +62,16 @@ class Turns:
         except Exception as error:
             return *failure(error), {}
         finally:
-            if self.device.type == "cuda":
-                forget(self.device)
+            self.forget()
+
+    def forget(self) -> None:
+        """Release the memory of executors that nobody holds; not the weights'."""
+        if self.device.type == "cuda":
+            forget(self.device)
 
     def _turn(self, problem: Problem, plan: Plan) -> Seen:
         executor = self.executor(problem, plan)
-        if self.device.type == "cuda":
-            forget(self.device)  # peaks of drawing weights are no part of training
+        self.forget()  # peaks of drawing weights are no part of training
         stop = executor.streams.clock()
         executor.issue_step()
         state = self.state()  # while the device works

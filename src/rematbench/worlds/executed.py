@@ -68,7 +68,8 @@ def run(
     if place is not None:
         return _as_rank(both, cases, place, timeout_s, out)
     hosts = (cell.problem.layout.gpus,)
-    return _strictly(both, job.run_own(cases, timeout_s), hosts, how.device)
+    record = _strictly(both, job.run_own(cases, timeout_s), hosts, how.device)
+    return _with_updates(record, how)
 
 
 def again(record: Record, cell: Cell, registry: Registry) -> Record:
@@ -82,6 +83,7 @@ def again(record: Record, cell: Cell, registry: Registry) -> Record:
         compare=bool(against),
         norms=any(found.gradient_norms),
         timed_steps=len(found.step_s),
+        linear=found.linear_updates,
     )
     method = registry.resolve(against or IDENTITY)
     plan = method.plan(cell.problem, cell.base) if against else cell.plan
@@ -113,7 +115,16 @@ def run_cells(
             other = results.get(base.name) if base else None
             kept = other if other is not None and other.status == "ok" else None
             outcome = _outcome(cell, results.get(cell.name), kept, IDENTITY)
-            yield cell, _record(cell, outcome, (size,), how.device)
+            record = _record(cell, outcome, (size,), how.device)
+            yield cell, _with_updates(record, how)
+
+
+def _with_updates(record: Record, how: How) -> Record:
+    """The record, which says so where updates were linear."""
+    if not how.linear or record.measured is None:
+        return record
+    seen = msgspec.structs.replace(record.measured, linear_updates=True)
+    return msgspec.structs.replace(record, measured=seen)
 
 
 def _keep_all(cell: Cell) -> Cell:

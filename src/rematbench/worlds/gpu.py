@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from rematbench.host.console import CommandError
-from rematbench.packages.agreement import agreement_records
+from rematbench.packages.agreement import agreement_names, agreement_records
 from rematbench.packages.process import Device, policy
+from rematbench.plan import Plan
 from rematbench.runs.cell import Cell, cell_names, cells, problem_of
 from rematbench.runs.record import keep_record
 from rematbench.runs.store import write_atomically
@@ -20,7 +21,7 @@ from rematbench.slurm.launch import last_words, run_limited
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
-from rematbench.worlds.gpu_checks import SUMMARY, Ran, Summary, findings
+from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings
 from rematbench.worlds.layers import load_layers, measure_layers
 from rematbench.worlds.rates import load_rates, measure_rates
 from rematbench.worlds.repetitions import measure_repetitions
@@ -153,13 +154,34 @@ def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
     """The summary of the parts that have ended, with their missing records; written to
     SUMMARY."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    done = [ran.part for ran in ended if ran.part in RECORDS]
-    planned = [name for part in done for name in asked.names(part)]
     found = Summary(
-        written=now, device=device, parts=ended, findings=findings(asked.output, planned)
+        written=now,
+        device=device,
+        parts=ended,
+        findings=findings(asked.output, planned(asked, ended)),
     )
     _write(asked.output / SUMMARY, found)
     return found
+
+
+def planned(asked: GpuAsked, ended: Sequence[Ran]) -> Planned:
+    """What the parts that have ended should have written."""
+    done = {ran.part for ran in ended}
+    every = cells(load_suite(asked.file()), [], asked.only) if "repetitions" in done else []
+    repeated = [
+        cell.name
+        for cell in every
+        if cell.name.startswith("lossless") and isinstance(cell.plan, Plan)
+    ]
+    agreement = agreement_names(asked.device, _gpus(asked)) if "agreement" in done else []
+    records = [name for part in RECORDS if part in done for name in asked.names(part)]
+    return Planned(records, repeated, agreement)
+
+
+def _gpus(asked: GpuAsked) -> int:
+    from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
+
+    return gpus_seen()[1] if asked.device == "cuda" else 0
 
 
 def _write(path: Path, found: msgspec.Struct, **more: float) -> None:
@@ -204,11 +226,12 @@ def _lossless(asked: GpuAsked) -> None:
 
 
 def _large(asked: GpuAsked) -> None:
-    """Measure bytes and seconds of every method, in one launch."""
+    """Measure bytes and seconds of every method, one launch per method."""
     how = How(
         device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, drawn_here=True
     )
-    _execute(asked.cells("large"), asked, 90.0, how)
+    for cell in asked.cells("large"):
+        _execute([cell], asked, 90.0, how)
 
 
 def _repetitions(asked: GpuAsked) -> None:
@@ -223,10 +246,7 @@ def _execute(found: list[Cell], asked: GpuAsked, limit_s: float, how: How) -> No
 
 def _agreement(asked: GpuAsked) -> None:
     """Run three engines on the same weights and batches for their losses and gradient norms."""
-    from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
-
-    gpus = gpus_seen()[1] if asked.device == "cuda" else 0
-    for name, record in agreement_records(asked.device, gpus):
+    for name, record in agreement_records(asked.device, _gpus(asked)):
         keep_record(record, asked.output / "agreement", name)
 
 

@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.packages.agreement import disagreements
+from rematbench.packages.agreement import EXECUTOR, disagreements
 from rematbench.runs.gpu_lines import Repeated, read_lines
+from rematbench.runs.measured import Comparison
 from rematbench.runs.record import Record, RecordError, read_record
 
 STEP_LIMIT = 1.02
@@ -121,14 +122,26 @@ def read_cells(folder: Path, planned: Iterable[str] = ()) -> Cells:
     return Cells(records, unreadable, tuple(name for name in planned if name not in there))
 
 
-def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
-    """The finding of every claim, from the folder of a run; `planned`: names of cells that should
-    have a record."""
-    cells = read_cells(folder / "records", planned)
+class Planned(NamedTuple):
+    """Names of what should be there: cells with a record, cells with a line of repetitions, and
+    runs of the agreement."""
+
+    records: Sequence[str] = ()
+    repetitions: Sequence[str] = ()
+    agreement: Sequence[str] = ()
+
+
+NOTHING = Planned()
+
+
+def findings(folder: Path, planned: Planned = NOTHING) -> tuple[Finding, ...]:
+    """The finding of every claim, from the folder of a run."""
+    cells = read_cells(folder / "records", planned.records)
     found = [*_lossless(cells.of("lossless")), _bytes(cells), _peaks(cells.of("large"))]
     found += [_steps(folder / "steps.json"), _copies(folder / "copies.json")]
-    found += _repetitions(folder / "repetitions.jsonl")
-    return (*found, *_engines(folder / "agreement"), *_packages(folder / "baselines"))
+    found += _repetitions(folder / "repetitions.jsonl", planned.repetitions)
+    found += _engines(folder / "agreement", planned.agreement)
+    return (*found, *_packages(folder / "baselines"))
 
 
 def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: str) -> Finding:
@@ -141,38 +154,45 @@ def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: 
     return Finding(claim=claim, holds=holds, text=text or nothing)
 
 
-def _engines(folder: Path) -> Iterator[Finding]:
+def _engines(folder: Path, planned: Sequence[str]) -> Iterator[Finding]:
     """The finding on three engines with the same weights and batches; none where they did not
     run."""
-    cells = read_cells(folder)
+    cells = read_cells(folder, planned)
     if not cells.records and not cells.unreadable:
         return
-    said = [(name, False, why) for name, why in cells.unreadable.items()]
+    said: list[tuple[str, bool | None, str]] = [
+        (name, False, why) for name, why in cells.unreadable.items()
+    ]
     try:
         said += [(name, False, why) for name, why in disagreements(cells.records).items()]
     except KeyError as error:
         said.append((str(error.args[0]), False, "has no record to compare with"))
-    yield _finding(
-        "losses and gradient norms of the packages are the executor's",
-        said or [("", True, f"{len(cells.records)} runs")],
-        "",
-    )
+    agree = not said
+    said += [(name, None, "missing") for name in cells.missing]
+    others = sum(not name.startswith(f"{EXECUTOR}-") for name in cells.records)
+    if agree:
+        said.insert(0, ("", True, f"{others} runs of packages"))
+    claim = "losses and gradient norms of the packages are the executor's"
+    yield _finding(claim, said, "")
 
 
-def _repetitions(path: Path) -> Iterator[Finding]:
+def _repetitions(path: Path, planned: Sequence[str]) -> Iterator[Finding]:
     """The finding that every plan gives the same bits every time; none where nothing was
     repeated."""
     if not path.exists():
         return
-    said = []
-    for line in read_lines(path, Repeated):
+    said: list[tuple[str, bool | None, str]] = []
+    lines = read_lines(path, Repeated)
+    for line in lines:
         if line.status != "ok":
             said.append((line.cell, False, f"{line.status} {line.reason}".rstrip()))
             continue
-        other = "" if line.keep_all_bits else ", not keep_all's"
+        other = ", not keep_all's" if line.keep_all_bits is False else ""
         text = f"{line.repetitions - line.differing} of {line.repetitions}{other}"
         text += f", {line.worst}" if line.worst else ""
         said.append((line.cell, not line.differing, text))
+    there = {line.cell for line in lines}
+    said += [(name, None, "missing") for name in planned if name not in there]
     yield _finding("a repeated step has the bits of the first", said, "no line")
 
 
@@ -215,8 +235,12 @@ def _short(
     return [(name.split(".", 1)[-1], holds, text) for name, holds, text in sorted(said)]
 
 
-def _verdict(other: Any) -> str:
-    return "bitwise" if other.bitwise else f"{other.gradient_error:.1e}"
+def _verdict(other: Comparison) -> str:
+    """The error that is judged, and over which steps."""
+    if other.bitwise:
+        return "bitwise"
+    steps = "the first step" if other.judged_first else "all steps"
+    return f"{other.judged_error:.1e} of {other.bound:.0e} ({steps})"
 
 
 def _bytes(cells: Cells) -> Finding:

@@ -216,21 +216,16 @@ def measure_layers(
     taken = Taken(output / "layers", machine, found)
     live = []
     for cell in found:
-        refusal = _refusal(known[cell.name])
-        if not refusal:
+        why = refusal(known[cell.name])
+        if not why:
             live.append(cell)
         elif cell.name not in by_cell(taken.turns):
-            taken.note(cell, 0, 0, "refused", refusal)
+            taken.note(cell, 0, 0, "refused", why)
     least = {cell.name: 2.0 * (known[cell.name].step_s or 0.0) for cell in live}
     _rounds(live, suite, taken, Turns(place, machine.state).turn, until, least)
 
 
-def is_here(cell: Cell, machine: Machine) -> bool:
-    """Whether the cell's cluster has this machine's GPU."""
-    return has_peak_of(cell.problem.cluster, machine.name)
-
-
-def _refusal(line: Prediction) -> str:
+def refusal(line: Prediction) -> str:
     """Why a cell is not started: its prediction, or the host's memory."""
     if line.status != "ok":
         return f"predicted {line.status}: {line.reason}"
@@ -239,6 +234,11 @@ def _refusal(line: Prediction) -> str:
     if pinned > free >= 0:
         return f"pins {pinned / 2**30:.0f} GiB, the host has {free / 2**30:.0f} free"
     return ""
+
+
+def is_here(cell: Cell, machine: Machine) -> bool:
+    """Whether the cell's cluster has this machine's GPU."""
+    return has_peak_of(cell.problem.cluster, machine.name)
 
 
 class Taken:

@@ -50,6 +50,8 @@ def _repeated(cell: Cell, turns: Any, keep_all: Any, repetitions: int) -> dict[s
     except Exception as error:
         status, reason = failure(error)
         return known | {"status": status, "reason": " ".join(reason.split())[:300]}
+    finally:
+        turns.forget()
     if cell.method.name == IDENTITY:
         keep_all.update(seen.first)
     bits = same_bits(seen.first, keep_all) if keep_all else None

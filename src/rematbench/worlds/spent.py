@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematbench.choose.outcome import run_plan
+from rematbench.host.console import CommandError
 from rematbench.lowering.lower import lower
 from rematbench.packages.process import Device
 from rematbench.plan import Plan
 from rematbench.runs.cell import Cell
 from rematbench.runs.gpu_lines import STEP, Spent, append_line
 from rematbench.simulate.seconds import action_seconds
-from rematbench.worlds.layers import LayerSuite, is_here, layer_cells, predict
+from rematbench.worlds.layers import LayerSuite, is_here, layer_cells, predict, refusal
 from rematbench.worlds.machine import Machine
 
 if TYPE_CHECKING:
@@ -28,19 +29,40 @@ def measure_actions(
     suite: LayerSuite, only: Sequence[str], out: Path, device: Device, limit_s: float
 ) -> None:
     """Time the actions of the cells asked for (default: the references of ratios, and keep_all)
-    that are predicted to fit this device; a line of `out` for each kind of action.  A cell that
-    cannot begin within `limit_s` seconds has none."""
+    of this device; a line of `out` for each kind of action.  A cell that cannot begin within
+    `limit_s` seconds has none.  CommandError where no cell is of this device."""
     from rematbench.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
     from rematbench.torch.turns import Turns  # noqa: PLC0415
 
     until = time.monotonic() + limit_s
     place, machine = prepared_device(device, 0), Machine(device)
+    found = layer_cells(suite, only or _usual(suite))
+    found = [cell for cell in found if device == "cpu" or is_here(cell, machine)]
+    if not found:
+        raise CommandError(f"no problem of the suite is of {machine.name}")
     turns = Turns(place, machine.state)
-    for cell in layer_cells(suite, only or _usual(suite)):
-        fits = device == "cpu" or (is_here(cell, machine) and predict(cell).status == "ok")
-        if fits and isinstance(cell.plan, Plan) and time.monotonic() < until:
-            for line in _lines(cell, cell.plan, turns, machine):
+    for cell in found:
+        if time.monotonic() < until:
+            for line in _tried(cell, turns, machine):
                 append_line(out, line)
+
+
+def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
+    """The lines of a cell; one with the reason where it fails or is not started."""
+    from rematbench.torch.failures import failure  # noqa: PLC0415  # torch is optional
+
+    about = machine.about(cell.problem.calibration)
+    why = refusal(predict(cell))
+    if why or not isinstance(cell.plan, Plan):
+        return [Spent(cell=cell.name, kind=STEP, status="refused", reason=why, **about)]
+    try:
+        return _lines(cell, cell.plan, turns, machine)
+    except Exception as error:
+        status, reason = failure(error)
+        reason = " ".join(reason.split())[:300]
+        return [Spent(cell=cell.name, kind=STEP, status=status, reason=reason, **about)]
+    finally:
+        turns.forget()
 
 
 def _usual(suite: LayerSuite) -> list[str]:
@@ -59,10 +81,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
     known = {"cell": cell.name, **machine.about(cell.problem.calibration)}
     found = run_plan(cell.problem, plan).evaluation
     whole = Spent(
-        unit="",
-        op="",
         kind=STEP,
-        stream="",
         actions=len(seen[0][1]),
         seconds=statistics.median(seconds for seconds, _ in seen),
         predicted_s=found.step_s if found else 0.0,
