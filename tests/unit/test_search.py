@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -355,7 +355,7 @@ def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
 
 
 def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
-    """Six of eight are tried where four are too few and eight reach the speed."""
+    """Inside a node every number is tried where four are too few and eight reach the speed."""
     one = asked(gpus=8, global_batch=24, hbm_bytes=40 * GIB)
     one = replace(one, only=("keep_all",), fixed=Fixed(micro_batch=1, zero_stage=1))
     spec = one.spec
@@ -363,6 +363,25 @@ def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
     speed = 0.98 * spec.global_batch * spec.seq_len / six.best_s
     found = list(questions.fewest_gpus(one, speed, 1))
     assert [answer.value for answer in found if answer.tried] == [8, 6]
+
+
+def test_the_fewest_gpus_are_whole_nodes_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def reached(one: Asked, step_s: float, processes: int) -> Tried | None:
+        tried.append(one.spec.gpus)
+        return cast(Tried, "a plan") if one.spec.gpus in (48, 56, 64) else None
+
+    monkeypatch.setattr(questions, "reached", reached)
+    one = asked(gpus=64, global_batch=24)  # nodes of eight GPUs
+    answers = list(questions.fewest_gpus(one, 1e3, 1))
+    assert tried == [1, 2, 4, 8, 16, 32, 64, 40, 48]
+    assert [answer.value for answer in answers if answer.tried] == [64, 48]
+    tried.clear()
+    fixed = replace(one, fixed=Fixed(pp=3))  # of 40 GPUs no layout has three ranks of a pipeline
+    list(questions.fewest_gpus(fixed, 1e3, 1))
+    assert 40 not in tried
+    assert tried[-1] == 48
 
 
 def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,6 @@ A plan that is found fits; where the search finds no plan, a plan may still exis
 LOOK = 1
 """Rounds of a short look for a plan that fits."""
 
-EIGHTHS = (5, 6, 7)
-"""Eighths of a power of two that are tried as numbers of GPUs: 40, 48 and 56 for 64."""
-
 MORE_GIB = (1, 4, 16)
 RATES = {
     "PCIe": "pcie_bytes_per_s",
@@ -91,27 +88,47 @@ def reached(
 
 def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[Answer]:
     """An answer for 1, 2, 4, ... GPUs, up to the problem's, until all GPUs together reach
-    `tokens_per_s`; then for the counts of EIGHTHS between the last two, until one reaches it."""
+    `tokens_per_s`; then for every whole number of nodes (inside a node: of GPUs) between the last
+    two that has a layout, until one reaches it."""
     spec = asked.spec
 
     def reach(gpus: int) -> Answer:
-        step_s = spec.global_batch * spec.seq_len / tokens_per_s
-        there = replace(asked, spec=replace(spec, gpus=gpus))
-        return Answer(gpus, reached(there, step_s, processes))
+        return Answer(gpus, reached(_with_gpus(asked, gpus), step_s, processes))
 
+    step_s = spec.global_batch * spec.seq_len / tokens_per_s
     counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
     for before, gpus in pairwise((0, *counts, spec.gpus)):
         enough = reach(gpus)
         yield enough
         if enough.tried is None:
             continue
-        between = {gpus * part // 8 for part in EIGHTHS if gpus * part % 8 == 0}
-        for fewer in sorted(count for count in between if before < count):
+        for fewer in _between(asked, before, gpus):
             answer = reach(fewer)
             yield answer
             if answer.tried:
                 break
         return
+
+
+def _between(asked: Asked, before: int, gpus: int) -> Iterator[int]:
+    """Whole numbers of nodes (inside a node: of GPUs) between two numbers of GPUs that have a
+    layout, from the least on."""
+    node = _cluster(asked).gpus_per_node
+    for count in range(before + 1, gpus):
+        if count % (node if count > node else 1) == 0 and _has_layout(_with_gpus(asked, count)):
+            yield count
+
+
+def _with_gpus(asked: Asked, gpus: int) -> Asked:
+    return replace(asked, spec=replace(asked.spec, gpus=gpus))
+
+
+def _has_layout(asked: Asked) -> bool:
+    try:
+        SearchJob(asked).ready()
+    except LayoutError:
+        return False
+    return True
 
 
 def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
