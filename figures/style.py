@@ -87,7 +87,7 @@ def save(figure: Figure, path: Path) -> None:
         few = picture.convert("RGB").quantize(
             COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
         )
-    few.save(path.with_suffix(".png"), optimize=True)
+    few.save(path.with_suffix(".png"))
 
 
 def context_axis(axis: Axes, lengths: Sequence[float]) -> None:
