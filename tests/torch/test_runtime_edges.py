@@ -83,10 +83,9 @@ NO_ORDER = {
     "repeats.Repeats.of_device: self.wait": "counts the calls of a sample, by the host's clock",
     "repeats.Repeats._host: self.wait": "as canary._wait",
     "repeats.Repeats._host: self.wait (1)": "the next sample begins with an idle device",
-    "repeats.Repeats._mark: event.record": "a clock of a device that is kept busy",
+    "streams.stamp: event.record": "a clock, which nothing waits for",
     "repeats.Repeats.of_busy_device: ends[-2].synchronize": "two batches are issued at most",
     "repeats.Repeats.of_busy_device: ends[-1].synchronize": "its seconds are the event's",
-    "spent.Stopwatch.now: event.record": "a clock, which nothing waits for",
     "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }

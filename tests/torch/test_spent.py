@@ -13,7 +13,7 @@ import torch
 from rematbench.host.gpu_state import GpuState
 from rematbench.lowering.lower import lower
 from rematbench.runs.gpu_lines import STEP, Prediction, Spent, read_lines
-from rematbench.tables.gpu import actions_table
+from rematbench.tables.gpu_runtime import actions_table
 from rematbench.torch.spent import WITHOUT_WORK, TimedExecutor, between, by_key
 from rematbench.torch.turns import Turns
 from rematbench.worlds import spent

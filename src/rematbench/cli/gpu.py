@@ -9,17 +9,11 @@ from typer import Argument, Option
 
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
-from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.host.console import CommandError, console
 from rematbench.runs.gpu_lines import Rate, Spent, Turn, read_lines
 from rematbench.spec.paths import data_dir
-from rematbench.tables.gpu import (
-    actions_table,
-    checks_table,
-    layer_rows,
-    layers_table,
-    rates_table,
-    ratios_table,
-)
+from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.tables.gpu_runtime import actions_table, checks_table
 from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
 from rematbench.worlds.layers import PREDICTED, layer_cells, load_layers, predict, write_predictions
@@ -149,12 +143,8 @@ def _own(part: str) -> Path:
 
 
 def _show(summary: Summary, output: Path, *, claims: bool) -> None:
-    words = {True: "yes", False: "NO", None: "not known"}
-    table = left(grid("claim", "holds", "numbers"), 0, 2)
-    for finding in summary.findings:
-        table.add_row(plain(finding.claim), words[finding.holds], plain(finding.text))
     if claims:
-        console().print(table)
+        console().print(rich_table(checks_table(summary)))
     for ran in summary.parts:
         if ran.status != "ok":
             typer.echo(

@@ -132,6 +132,11 @@ class Spent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provenance: Provenance
 
 
+def one_line(reason: str) -> str:
+    """A reason as a line has it."""
+    return " ".join(reason.split())[:300]
+
+
 def append_line(path: Path, line: Struct) -> None:
     """Append one line and flush it to the disk.  A last line without an end goes first."""
     path.parent.mkdir(parents=True, exist_ok=True)

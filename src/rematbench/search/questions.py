@@ -72,17 +72,15 @@ def reached(
     finds none in `most_rounds`.  Of a step that may take any time no seconds are bounded: any plan
     that fits will do."""
     asked = replace(asked, any_fit=step_s == inf, within=0.0)
-    try:
-        SearchJob(asked).ready()  # without a layout the error is here, and not in a worker
-        going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
-        with closing(going) as found:
-            for at in found:
-                if at.found and at.best_s <= step_s:
-                    return at.found[0]
-                if at.bound_s > step_s:
-                    return None
-    except LayoutError:
+    if not _has_layout(asked):  # else the error would be in a worker
         return None
+    going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
+    with closing(going) as found:
+        for at in found:
+            if at.found and at.best_s <= step_s:
+                return at.found[0]
+            if at.bound_s > step_s:
+                return None
     return None
 
 

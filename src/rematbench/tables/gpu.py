@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rematbench.program.action import Kind
 from rematbench.published.kernel_bytes import seconds as bytes_seconds
 from rematbench.published.kernel_rows import KernelRow, measured, read_kernel_rows
 from rematbench.published.kernel_sources import Sources, load_sources
 from rematbench.runs.cell import problem_of
-from rematbench.runs.gpu_lines import Prediction, Rate, Spent, Turn, by_cell, read_lines
+from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.worlds.gpu_checks import Summary
 from rematbench.worlds.layers import PREDICTED, LayerSuite, layer_names, ratio
 from rematbench.worlds.speed import measured_speed, same_gpu
 
@@ -42,26 +40,6 @@ def _mean(errors: Sequence[float | None]) -> str:
     """The mean absolute error and how many it is of."""
     known = [abs(error) for error in errors if error is not None]
     return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none known"
-
-
-# -- claims -------------------------------------------------------------------------------------
-
-
-def checks_table(summary: Summary) -> Table:
-    """Every claim of a run, whether it holds, and its numbers."""
-    words = {True: "yes", False: "NO", None: "not known"}
-    rows = [
-        {"claim": found.claim, "holds": words[found.holds], "numbers": found.text}
-        for found in summary.findings
-    ]
-    lost = [f"{ran.part}: {ran.status}, {ran.reason}" for ran in summary.parts if ran.reason]
-    return Table(
-        name="gpu_checks",
-        title=f"Checks of the runtime on {summary.device}",
-        columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers")),
-        rows=tuple(rows),
-        note=f"Written {summary.written[:10]}. Did not end: {'; '.join(lost) or 'nothing'}.",
-    )
 
 
 # -- rates --------------------------------------------------------------------------------------
@@ -186,59 +164,6 @@ def _row_seconds(row: KernelRow, rate: Rate) -> float:
     if figure.quantity == "seconds":
         return figure.value
     return rate.work / figure.value
-
-
-# -- actions ------------------------------------------------------------------------------------
-
-
-def actions_table(lines: Sequence[Spent]) -> Table:
-    """Seconds of the actions of steps by kind, the largest differences of a step first."""
-    lost = [f"{one.cell} {one.status}: {one.reason}" for one in lines if one.status != "ok"]
-    lines = [one for one in lines if one.status == "ok"]
-    cells = list(dict.fromkeys(line.cell for line in lines))
-    order = sorted(lines, key=lambda one: -abs(one.seconds - one.predicted_s))
-    rows = [
-        {
-            **{key: getattr(one, key) for key in ("cell", "unit", "op", "kind", "stream")},
-            **{key: getattr(one, key) for key in ("actions", "seconds", "predicted_s")},
-            "difference_s": one.seconds - one.predicted_s,
-        }
-        for cell in cells
-        for one in order
-        if one.cell == cell
-    ]
-    sums = [
-        f"{cell} {math.fsum(row['seconds'] for row in own):.4g} s, predicted "
-        f"{math.fsum(row['predicted_s'] for row in own):.4g} s"
-        for cell in cells
-        if (own := [row for row in rows if row["cell"] == cell and _works(row)])
-    ]
-    device = lines[0].provenance.device if lines else ""
-    return Table(
-        name="gpu_actions",
-        title=f"Where the seconds of a step go on {device}",
-        columns=(
-            *(Column(key, key) for key in ("cell", "unit", "op", "kind", "stream")),
-            Column("actions", "n", whole),
-            Column("seconds", "measured s", seconds),
-            Column("predicted_s", "predicted s", seconds),
-            Column("difference_s", "more s", signed),
-        ),
-        rows=tuple(rows),
-        note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over a step's actions, the "
-        f"largest differences first; STEP: the whole step; WAIT: another stream is waited for. On "
-        f"compute, without waits: {'; '.join(sums) or 'nothing'}."
-        + (f" Did not run: {'; '.join(lost)}." if lost else ""),
-    )
-
-
-def _works(row: dict[str, Any]) -> bool:
-    return bool(row["stream"] == "compute" and row["kind"] != Kind.WAIT.value)
-
-
-def signed(value: Any) -> str:
-    """Seconds with a sign and four decimals."""
-    return f"{float(value):+.4f}"
 
 
 # -- steps --------------------------------------------------------------------------------------

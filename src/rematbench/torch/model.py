@@ -1,6 +1,7 @@
 """One rank's model: its chunks, their parameters, and the facts that its operators need."""
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from rematbench.torch.parameters import (
     unit_specs,
 )
 
+Draw = Callable[[ParameterSpec], Tensor | None]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -70,10 +72,12 @@ class RankModel:
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         self.parameters = dict(parameters or {})
-        ahead = threads > 1 and not parameters and not drawn_here
-        draws = Draws(self._specs(), seed, threads) if ahead else None
-        self.drawn_here = drawn_here
-        self.local = [{u.prefix: self._build(u, seed, draws) for u in c.units} for c in self.chunks]
+        draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
+        if drawn_here:
+            draw = partial(full_weight, seed=seed, device=device)
+        elif threads > 1 and not parameters:
+            draw = Draws(self._specs(), seed, threads).take
+        self.local = [{u.prefix: self._build(u, seed, draw) for u in c.units} for c in self.chunks]
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
         self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
@@ -94,7 +98,7 @@ class RankModel:
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
         return list(specs_by_name(self.kind, places, self._vocab).values())
 
-    def _build(self, unit: Unit, seed: int, draws: Draws | None) -> dict[str, Parameter]:
+    def _build(self, unit: Unit, seed: int, draw: Draw) -> dict[str, Parameter]:
         lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order
         sharded = lay.zero_stage >= 1 and lay.state_shards > 1
         owner = Owner(
@@ -107,9 +111,6 @@ class RankModel:
         for local, spec in self._locals(unit).items():
             if spec.name not in self.parameters:
                 keeps = not self.update_in_backward
-                full = draws.take(spec) if draws is not None else None
-                if self.drawn_here:
-                    full = full_weight(spec, seed, self.device)
                 self.parameters[spec.name] = build(
                     spec,
                     owner,
@@ -117,7 +118,7 @@ class RankModel:
                     self.dtype,
                     self.device,
                     gradients=keeps,
-                    full=full,
+                    full=draw(spec),
                     on_host=self.optimizer_on_host,
                 )
             found[local] = self.parameters[spec.name]

@@ -197,16 +197,17 @@ class Parameter:
         own = HostShard(self.grad_flat[self.start : self.stop], self.flat[self.start : self.stop])
         grad, value = self.host or own
         g = grad.to(self.master.dtype)
-        if fused(g):
-            self._fused(g, rule, step)
-            value.copy_(self.master)
-            return
+        take = self._fused if fused(g) else self._written_out
+        take(g, rule, step)
+        value.copy_(self.master)
+
+    def _written_out(self, grad: Tensor, rule: AdamW, step: int) -> None:
+        """The step in torch operators."""
         self.master.mul_(1.0 - rule.lr * rule.weight_decay)
-        self.moment1.lerp_(g, 1.0 - rule.beta1)
-        self.moment2.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
+        self.moment1.lerp_(grad, 1.0 - rule.beta1)
+        self.moment2.mul_(rule.beta2).addcmul_(grad, grad, value=1.0 - rule.beta2)
         root = (self.moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
         self.master.addcdiv_(self.moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
-        value.copy_(self.master)
 
     def _fused(self, grad: Tensor, rule: AdamW, step: int) -> None:
         """The step by torch's kernel, which reads and writes each state once."""

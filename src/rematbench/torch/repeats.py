@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from rematbench.torch.streams import host_clock, make_streams
+from rematbench.torch.streams import host_clock, make_streams, stamp
 
 LEAST, MOST = 7, 60
 """Repeats: at least (where time is left), and at most."""
@@ -63,20 +63,16 @@ class Repeats:
         """Seconds of a call on a device that has done nothing else for half of `for_s` seconds, one
         for each batch of calls in the other half.  A batch is issued while the one before runs."""
         calls = max(1, min(MOST_IN_BATCH, round(BATCH_S / max(self._events(call, 1, 0), 1e-6))))
-        ends, begun = [self._mark()], time.monotonic()
+        current = torch.cuda.current_stream(self.device)
+        ends, begun = [stamp(current)], time.monotonic()
         while time.monotonic() - begun < for_s:
             for _ in range(calls):
                 call()
-            ends.append(self._mark())
+            ends.append(stamp(current))
             ends[-2].synchronize()
         ends[-1].synchronize()
         taken = [one.elapsed_time(two) / 1e3 / calls for one, two in pairwise(ends)]
         return taken[len(taken) // 2 :]
-
-    def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
     def of_host(self, call: Call, calls: int, until: float) -> list[float]:
         """Seconds in which the host makes a call, with an idle device at the start of a sample."""

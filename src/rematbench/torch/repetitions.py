@@ -50,24 +50,19 @@ def repeat(executor: Executor, repetitions: int) -> Again:
             wrong[number, column] = (p.grad_flat != first[p.spec.name]).any()
 
     executor.before_update = look
-    try:
-        for number in range(repetitions):
+    for number in range(repetitions):
+        try:
             executor.issue_step()
-            losses[number] = executor.loss
-            _restore(kept)
-    finally:
-        _restore(kept)
+        finally:
+            for tensor, before in kept:
+                tensor.copy_(before)
+        losses[number] = executor.loss
     columns = [*wrong.cpu().T, (losses != losses[0]).cpu()]
     every = torch.stack(columns).any(0)
     counts = [int(column.sum()) for column in columns]
     most = max(range(len(counts)), key=counts.__getitem__)
     worst = [*names, "loss"][most] if counts[most] else ""
     return Again(repetitions, int(every.sum()), worst, first)
-
-
-def _restore(kept: list[tuple[Tensor, Tensor]]) -> None:
-    for tensor, before in kept:
-        tensor.copy_(before)
 
 
 def _written(parameter: Parameter) -> tuple[Tensor, ...]:

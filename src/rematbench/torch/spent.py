@@ -12,7 +12,7 @@ import torch
 
 from rematbench.program.action import Action, Kind
 from rematbench.torch.executor import Executor
-from rematbench.torch.streams import CudaStreams, Streams
+from rematbench.torch.streams import CudaStreams, Streams, stamp
 
 WITHOUT_WORK = (Kind.FREE, Kind.EVENT)
 Stamp = torch.cuda.Event | float
@@ -33,11 +33,9 @@ class Stopwatch:
 
     def now(self, stream: str) -> Stamp:
         """The time after all work issued so far on a stream."""
-        if not isinstance(self.streams, CudaStreams):
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self.streams.streams[stream])
-        return event
+        if isinstance(self.streams, CudaStreams):
+            return stamp(self.streams.streams[stream])
+        return time.perf_counter()
 
 
 def between(start: Stamp, end: Stamp) -> float:

@@ -61,15 +61,14 @@ def run(
     cases = [] if reason else [_case(one, how) for one in both]
     reason = reason or next(filter(None, map(job.refused, cases)), "")
     if reason:
-        record = _record(cell, ("unsupported", reason, None), (), how.device)
+        record = _record(cell, ("unsupported", reason, None), (), how)
         if place is not None and out is not None:
             write_record(record, out)
         return record
     if place is not None:
-        return _as_rank(both, cases, place, timeout_s, out)
+        return _as_rank(both, cases, place, timeout_s, out, how)
     hosts = (cell.problem.layout.gpus,)
-    record = _strictly(both, job.run_own(cases, timeout_s), hosts, how.device)
-    return _with_updates(record, how)
+    return _strictly(both, job.run_own(cases, timeout_s), hosts, how)
 
 
 def again(record: Record, cell: Cell, registry: Registry) -> Record:
@@ -115,16 +114,7 @@ def run_cells(
             other = results.get(base.name) if base else None
             kept = other if other is not None and other.status == "ok" else None
             outcome = _outcome(cell, results.get(cell.name), kept, IDENTITY)
-            record = _record(cell, outcome, (size,), how.device)
-            yield cell, _with_updates(record, how)
-
-
-def _with_updates(record: Record, how: How) -> Record:
-    """The record, which says so where updates were linear."""
-    if not how.linear or record.measured is None:
-        return record
-    seen = msgspec.structs.replace(record.measured, linear_updates=True)
-    return msgspec.structs.replace(record, measured=seen)
+            yield cell, _record(cell, outcome, (size,), how)
 
 
 def _keep_all(cell: Cell) -> Cell:
@@ -156,38 +146,43 @@ def _case(cell: Cell, how: How) -> "Case":
 
 
 def _as_rank(
-    both: list[Cell], cases: "list[Case]", place: "Given", timeout_s: float, out: Path | None
+    both: list[Cell],
+    cases: "list[Case]",
+    place: "Given",
+    timeout_s: float,
+    out: Path | None,
+    how: How,
 ) -> Record | None:
     """The record of a rank that a launcher started.  A rank that fails writes its error beside
     `out` before it ends: rank 0 sees only a broken connection."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.failures import failure  # noqa: PLC0415
 
-    started, device = time.time(), cases[0].device
+    started = time.time()
     try:
         results, hosts = job.run_given(cases, place, timeout_s)
     except Exception as error:
         if out is not None:
             lost = (*rank_error.recorded(*failure(error)), None)
-            leave(_record(both[0], lost, (), device), out, place.rank, started)
+            leave(_record(both[0], lost, (), how), out, place.rank, started)
         if isinstance(error, job.NotMet):
             raise CommandError(str(error)) from error
         raise
     if not results:
         return None
-    record = _strictly(both, results, hosts, device)
+    record = _strictly(both, results, hosts, how)
     return leave(record, out, place.rank, started) if out is not None else record
 
 
 def _strictly(
-    both: list[Cell], results: "list[Result]", hosts: tuple[int, ...], device: str
+    both: list[Cell], results: "list[Result]", hosts: tuple[int, ...], how: How
 ) -> Record:
     """The record of the first of `both` cells, compared with the second where given; with the
     failure of the first result that failed."""
     broken = next((result for result in results if result.status != "ok"), results[0])
     other = results[1] if len(both) > 1 else None
     outcome = _outcome(both[0], broken, other, both[-1].name)
-    return _record(both[0], outcome, hosts, device)
+    return _record(both[0], outcome, hosts, how)
 
 
 def _outcome(
@@ -217,9 +212,12 @@ def _record(
     cell: Cell,
     outcome: tuple[Status, str, Measured | None],
     hosts: tuple[int, ...],
-    device: str,
+    how: How,
 ) -> Record:
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
 
-    where: dict[str, Any] = {**job.versions(device), "ranks_per_host": hosts}
-    return measured_record("executed", cell, outcome, where)
+    status, reason, found = outcome
+    if found is not None:
+        found = msgspec.structs.replace(found, linear_updates=how.linear)
+    where: dict[str, Any] = {**job.versions(how.device), "ranks_per_host": hosts}
+    return measured_record("executed", cell, (status, reason, found), where)

@@ -24,7 +24,14 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.runs.cell import Cell, cells, problem_of
 from rematbench.runs.digests import code_digest
-from rematbench.runs.gpu_lines import Prediction, Turn, append_line, by_cell, read_lines
+from rematbench.runs.gpu_lines import (
+    Prediction,
+    Turn,
+    append_line,
+    by_cell,
+    one_line,
+    read_lines,
+)
 from rematbench.runs.record import plan_hash, provenance, run_spec
 from rematbench.runs.suite import Suite, bundles, read_suite
 from rematbench.simulate.evaluate import fullest_rank
@@ -273,7 +280,7 @@ class Taken:
     ) -> None:
         """Write a turn's line."""
         known: dict[str, Any] = {**_identity(cell), "cell": cell.name, "round": number}
-        known |= {"place": place, "status": status, "reason": " ".join(reason.split())[:300]}
+        known |= {"place": place, "status": status, "reason": one_line(reason)}
         line = Turn(**known, **self.machine.about(cell.problem.calibration) | seen)
         self.turns.append(line)
         append_line(self._file(cell.name), line)

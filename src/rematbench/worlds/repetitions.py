@@ -9,7 +9,7 @@ from rematbench.packages.process import Device
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.cell import Cell, problem_of
-from rematbench.runs.gpu_lines import Repeated, append_line
+from rematbench.runs.gpu_lines import Repeated, append_line, one_line
 from rematbench.runs.record import plan_hash, run_spec
 from rematbench.worlds.machine import Machine
 
@@ -49,7 +49,7 @@ def _repeated(cell: Cell, turns: Any, keep_all: Any, repetitions: int) -> dict[s
         seen = repeat(turns.executor(cell.problem, cell.plan), repetitions)
     except Exception as error:
         status, reason = failure(error)
-        return known | {"status": status, "reason": " ".join(reason.split())[:300]}
+        return known | {"status": status, "reason": one_line(reason)}
     finally:
         turns.forget()
     if cell.method.name == IDENTITY:

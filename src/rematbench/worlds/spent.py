@@ -13,7 +13,7 @@ from rematbench.lowering.lower import lower
 from rematbench.packages.process import Device
 from rematbench.plan import Plan
 from rematbench.runs.cell import Cell
-from rematbench.runs.gpu_lines import STEP, Spent, append_line
+from rematbench.runs.gpu_lines import STEP, Spent, append_line, one_line
 from rematbench.simulate.seconds import action_seconds
 from rematbench.worlds.layers import LayerSuite, is_here, layer_cells, predict, refusal
 from rematbench.worlds.machine import Machine
@@ -59,8 +59,8 @@ def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
         return _lines(cell, cell.plan, turns, machine)
     except Exception as error:
         status, reason = failure(error)
-        reason = " ".join(reason.split())[:300]
-        return [Spent(cell=cell.name, kind=STEP, status=status, reason=reason, **about)]
+        told = one_line(reason)
+        return [Spent(cell=cell.name, kind=STEP, status=status, reason=told, **about)]
     finally:
         turns.forget()
 

@@ -1,0 +1,79 @@
+"""Tables of our runtime on one GPU: what holds of it, and where the seconds of a step go."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rematbench.program.action import Kind
+from rematbench.runs.gpu_lines import Spent
+from rematbench.tables.gpu import CPU_NOTE
+from rematbench.tables.speed import seconds
+from rematbench.tables.table import Column, Table, whole
+from rematbench.worlds.gpu_checks import Summary
+
+
+def checks_table(summary: Summary) -> Table:
+    """Every claim of a run, whether it holds, and its numbers."""
+    words = {True: "yes", False: "NO", None: "not known"}
+    rows = [
+        {"claim": found.claim, "holds": words[found.holds], "numbers": found.text}
+        for found in summary.findings
+    ]
+    lost = [f"{ran.part}: {ran.status}, {ran.reason}" for ran in summary.parts if ran.reason]
+    return Table(
+        name="gpu_checks",
+        title=f"Checks of the runtime on {summary.device}",
+        columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers")),
+        rows=tuple(rows),
+        note=f"Written {summary.written[:10]}. Did not end: {'; '.join(lost) or 'nothing'}.",
+    )
+
+
+def actions_table(lines: Sequence[Spent]) -> Table:
+    """Seconds of the actions of steps by kind, the largest differences of a step first."""
+    lost = [f"{one.cell} {one.status}: {one.reason}" for one in lines if one.status != "ok"]
+    lines = [one for one in lines if one.status == "ok"]
+    cells = list(dict.fromkeys(line.cell for line in lines))
+    at = {cell: place for place, cell in enumerate(cells)}
+    rows = [
+        {
+            **{key: getattr(one, key) for key in ("cell", "unit", "op", "kind", "stream")},
+            **{key: getattr(one, key) for key in ("actions", "seconds", "predicted_s")},
+            "difference_s": one.seconds - one.predicted_s,
+        }
+        for one in sorted(
+            lines, key=lambda one: (at[one.cell], -abs(one.seconds - one.predicted_s))
+        )
+    ]
+    sums = [
+        f"{cell} {math.fsum(row['seconds'] for row in own):.4g} s, predicted "
+        f"{math.fsum(row['predicted_s'] for row in own):.4g} s"
+        for cell in cells
+        if (own := [row for row in rows if row["cell"] == cell and _works(row)])
+    ]
+    device = lines[0].provenance.device if lines else ""
+    return Table(
+        name="gpu_actions",
+        title=f"Where the seconds of a step go on {device}",
+        columns=(
+            *(Column(key, key) for key in ("cell", "unit", "op", "kind", "stream")),
+            Column("actions", "n", whole),
+            Column("seconds", "measured s", seconds),
+            Column("predicted_s", "predicted s", seconds),
+            Column("difference_s", "more s", signed),
+        ),
+        rows=tuple(rows),
+        note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over a step's actions, the "
+        f"largest differences first; STEP: the whole step; WAIT: another stream is waited for. On "
+        f"compute, without waits: {'; '.join(sums) or 'nothing'}."
+        + (f" Did not run: {'; '.join(lost)}." if lost else ""),
+    )
+
+
+def _works(row: dict[str, Any]) -> bool:
+    return bool(row["stream"] == "compute" and row["kind"] != Kind.WAIT.value)
+
+
+def signed(value: Any) -> str:
+    """Seconds with a sign and four decimals."""
+    return f"{float(value):+.4f}"
