@@ -132,8 +132,8 @@ def _checked(
         keep / found.step_s,
         (float(bounds.peak_bytes[step - 1, 0]) - ROUNDED_BYTES) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
-        (float(shard.family_bytes(*family)[0]) - ROUNDED_BYTES) / peak,
-        (float(shard.least_bytes(family[1])[0]) - ROUNDED_BYTES) / peak,
+        (float(shard.least.of_family(*family)[0]) - ROUNDED_BYTES) / peak,
+        (float(shard.least.of_all(family[1])[0]) - ROUNDED_BYTES) / peak,
         more,
         more_host,
     )

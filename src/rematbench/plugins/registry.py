@@ -3,7 +3,7 @@
 import re
 import sys
 import traceback
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
@@ -201,7 +201,8 @@ class Registry(Struct, frozen=True):
             name, _, words = text.partition(":")
             entry = self._entry(name.strip())
             own = [key for key, one in self.policies.items() if one.method == entry.name]
-            return entry, _inline(words, spec, closest(start if tuned.isdigit() else text, own))
+            near = start if tuned.isdigit() else text
+            return entry, _inline(words, spec, lambda: closest(near, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
             raise MethodError(f"method {text!r}: {tuned!r} behind the policy {policy.name!r}")
         if text == policy.name and policy.smallest:
@@ -238,13 +239,13 @@ class Registry(Struct, frozen=True):
         raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
 
 
-def _inline(text: str, spec: str, hint: str) -> dict[str, Value]:
+def _inline(text: str, spec: str, hint: Callable[[], str]) -> dict[str, Value]:
     """The settings in a text `key=value,key=value`; `hint` names the nearest policy for errors."""
     found: dict[str, Value] = {}
     for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or not key or key in found:
-            near = "" if equals else hint
+            near = "" if equals else hint()
             raise MethodError(
                 f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}{near}"
             )
@@ -285,13 +286,18 @@ def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
 def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
     """The method with typed parameters; texts (from a command line) are converted.  MethodError for
     a wrong value."""
-    hints = get_type_hints(entry.cls)
+    hints = _hints(cast(Hashable, entry.cls))
     values = {key: _parsed(value, hints.get(key)) for key, value in settings.items()}
     try:
         return cast(Method, msgspec.convert(values, entry.cls, strict=False))
     except msgspec.ValidationError as error:
         key, problem = validation_problem(str(error), entry.cls)
         raise MethodError(f"{entry.name}.{key or 'parameters'}: {problem}") from error
+
+
+@cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _parsed(value: Value, hint: object) -> Value:

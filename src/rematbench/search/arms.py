@@ -184,6 +184,7 @@ class Tree:
         found = {s: p for s, p in samples[0].items() if p.kinds and not _idle(s, samples)}
         self.places = {single: place(probe.kinds) for single, probe in found.items()}
         self.most = most
+        self._ends: dict[Arm, bool] = {}
         self.roots = (KEEP,) if keeping else tuple(Arm((single,)) for single in self.places)
         rebuild = [s for s in self._of("rebuild") if s.scalar is None]
         leanest = min(rebuild, key=lambda s: found[s].nbytes.middle.slope.kept_bytes, default=None)
@@ -214,6 +215,12 @@ class Tree:
             and (single.composes or not arm.parts)
             and not (arm.line and Arm((single,)).line)
         ]
+
+    def ends(self, arm: Arm) -> bool:
+        """Whether no method is added to an arm."""
+        if arm not in self._ends:
+            self._ends[arm] = not (self.grows and self.more(arm))
+        return self._ends[arm]
 
     def lean(self, arm: Arm) -> Arm:
         """The lean arm of an arm's family, without the method that computes in pieces."""
@@ -253,7 +260,7 @@ class Given(Tree):
     with a line has a second root at the share 0, which lies before the line's first step."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
-        self.places, self.stands_for, self.most = {}, {}, 0
+        self.places, self.stands_for, self.most, self._ends = {}, {}, 0, {}
         self.roots = (*arms, *(_at_zero(arm) for arm in arms if arm.line))
 
 

@@ -68,9 +68,9 @@ class AnyFit(Search):
         come last."""
         if item.place is None:
             assert item.shard is not None
-            shares = item.shard.lean_shares[item.shard.states_over_bytes <= 0]
+            shares = item.shard.least.shares[item.shard.states_over_bytes <= 0]
             return float(shares.min()) + 2 * LATER * (item.step - 1)
-        order = float(item.place.shard.lean_shares[item.place.index])
+        order = float(item.place.shard.least.shares[item.place.index])
         first = item.arm in self._lean or item.arm == KEEP
         less = leaner(item.place.choice)
         return order + (0.0 if first else LATER) + (0.0 if less is None else 2 * LATER)

@@ -12,7 +12,7 @@ from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.bounds import Bounds
-from rematbench.search.place import Item, Place, Stage, in_one_piece, most_pieces
+from rematbench.search.place import Fallen, Item, Place, Stage, in_one_piece, most_pieces
 from rematbench.search.probe import Refused
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
@@ -55,6 +55,7 @@ class Search:
         self.plans_short_bytes = self.host_short_bytes = self._states_short_bytes = inf
         self.refusal = ""
         self.fell: Counter[str] = Counter()
+        self._fallen: list[Fallen] = []
         for shard in shards:
             over = shard.states_over_bytes
             held = over <= 0
@@ -106,6 +107,8 @@ class Search:
             assert shard is not None
             before = shard.layers
             found = self._take(bound_s, item)
+            if not self.queue:
+                self._measure_shortage()
             self.work += 1 + shard.layers - before
             yield found
 
@@ -177,6 +180,8 @@ class Search:
         if (arm, pieces) in place.judged:
             return
         place.judged.add((arm, pieces))
+        if pieces == 1 and self.tree.ends(arm) and self._falls(place, arm):
+            return
         shard, at = place.shard, place.index
         found = self._least(place, arm, pieces, bound_s)
         if found:
@@ -189,6 +194,31 @@ class Search:
             return
         if pieces < most_pieces(arm) and (not found or found[1] > 1):
             self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)
+
+    def _falls(self, place: Place, arm: Arm) -> bool:
+        """Whether an arm does not fit by what it keeps and copies alone.  It is not probed, unless
+        nothing fits and what it lacks may be the least."""
+        short = place.shard.least.short(arm)
+        if short is None:
+            return False
+        host, device = (float(lacked[place.index]) for lacked in (short.host, short.device))
+        if max(host, device) <= 0:
+            return False
+        where = "host memory, by what is copied" if host > 0 else "device memory, by what is kept"
+        self.fell[where] += 1
+        self._fallen.append(Fallen(host if host > 0 else device, host > 0, place, arm))
+        return True
+
+    def _measure_shortage(self) -> None:
+        """Where nothing fits: probe the arms that fell unprobed, as long as what they lack may be
+        the least."""
+        if self.best_s < inf or self.faster_than_s < inf:
+            return
+        for fallen in sorted(self._fallen, key=lambda one: (one.host, one.nbytes)):
+            least = self.host_short_bytes if fallen.host else self.plans_short_bytes
+            if fallen.nbytes < least and not (fallen.host and self.plans_short_bytes < inf):
+                self._least(fallen.place, fallen.arm, 1, 0.0)
+        self._fallen.clear()
 
     def _ask_pieces(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
@@ -278,7 +308,7 @@ class Search:
 
     def _holds(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         shard = place.shard
-        for bytes_of in (shard.least_bytes, partial(shard.family_bytes, lean)):
+        for bytes_of in (shard.least.of_all, partial(shard.least.of_family, lean)):
             over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
             if over > 0:
                 self._short(over)

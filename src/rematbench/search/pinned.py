@@ -49,9 +49,13 @@ def pinned_of(plan: Plan, program: Program) -> Pinned:
     blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
     block = next((block for block in blocks if block.label == "D2H"), blocks[0])
     sizes = sorted((a.nbytes for a in block.actions if a.kind is Kind.D2H), reverse=True)
+    return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), by_budget(plan))
+
+
+def by_budget(plan: Plan) -> bool | None:
+    """Whether what a plan copies to the host leaves by a byte budget; None where a part does."""
     budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if leaves(rule.fate)}
-    budget = next(iter(budgets), False) if len(budgets) < 2 else None
-    return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), budget)
+    return next(iter(budgets), False) if len(budgets) < 2 else None
 
 
 def leaves(fate: Fate) -> bool:

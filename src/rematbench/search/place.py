@@ -1,6 +1,6 @@
 """The entries of a search's queue: a layout, an arm, and the next work on it."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -59,6 +59,16 @@ class Item(Struct, frozen=True):
     arm: Arm
     step: int = 1
     pieces: int = 1
+
+
+class Fallen(NamedTuple):
+    """An arm that fell unprobed at a layout: the bytes that it lacks at least, and whether in host
+    memory."""
+
+    nbytes: float
+    host: bool
+    place: Place
+    arm: Arm
 
 
 def in_one_piece(arm: Arm) -> Arm:

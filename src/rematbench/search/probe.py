@@ -13,14 +13,16 @@ its link to itself.
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import floor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rematbench.cost.copies import ALONE, Crowd
-from rematbench.plan import PlanError, Transfers, Unsupported
+from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
+from rematbench.search.floor import copies, pinned
+from rematbench.search.kernels import compute_cost
 from rematbench.search.passes import ChunkCost, behind_embedding, further
-from rematbench.search.pinned import Pinned, leaves
+from rematbench.search.pinned import Pinned
 from rematbench.search.small import Known, Measured, Small, small_problem
 from rematbench.spec.layout import LayoutError
 
@@ -61,7 +63,7 @@ class Probe:
     @property
     def copies(self) -> bool:
         """Whether the plan may copy activations to the host."""
-        return any(leaves(rule.fate) for rule in self._made.plan.rules)
+        return copies(self._made.plan)
 
     @cached_property
     def end_bytes(self) -> tuple[int, ...]:
@@ -86,12 +88,23 @@ class Probe:
         return self._lines(None)
 
 
+class Floor(NamedTuple):
+    """Lines of a method without its passes: of the bytes that chunks keep on the device and in host
+    memory, and the tensors that an inner chunk copies there."""
+
+    nbytes: Facts
+    pinned: Pinned
+
+
 class Refused(NamedTuple):
     """Why a method has no plan for a probe; `layers`: the number of layers to try the method with,
     where it is known."""
 
     reason: str
     layers: int = 0
+
+
+Found = TypeVar("Found")
 
 
 class Prober:
@@ -102,13 +115,26 @@ class Prober:
         self.problem, self.known = problem, known
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}
+        self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's Probe.  Some methods have no plan for one or two layers, and copies by layer
-        repeat only after a few layers: such a method is measured with more layers."""
+        """A method's Probe."""
+        return self._of_layers(self._one_rank if self.single else self._pipeline, method)
+
+    def floor(self, method: Composition) -> Floor | Refused:
+        """A method's Floor, for which nothing is lowered."""
+        try:
+            return self._of_layers(self._floor_of_one if self.single else self._floor, method)
+        except PlanError as error:
+            return Refused(str(error))
+
+    def _of_layers(
+        self, measure: Callable[[Composition, int], Found | Refused], method: Composition
+    ) -> Found | Refused:
+        """What `measure` finds of a method.  Some methods have no plan for one or two layers, and
+        copies by layer repeat only after a few layers: such a method is measured with more."""
         least = 3 if self.problem.layout.zero_stage > 1 else 1
-        measure = self._one_rank if self.single else self._pipeline
         found = measure(method, least)
         for layers in MORE_LAYERS:
             if not isinstance(found, Refused):
@@ -131,8 +157,9 @@ class Prober:
         return Probe(made, made.pinned.further(more.pinned), lines)
 
     def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
-        ends = min(least, 3)
-        made = self._measured(method, (least, least, least + 1, ends))
+        sizes = _sizes(least)
+        ends = sizes[-1]
+        made = self._measured(method, sizes)
         if isinstance(made, Refused):
             return made
         ended = made
@@ -159,6 +186,32 @@ class Prober:
 
         return Probe(made, made.pinned, lines)
 
+    def _floor_of_one(self, method: Composition, least: int) -> Floor | Refused:
+        made, more = (self._planned(method, (layers,)) for layers in (least, least + 1))
+        if isinstance(made, Refused) or isinstance(more, Refused):
+            return made if isinstance(made, Refused) else Refused(str(more))
+        (base,), (longer,) = (
+            self._small((layers,)).stored(plan)
+            for layers, plan in ((least, made), (least + 1, more))
+        )
+        line = Line(least, base.cost, further(longer.cost, base.cost))
+        moved = pinned(made, least, base).further(pinned(more, least + 1, longer))
+        return Floor(Facts(line, line, line), moved)
+
+    def _floor(self, method: Composition, least: int) -> Floor | Refused:
+        """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
+        has no floor."""
+        sizes = _sizes(least)
+        plan = self._planned(method, sizes)
+        if isinstance(plan, Refused):
+            return plan
+        found = self._small(sizes).stored(plan)
+        first, middle, deeper, last = (chunk.cost for chunk in found)
+        slope, nothing = further(deeper, middle), compute_cost(0.0, 0.0)
+        ending = (nothing, nothing) if copies(plan) else (last, slope)
+        lines = (Line(least, first, slope), Line(least, middle, slope), Line(sizes[-1], *ending))
+        return Floor(Facts._make(lines), pinned(plan, least, found[1]))
+
     @cached_property
     def _keeping(self) -> Measured:
         """The plan that keeps everything, in a pipeline."""
@@ -170,25 +223,46 @@ class Prober:
             self.smalls[sizes] = small_problem(self.problem, sizes, self.known)
         return self.smalls[sizes]
 
+    def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
+        """A method's plan with `sizes` layers on the ranks."""
+        key = (method.text, sizes)
+        if key not in self.plans:
+            self.plans[key] = self._plan(method, self._small(sizes))
+        return self.plans[key]
+
+    def _plan(self, method: Composition, small: Small) -> Plan | Refused:
+        try:
+            plan = method.plan(small.problem, small.base)
+        except (PlanError, LayoutError) as error:
+            return Refused(str(error))
+        if isinstance(plan, Unsupported):
+            return Refused(plan.reason)
+        least = len(small.base.partition[0][0])
+        if least < (layers := _rhythm(plan.transfers)):
+            return Refused(f"copies by layer have no rhythm yet after {least}", layers)
+        return plan
+
     def _measured(
         self, method: Composition, sizes: tuple[int, ...], ranks: Sequence[int] = ()
     ) -> Measured | Refused:
         """A method's plan with `sizes` layers on the ranks.  Of a pipeline's ranks the given ones
         are lowered, else all but a first rank that is like the second but for the embedding."""
-        small = self._small(sizes)
+        small, plan = self._small(sizes), self._planned(method, sizes)
+        if isinstance(plan, Refused):
+            return plan
+        if not ranks:
+            spared = not self.single and plan != small.base and small.alike(plan)
+            ranks = small.ranks[1:] if spared else small.ranks
+        self.layers += sum(sizes[rank] for rank in ranks)
         try:
-            plan = method.plan(small.problem, small.base)
-            if isinstance(plan, Unsupported):
-                return Refused(plan.reason)
-            if sizes[0] < (layers := _rhythm(plan.transfers)):
-                return Refused(f"copies by layer have no rhythm yet after {sizes[0]}", layers)
-            if not ranks:
-                spared = not self.single and plan != small.base and small.alike(plan)
-                ranks = small.ranks[1:] if spared else small.ranks
-            self.layers += sum(sizes[rank] for rank in ranks)
             return Measured(small, plan, ranks)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
+
+
+def _sizes(least: int) -> tuple[int, ...]:
+    """Layers of the ranks of a probe's pipeline."""
+    return least, least, least + 1, min(least, 3)
 
 
 def _rhythm(moves: Transfers) -> int:

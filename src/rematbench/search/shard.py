@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.cost.copies import ALONE
-from rematbench.plugins.registry import MethodError, Registry
+from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import (
@@ -27,15 +27,10 @@ from rematbench.search.bounds import (
 from rematbench.search.columns import Array, Columns
 from rematbench.search.contention import CopyBound, hidden, least_crowd, sent_bytes, stages
 from rematbench.search.end import after_passes, host_update_s
-from rematbench.search.highs import chord, height, no_cost, only_kept
+from rematbench.search.highs import chord, no_cost
 from rematbench.search.kernels import layer_cost
-from rematbench.search.probe import (
-    Facts,
-    Line,
-    Probe,
-    Prober,
-    Refused,
-)
+from rematbench.search.least import LeastBytes
+from rematbench.search.probe import Facts, Floor, Found, Line, Probe, Prober, Refused
 from rematbench.search.shared import Shared
 from rematbench.search.site import Site
 from rematbench.search.skeleton import tightened
@@ -91,7 +86,6 @@ class Shard:
         self._prober = Prober(problem, self._shared.probes)
         self._probes: dict[str, Probe | Refused] = {}
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
-        self._known_highs: dict[Arm | None, list[float]] = {}
         self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
         self._sites: dict[int, Site] = {}
 
@@ -168,14 +162,26 @@ class Shard:
 
     def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
         """An arm's Probe; for an arm with a line, at the last step of the line."""
-        line = arm.line.scalar if arm.line else None
-        text = arm.text(line.steps or 1 << 20 if line else 0, pieces)
+        text = _at_end(arm, pieces)
         if text not in self._probes:
-            try:
-                self._probes[text] = self._prober(self.registry.resolve(text, None, self.problem))
-            except MethodError as error:
-                self._probes[text] = Refused(str(error))
+            self._probes[text] = self._asked(text, self._prober)
         return self._probes[text]
+
+    def floor(self, arm: Arm) -> Floor | Refused:
+        """An arm's Floor; for an arm with a line, at the last step of the line."""
+        return self._asked(_at_end(arm, 1), self._prober.floor)
+
+    def _asked(
+        self, text: str, asked: Callable[[Composition], Found | Refused]
+    ) -> Found | Refused:
+        try:
+            return asked(self.registry.resolve(text, None, self.problem))
+        except MethodError as error:
+            return Refused(str(error))
+
+    def bounded(self, arm: Arm) -> bool:
+        """Whether bounds of an arm are known."""
+        return (arm, 1) in self._bounds
 
     def steps(self, arm: Arm) -> int:
         """The number of steps of an arm's line; 1 for an arm without a line."""
@@ -196,7 +202,7 @@ class Shard:
         if isinstance(ends, Refused):
             return ends
         share = self._shares(arm)[0]
-        rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
+        rounding = self.rounding_bytes(arm) * self.columns.gpus_per_node
         nbytes = (ends[0].nbytes, ends[1].nbytes)
         quick = self._quick(arm, nbytes, share)
         host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
@@ -231,11 +237,11 @@ class Shard:
         lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
         found = self.probe(arm)
         if isinstance(found, Refused):
-            return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
+            return np.atleast_2d(peak_bound(self.columns, lean) - self.rounding_bytes(arm))
         waits = self.columns.waits.any()
         waiting = self._waiting(arm, found, ends, lean) if waits else None
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
-        return np.atleast_2d(peak_bytes - self._rounding_bytes(arm))
+        return np.atleast_2d(peak_bytes - self.rounding_bytes(arm))
 
     def _waiting(self, arm: Arm, one: Probe, ends: tuple[Facts, Facts], lean: Facts) -> Waiting:
         """The model's last chunk where its backward does not follow its forward at once, as in
@@ -253,7 +259,8 @@ class Shard:
         leaving = min(1.0, moved / whole) if whole > 0 else 0.0  # small tensors may all stay
         return Waiting((1.0 - share) * kept_bytes, leaving * share * kept_bytes)
 
-    def _rounding_bytes(self, arm: Arm) -> Any:
+    def rounding_bytes(self, arm: Arm) -> Any:
+        """Bytes by which shares and pieces that are whole rows may be less than their lines say."""
         cut = arm.line or arm.pieces
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
@@ -324,54 +331,9 @@ class Shard:
         return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
 
     @cached_property
-    def lean_shares(self) -> Array:
-        """About the share of its device that each layout's leanest plan fills, before any probe: it
-        keeps what enters a layer, and has one layer whole."""
-        tables = self.problem.layer_kinds
-        whole = max(sum(each.nbytes for each in one.activations.values()) for one in tables)
-        kept = no_cost()
-        entering = tables[0].activations["layer_input"].nbytes
-        kept = kept._replace(forward=kept.forward._replace(net_bytes=entering))
-        line = Line(0, only_kept(no_cost(), whole), kept)
-        return np.asarray(peak_bound(self.columns, Facts(line, line, line)) / self.usable_bytes)
-
-    def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
-        """Device bytes that every arm of a family needs: the bytes that its lean arm keeps, and
-        above them the bytes that passes of the arm that keeps everything need (see `_highs`)."""
-        found = self.probe(Arm((*lean.parts, *pieces.parts)), 1) if pieces else self.probe(lean)
-        if isinstance(found, Refused):
-            return self.least_bytes(pieces)
-        return self._above(found.nbytes, pieces)
-
-    def least_bytes(self, pieces: Arm | None) -> Array:
-        """Device bytes that even a plan that keeps no activation needs, as in `family_bytes`."""
-        keep = self.probe(KEEP)
-        assert isinstance(keep, Probe)
-        lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
-        return self._above(Facts._make(lines), pieces)
-
-    def _above(self, facts: Facts, pieces: Arm | None) -> Array:
-        lines = (
-            line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
-            for line, high in zip(facts, self._highs(pieces), strict=True)
-        )
-        return peak_bound(self.columns, Facts._make(lines))
-
-    def _highs(self, pieces: Arm | None) -> list[float]:
-        """Bytes that passes of the arm that keeps everything need above the kept bytes, on the
-        first, a middle and the last rank; with `pieces`: extrapolated to endlessly many pieces."""
-        if pieces not in self._known_highs:
-            probes = [self.probe(pieces, at) for at in (1, 2)] if pieces else [self.probe(KEEP)]
-            facts = [one.nbytes for one in probes if isinstance(one, Probe)]
-            if len(facts) < len(probes):
-                self._known_highs[pieces] = [0.0] * 3
-            else:
-                first, second = facts[0], facts[-1]
-                self._known_highs[pieces] = [
-                    max(0.0, 2 * height(b.base) - height(a.base))
-                    for a, b in zip(first, second, strict=True)
-                ]
-        return self._known_highs[pieces]
+    def least(self) -> LeastBytes:
+        """The bytes that plans need at least, known before probes of these plans."""
+        return LeastBytes(proxy(self))
 
     def in_more_pieces(self, arm: Arm, fewer: int, pieces: int, more: int) -> Array:
         """Least device bytes at step `more` of an arm's pieces, from the bytes at steps `fewer` and
@@ -386,6 +348,12 @@ class Shard:
             for a, b in zip(few, many, strict=True)
         )
         return self._peak_bytes(arm, (zero, one))
+
+
+def _at_end(arm: Arm, pieces: int) -> str:
+    """The text of an arm in a number of pieces, at the last step of its line."""
+    line = arm.line.scalar if arm.line else None
+    return arm.text(line.steps or 1 << 20 if line else 0, pieces)
 
 
 def _same(problem: Problem) -> Problem:

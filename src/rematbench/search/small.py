@@ -18,6 +18,7 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program.ledger import program_profiles
 from rematbench.program.program import Program
+from rematbench.search.floor import Stored, stored
 from rematbench.search.kernels import placed_alike
 from rematbench.search.passes import Chunk, ChunkCost
 from rematbench.search.pinned import Pinned, leaves, pinned_of
@@ -42,8 +43,16 @@ Content = tuple[bytes, Sequence[int]]
 """What a lowered program is known by: `same_plan`, and the ranks that are lowered.  Rules that
 match something on the first rank match it on the second too, where only the first is left out."""
 
-Known = dict[bytes, dict[Content, Lowered]]
-"""Lowered programs by the encoded small problem (without its cluster), then by their content."""
+class Plans(NamedTuple):
+    """What is known of the plans of a small problem, whatever its cluster is: lowered programs by
+    their content, and what layers store by `same_plan`."""
+
+    lowered: dict[Content, Lowered]
+    stored: dict[bytes, list[Stored]]
+
+
+Known = dict[bytes, Plans]
+"""What is known of small problems, by the encoded problem without its cluster."""
 
 
 def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
@@ -70,14 +79,21 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 class Small(NamedTuple):
     """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
-    copies are beside, and by plan its lowered programs and, also by rank and crowd, the costs of
-    their chunks with seconds."""
+    copies are beside, what is known of its plans, and by plan, rank and crowd the costs of a chunk
+    with seconds."""
 
     problem: Problem
     base: Plan
     costs: dict[Crowd, ActionCosts]
-    lowered: dict[Content, Lowered]
+    known: Plans
     chunks: dict[tuple[bytes, int, Crowd], ChunkCost]
+
+    def stored(self, plan: Plan) -> list[Stored]:
+        """What each rank's first chunk stores under a plan; PlanError as in `stored`."""
+        content = same_plan(plan)
+        if content not in self.known.stored:
+            self.known.stored[content] = stored(self.problem, plan)
+        return self.known.stored[content]
 
     @property
     def ranks(self) -> range:
@@ -150,7 +166,7 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], known: Known) -> Sma
     partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
     base = replace(small.base_plan, partition=partition)
     same = encode((work, system, small.layout, small.attention, sizes))
-    return Small(small, base, {}, known.setdefault(same, {}), {})
+    return Small(small, base, {}, known.setdefault(same, Plans({}, {})), {})
 
 
 class Measured:
@@ -160,10 +176,10 @@ class Measured:
     def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
         content = (self.same, tuple(ranks))
-        if content not in small.lowered:
+        if content not in small.known.lowered:
             program = lower(plan, small.problem, ranks, partly=ranks[0] > 1)
-            small.lowered[content] = Lowered(program)
-        self._lowered = small.lowered[content]
+            small.known.lowered[content] = Lowered(program)
+        self._lowered = small.known.lowered[content]
         self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
 
     @cached_property

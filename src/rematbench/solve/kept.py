@@ -49,7 +49,7 @@ def _activations(
         return frozenset(saved) if wanted(KEPT) else frozenset()
     return frozenset(
         name
-        for _, fates, _ in _resolved(problem, plan)
+        for _, fates, _ in resolved(problem, plan)
         for (where, _, name), fate in fates.items()
         if where == part and name in saved and wanted(fate)
     )
@@ -90,7 +90,7 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
     if not base.rules:
         return plan
     live: set[int] = set()
-    for _, _, matched in _resolved(problem, plan):
+    for _, _, matched in resolved(problem, plan):
         live |= matched
     first = len(base.rules)
     return base.with_rules(*(r for index, r in enumerate(rules, first) if index in live))
@@ -99,7 +99,7 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 def refused_in_pieces(problem: Problem, plan: Plan) -> str:
     """Why a plan cannot offload or split what it computes in mini-sequences; empty if it does not.
     The pieces of a mini-sequence are kept or rebuilt whole, so such a plan cannot be lowered."""
-    for ops, fates, _ in _resolved(problem, plan) if plan.mini_sequences else ():
+    for ops, fates, _ in resolved(problem, plan) if plan.mini_sequences else ():
         for unit in ops.units:
             for name, _, site in ops.saved(unit):
                 fate = fates[site]
@@ -115,7 +115,7 @@ def _parted(fate: Resolved) -> bool:
     return fate.mixed or fate.offload_bytes > 0
 
 
-def _resolved(
+def resolved(
     problem: Problem, plan: Plan, *, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]]:
     """The fates and matching rules of every chunk in each of its phases, as lowering resolves them.
@@ -153,7 +153,7 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
     Kept bytes are those of layers' tensors that the plan leaves on the device; a pass is in flight
     between its forward and its backward."""
     kept: dict[tuple[int, int], int] = {}
-    for ops, fates, _ in _resolved(problem, plan, apart=True):
+    for ops, fates, _ in resolved(problem, plan, apart=True):
         stays = sum(fate.keep_bytes for site, fate in fates.items() if site[0] == "layer")
         key = (ops.sites.stage, ops.sites.chunk)
         kept[key] = min(stays, kept.get(key, stays))
