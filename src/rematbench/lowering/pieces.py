@@ -12,9 +12,9 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from rematbench.lowering.mini import Piece
-from rematbench.lowering.template import Template, older
 from rematbench.lowering.writer import BlockWriter, Place
 from rematbench.program.action import Action, event_number, in_piece, is_local, local_event
+from rematbench.program.template import Template, older
 
 WRITTEN = 4
 """Pieces that are written before one is repeated."""

@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.emit_forward import Fates
-from rematbench.lowering.template import Template, older
 from rematbench.lowering.writer import BlockWriter, Place
 from rematbench.plan import Group, Transfers
-from rematbench.program.action import Action, event_number, in_layer, is_local, local_event
+from rematbench.program.action import Action, in_layer
 from rematbench.program.program import Block, Periods
+from rematbench.program.template import Shift, older
 
 LEAST_SHARE = 0.5
 """The least share of a chunk's layers that a repetition must save to be worth its checks."""
@@ -59,7 +59,7 @@ class Short(NamedTuple):
         """The first layer that is above all layers near the period."""
         return self.first + self.period + self.margin
 
-    def shift(self, layers: int, events: int, above: int) -> "Shift":
+    def shift(self, layers: int, events: int, above: int) -> Shift:
         """New names: layers near the period move up by `layers`, those above by `above`."""
         return Shift(layers, events, self.low, self.high, above)
 
@@ -132,25 +132,28 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
     order = units if forward else units[::-1]
     at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
     edges = [places[at + k * short.period] for k in (-1, 0, 1, 2)]
-    periods = [block.actions[a.action : b.action] for a, b in pairwise(edges)]
+    alike = [block.written[a.action : b.action] for a, b in pairwise(edges)]
     layers = short.period if forward else -short.period
     events = edges[2].event - edges[1].event
     again = short.shift(layers, events, 0)
-    if any(again.of(period) != [*after] for period, after in pairwise(periods)):
+    if any(again.of(period) != [*after] for period, after in pairwise(alike)):
         return None
-    head, here = block.actions[: edges[1].action], periods[1]
-    tail = block.actions[edges[2].action :]
+    head, here = block.written[: edges[1].action], alike[1]
+    tail = block.written[edges[2].action :]
     lower, upper = (head, tail) if forward else (tail, head)
     oldest = places[at - short.reach].event
     if _crossing(short, [*lower, *here], [*upper, *here]) or older([*here, *tail], oldest):
         return None
     times, gap = short.dropped // short.period + 1, short.dropped
     first = 0 if forward else gap
-    actions, one = short.shift(first, 0, gap).of(head), Layers(here)
-    for period in range(times):
-        actions += one.moved(short.shift(first + period * layers, period * events, gap))
-    actions += short.shift(gap - first, (times - 1) * events, gap).of(tail)
-    return Block(block.label, tuple(actions), Periods(len(head), len(here), times, events))
+    written = [
+        *short.shift(first, 0, gap).of(head),
+        *short.shift(first, 0, gap).of(here),
+        *short.shift(gap - first, (times - 1) * events, gap).of(tail),
+    ]
+    near = (short.low + first, short.high + first)
+    periods = Periods(len(head), len(here), times, events, layers, near)
+    return Block(block.label, tuple(written), periods)
 
 
 def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
@@ -165,39 +168,3 @@ def _layers(actions: Iterable[Action]) -> set[int]:
     """The numbers of the layers that actions name."""
     names = {name for a in actions for name in (*a.reads, *a.frees, *(x.name for x in a.allocs))}
     return {words[1] for name in names if (words := in_layer(name)) is not None}
-
-
-class Shift(NamedTuple):
-    """New names: numbers of the block's events move up by `events`, numbers of layers between `low`
-    and `high` by `layers`, from `high` on by `above`."""
-
-    layers: int
-    events: int
-    low: int
-    high: int
-    above: int
-
-    def of(self, actions: Sequence[Action]) -> list[Action]:
-        """The actions with the new names."""
-        return Layers(actions).moved(self)
-
-
-class Layers:
-    """The actions of some layers, to be written again as those of other layers."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self._template = Template(actions)
-        names = [*enumerate(self._template.names)]
-        self._layers = [(at, *words) for at, name in names if (words := in_layer(name)) is not None]
-        self._events = [(at, event_number(name)) for at, name in names if is_local(name)]
-
-    def moved(self, shift: Shift) -> list[Action]:
-        """The actions with the new names."""
-        new = [*self._template.names]
-        for at, before, number, after in self._layers:
-            if number > shift.low:
-                by = shift.layers if number < shift.high else shift.above
-                new[at] = f"{before}{number + by}{after}"
-        for at, number in self._events:
-            new[at] = local_event(number + shift.events)
-        return self._template.written(new)

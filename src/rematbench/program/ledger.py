@@ -4,7 +4,7 @@ The issue-order ledger needs no costs: each block has net bytes and a peak, so a
 blocks.  Tensors in staging slots count once, with their pool.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -28,6 +28,18 @@ class Profile(NamedTuple):
     pinned_net: int
     pinned_high: int
 
+    def then(self, after: "Profile") -> "Profile":
+        """The effect of this block with the actions of `after` behind it."""
+        pairs = zip(self[::2], self[1::2], after[::2], after[1::2], strict=True)
+        found = ((net + more, max(high, net + higher)) for net, high, more, higher in pairs)
+        return Profile._make(chain.from_iterable(found))
+
+    def times(self, count: int) -> "Profile":
+        """The effect of `count` such blocks, one behind the other."""
+        pairs = zip(self[::2], self[1::2], strict=True)
+        found = ((count * net, max(high, (count - 1) * net + high)) for net, high in pairs)
+        return Profile._make(chain.from_iterable(found))
+
 
 class Outlive(NamedTuple):
     """`births`: bytes of the storages that a block leaves alive; `deaths`: names of storages alive
@@ -35,6 +47,11 @@ class Outlive(NamedTuple):
 
     births: dict[str, int]
     deaths: list[str]
+
+    def named(self, name_of: Callable[[str], str]) -> "Outlive":
+        """The same with other names."""
+        births = {name_of(name): nbytes for name, nbytes in self.births.items()}
+        return Outlive(births, [*map(name_of, self.deaths)])
 
 
 class RankLedger(Struct, frozen=True, kw_only=True):
@@ -67,11 +84,12 @@ def pool_bytes(rank: RankProgram) -> int:
     slots: dict[str, int] = {}
     for block in rank.blocks:
         here: dict[tuple[str, str], int] = {}
-        for action in block.actions:
+        for action, times in block.counted():
             for alloc in action.allocs:
                 if alloc.slot:
-                    key = (alloc.slot, tenant(alloc.name, alloc.slot))
-                    here[key] = here.get(key, 0) + alloc.nbytes
+                    part = tenant(alloc.name, alloc.slot)  # each period has parts of its own
+                    here.setdefault((alloc.slot, part), 0)
+                    here[alloc.slot, part] += alloc.nbytes * (1 if part else times)
         for (slot, _), nbytes in here.items():
             slots[slot] = max(slots.get(slot, 0), nbytes)
     return sum(slots.values())
@@ -134,9 +152,22 @@ class _Profiler:
 
 def _outlive(block: Block) -> Outlive:
     """The storages that a block leaves alive, and the earlier ones that it frees."""
+    if block.periods is None:
+        return _outlive_of(block.written)
+    head, period, tail = map(_outlive_of, block.parts)
+    again = (period.named(block.periods.shift(at).name) for at in range(block.periods.times))
     births: dict[str, int] = {}
     deaths: list[str] = []
-    for action in block.actions:
+    for part in (head, *again, tail):
+        deaths += [name for name in part.deaths if births.pop(name, None) is None]
+        births |= part.births
+    return Outlive(births, deaths)
+
+
+def _outlive_of(actions: Sequence[Action]) -> Outlive:
+    births: dict[str, int] = {}
+    deaths: list[str] = []
+    for action in actions:
         for alloc in action.allocs:
             births[alloc.name] = 0 if alloc.slot else alloc.nbytes
         for name in action.frees:
@@ -148,8 +179,25 @@ def _outlive(block: Block) -> Outlive:
 def _profile(block: Block, sizes: dict[str, int]) -> Profile:
     """A block's effect; `sizes`: bytes of the storages of its micro-batch and chunk that are alive
     at entry (updated in place)."""
+    if block.periods is None:
+        return _effect(block.label, block.written, sizes)
+    head, period, tail = block.parts
+    found = _effect(block.label, head, sizes)
+    births, deaths = _outlive_of(period)
+    freed = [(name, sizes.get(name)) for name in deaths]
+    one = _effect(block.label, period, sizes)
+    for number in range(1, block.periods.times):
+        name_of = block.periods.shift(number).name
+        if any(sizes.pop(name_of(name), None) != nbytes for name, nbytes in freed):
+            raise LedgerError(f"{block.label}: period {number} frees other bytes than period 0")
+        sizes.update((name_of(name), nbytes) for name, nbytes in births.items())
+    found = found.then(one.times(block.periods.times))
+    return found.then(_effect(block.label, tail, sizes))
+
+
+def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Profile:
     device = host = pinned = device_high = host_high = pinned_high = 0
-    for action in block.actions:
+    for action in actions:
         for alloc in action.allocs:
             name, nbytes = alloc.name, 0 if alloc.slot else alloc.nbytes
             sizes[name] = nbytes
@@ -163,7 +211,7 @@ def _profile(block: Block, sizes: dict[str, int]) -> Profile:
         pinned_high = max(pinned_high, pinned)
         for name in action.frees:
             if name not in sizes:
-                raise LedgerError(f"{block.label} frees {name}: not alive")
+                raise LedgerError(f"{label} frees {name}: not alive")
             if name.endswith(HOST):
                 host -= sizes[name]
                 pinned -= pinned_block_bytes(sizes.pop(name))

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from rematbench.program.action import Action, from_text, to_text
 from rematbench.program.late import Late
+from rematbench.program.template import Layers, Shift
 
 
 class Step(NamedTuple):
@@ -29,33 +30,61 @@ class Step(NamedTuple):
 
 class Periods(NamedTuple):
     """Equal periods inside a block, each of one or a few equal layers: `times` periods of `length`
-    actions from `start`.  Periods take equally long; the events of each have numbers that are
-    higher by `events` than those of the period before."""
+    actions from `start`.  Periods take equally long and need equal bytes; numbers of events are
+    higher by `events` than those of the period before, and numbers of the layers between those of
+    `near` by `layers`."""
 
     start: int
     length: int
     times: int
     events: int
+    layers: int
+    near: tuple[int, int]
+
+    def shift(self, number: int) -> Shift:
+        """The names of period `number`, from those of period 0."""
+        return Shift(number * self.layers, number * self.events, *self.near, 0)
 
 
-class Block(Struct, frozen=True, gc=False):
-    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `periods`:
-    which of them repeat, where that is known."""
+class Block(Struct, frozen=True, dict=True):
+    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
+    actions, or, where `periods` repeat, those before, in the first and behind the last of them."""
 
     label: str
-    actions: tuple[Action, ...]
+    written: tuple[Action, ...]
     periods: Periods | None = None
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """All actions in issue order."""
+        if self.periods is None:
+            return self.written
+        head, period, tail = self.parts
+        one = Layers(period)
+        again = (one.moved(self.periods.shift(number)) for number in range(self.periods.times))
+        return (*head, *chain.from_iterable(again), *tail)
+
+    @property
+    def parts(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions before periods, of the first period, and behind all periods; without periods
+        the first part has all actions."""
+        start, end = len(self.written), len(self.written)
+        if self.periods is not None:
+            start, end = self.periods.start, self.periods.start + self.periods.length
+        return self.written[:start], self.written[start:end], self.written[end:]
+
+    @property
+    def count(self) -> int:
+        """The number of actions."""
+        return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Action, int]]:
         """The block's actions, and how often each occurs but for the numbers in its names: of
         periods that repeat, the first period's."""
-        if self.periods is None:
-            yield from zip(self.actions, repeat(1))
-            return
-        start, length, times, _ = self.periods
-        yield from zip(self.actions[:start], repeat(1))
-        yield from zip(self.actions[start : start + length], repeat(times))
-        yield from zip(self.actions[start + times * length :], repeat(1))
+        head, period, tail = self.parts
+        yield from zip(head, repeat(1))
+        yield from zip(period, repeat(self.periods.times if self.periods else 1))
+        yield from zip(tail, repeat(1))
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
@@ -106,7 +135,7 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
     @property
     def actions(self) -> int:
         """The actions of all distinct blocks."""
-        return sum(len(block.actions) for block, _ in self.block_runs)
+        return sum(block.count for block, _ in self.block_runs)
 
     @cached_property
     def block_runs(self) -> tuple[tuple[Block, int], ...]:

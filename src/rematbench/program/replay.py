@@ -1,6 +1,7 @@
 """Replays a rank's allocations and frees on the model of PyTorch's caching allocator."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from rematbench.program.action import HOST, HOST_UPDATE, Action, Kind
 from rematbench.program.allocator import (
@@ -12,6 +13,7 @@ from rematbench.program.allocator import (
 )
 from rematbench.program.late import Late
 from rematbench.program.program import Block, RankProgram, Step
+from rematbench.program.template import Shift
 
 Request = tuple[str, int]
 """(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
@@ -28,9 +30,41 @@ def requests(block: Block, *, late: bool = False) -> list[Request]:
     """The device allocations and frees of a block in issue order (staging slots are resident, so
     they are left out); with `late` also where weights get a gradient, where units are updated and
     where their backward ends."""
+    if late or block.periods is None:
+        return _requests(block.actions, _ends(block) if late else None)
+    head, period, tail = map(_requests, block.parts)
+    crossing, shift = _crossing(period), block.periods.shift
+    again = (_renamed(period, crossing, shift(at)) for at in range(block.periods.times))
+    return [*head, *chain.from_iterable(again), *tail]
+
+
+def _renamed(lines: Sequence[Request], crossing: Collection[str], shift: Shift) -> list[Request]:
+    """The lines of a later period, from those of the first.  Only the storages `crossing` its ends
+    have new names: the names of all others are free again."""
+    new = {name: shift.name(name) for name in crossing}
+    return [(new.get(name, name), size) for name, size in lines]
+
+
+def _crossing(lines: Sequence[Request]) -> set[str]:
+    """The storages that are alive before or behind some lines."""
+    alive: set[str] = set()
+    found: set[str] = set()
+    for name, size in lines:
+        if size:
+            alive.add(name)
+        elif name in alive:
+            alive.remove(name)
+        else:
+            found.add(name)
+    return found | alive
+
+
+def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:
+    """The lines of some actions; `ends`: the units whose backward ends, by the index of the action,
+    where lines of late tensors are asked for."""
     lines: list[Request] = []
-    ends = _ends(block) if late else {}
-    for index, action in enumerate(block.actions):
+    late = ends is not None
+    for index, action in enumerate(actions):
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
                 lines.append((alloc.name, rounded(alloc.nbytes)))
@@ -43,7 +77,7 @@ def requests(block: Block, *, late: bool = False) -> list[Request]:
         for name in action.frees:
             if not name.endswith(HOST):
                 lines.append((name, 0))
-        if index in ends:
+        if ends and index in ends:
             lines.append((ends[index], DIFFERENTIATED))
     return lines
 

@@ -8,8 +8,6 @@ from math import fsum
 from operator import add
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
-
 from rematbench.program.action import Action, Kind
 from rematbench.program.ledger import Profile, pool_bytes
 from rematbench.program.program import Block, Program
@@ -201,7 +199,7 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
         timed.append((action, found))
         return found
 
-    every = replace(block, periods=None)  # kernels are counted one by one
+    every = Block(block.label, block.actions)  # kernels are counted one by one
     macro = macro_of(rows_with(every, rank, timing))
     kernel_s, called_s = _kernels(timed)
     ends = {target: dict(terms) for target, terms in macro.streams}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rematbench.cost.copies import ALONE
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.search.arms import KEEP, Arm
+from rematbench.search.arms import Arm
 from rematbench.search.bounds import (
     ROUNDING_BYTES,
     Bounds,
@@ -171,9 +171,7 @@ class Shard:
         """An arm's Floor; for an arm with a line, at the last step of the line."""
         return self._asked(_at_end(arm, 1), self._prober.floor)
 
-    def _asked(
-        self, text: str, asked: Callable[[Composition], Found | Refused]
-    ) -> Found | Refused:
+    def _asked(self, text: str, asked: Callable[[Composition], Found | Refused]) -> Found | Refused:
         try:
             return asked(self.registry.resolve(text, None, self.problem))
         except MethodError as error:

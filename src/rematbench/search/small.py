@@ -43,6 +43,7 @@ Content = tuple[bytes, Sequence[int]]
 """What a lowered program is known by: `same_plan`, and the ranks that are lowered.  Rules that
 match something on the first rank match it on the second too, where only the first is left out."""
 
+
 class Plans(NamedTuple):
     """What is known of the plans of a small problem, whatever its cluster is: lowered programs by
     their content, and what layers store by `same_plan`."""

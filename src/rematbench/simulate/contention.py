@@ -33,7 +33,7 @@ def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int
     if not total:
         return ALONE
     sends = {
-        id(block): [action for action in block.actions if action.kind is Kind.SEND]
+        id(block): [action for action in block.written if action.kind is Kind.SEND]
         for block, _ in program.block_runs
     }
     sent = fsum(
@@ -174,14 +174,14 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 
 def trailing_bytes(block: Block) -> int:
     """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
-    copies = [action for action in block.actions if _by_layer(action, Kind.D2H)]
+    copies = [action for action in block.written if _by_layer(action, Kind.D2H)]
     parts = {action.part for action in copies if action.event == "d2h"}
     return sum(action.nbytes for action in copies if action.part in parts)
 
 
 def copied_bytes(block: Block, kind: Kind) -> int:
     """Bytes of a block's copies of activations of a kind."""
-    return sum(action.nbytes for action in block.actions if _by_layer(action, kind))
+    return sum(action.nbytes * n for action, n in block.counted() if _by_layer(action, kind))
 
 
 def _by_layer(action: Action, kind: Kind) -> bool:
@@ -190,7 +190,7 @@ def _by_layer(action: Action, kind: Kind) -> bool:
 
 
 def _block_bytes(rank: RankProgram, block: int) -> int:
-    return sum(action.nbytes for action in rank.blocks[block].actions)
+    return sum(action.nbytes * count for action, count in rank.blocks[block].counted())
 
 
 def _crosses(problem: Problem, action: Action, rank: int) -> bool:

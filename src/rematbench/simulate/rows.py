@@ -70,14 +70,14 @@ def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) 
     once."""
     periods = block.periods
     if periods is None:
-        rows, busy = _rows(block.actions, rank, timing)
+        rows, busy = _rows(block.written, rank, timing)
         parts = [RowPart(tuple(rows))]
     else:
-        start, length, times, events = periods
-        head, busy = _rows(block.actions[:start], rank, timing)
-        period, period_s = _rows(block.actions[start : start + length], rank, timing)
-        tail, tail_s = _rows(block.actions[start + times * length :], rank, timing)
-        between, behind = _carried(period, tail, times, events)
+        times = periods.times
+        (head, busy), (period, period_s), (tail, tail_s) = (
+            _rows(part, rank, timing) for part in block.parts
+        )
+        between, behind = _carried(period, tail, times, periods.events)
         again = RowPart(tuple(period), between, times - 1)
         parts = [RowPart(tuple(head)), RowPart(again.rows), again, RowPart(tuple(tail), behind)]
         busy = [a + times * b + c for a, b, c in zip(busy, period_s, tail_s, strict=True)]

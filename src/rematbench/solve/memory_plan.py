@@ -68,9 +68,9 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
 def placed(rank: RankProgram) -> bool:
     """Whether a rank has so few tensors that best fit places them quickly."""
     made = sum(
-        runs * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
+        runs * n * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
         for block, runs in zip(rank.blocks, rank.runs, strict=True)
-        for action in block.actions
+        for action, n in block.counted()
     )
     return made <= FEW_TENSORS
 

@@ -2,10 +2,19 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.program.action import Action, Alloc, Kind, event_number, is_local
+from rematbench.program.action import (
+    Action,
+    Alloc,
+    Kind,
+    event_number,
+    in_layer,
+    is_local,
+    local_event,
+)
 
 Names = Sequence[str]
 Picker = Callable[[Names], tuple[str, ...]]
@@ -69,3 +78,45 @@ def _picker(places: Sequence[int]) -> Picker:
 def older(actions: Iterable[Action], oldest: int) -> bool:
     """Whether an action waits for an event before the event number `oldest`."""
     return any(is_local(a.wait) and event_number(a.wait) < oldest for a in actions)
+
+
+class Shift(NamedTuple):
+    """New names: numbers of the block's events move up by `events`, numbers of layers between `low`
+    and `high` by `layers`, from `high` on by `above`."""
+
+    layers: int
+    events: int
+    low: int
+    high: int
+    above: int
+
+    def of(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions with the new names."""
+        return Layers(actions).moved(self)
+
+    def name(self, name: str) -> str:
+        """The new name of a storage or a part."""
+        words = in_layer(name)
+        if words is None or words[1] <= self.low:
+            return name
+        before, number, after = words
+        return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
+
+
+class Layers:
+    """The actions of some layers, to be written again as those of other layers."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._template = Template(actions)
+        names = [*enumerate(self._template.names)]
+        self._layers = [at for at, name in names if in_layer(name) is not None]
+        self._events = [(at, event_number(name)) for at, name in names if is_local(name)]
+
+    def moved(self, shift: Shift) -> list[Action]:
+        """The actions with the new names."""
+        new = [*self._template.names]
+        for at in self._layers:
+            new[at] = shift.name(new[at])
+        for at, number in self._events:
+            new[at] = local_event(number + shift.events)
+        return self._template.written(new)
