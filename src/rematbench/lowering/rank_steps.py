@@ -5,6 +5,7 @@ is computed from the few facts it depends on, once for all plans with equal fact
 """
 
 from functools import lru_cache, partial
+from itertools import chain
 from typing import NamedTuple
 
 from rematbench.lowering.schedule import phases
@@ -103,6 +104,11 @@ def rank_steps(facts: StepFacts) -> RankSteps:
     return _Walk(facts).run()
 
 
+Release = tuple[int, Key, Pass]
+"""The number of a release in the order of their beginnings, its block, and the pass that it is
+of."""
+
+
 class _Walk:
     """A walk over the passes of a rank that records steps."""
 
@@ -116,7 +122,9 @@ class _Walk:
         self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
-        self.releases: list[tuple[int, Key, Pass]] = []  # when due, the block, of which pass
+        self.due: dict[int, list[Release]] = {}  # by position
+        self.copied: dict[tuple[int, int], int] = {}  # the position at which copies are released
+        self.releases = 0
         self.fetches = 0
         self.copying: Pass | None = None
 
@@ -129,8 +137,10 @@ class _Walk:
                 self._forward(item, position)
             else:
                 self._backward(item, position)
-            self._release_due(position)
-        self._release_due(len(self.facts.order) + self.facts.release_lag + 1)
+            for _, key, of in self.due.pop(position, ()):
+                self._add(key, of)
+        for _, key, of in sorted(chain.from_iterable(self.due.values())):
+            self._add(key, of)
         steps = map(partial(tuple.__new__, Step), self.steps)  # _make() takes three times as long
         return RankSteps(tuple(self.index), tuple(steps))
 
@@ -168,7 +178,8 @@ class _Walk:
         if leaves:
             if whole:
                 self._add(("D2H", number), item)
-            self.releases.append((position + facts.release_lag, ("free_d2h", number), item))
+            self.copied[item[1:]] = position + facts.release_lag
+            self._release_at(position + facts.release_lag, ("free_d2h", number), item)
         if not ends.last:
             self._hold_send(item)
             self._send(item, position, "send_f", "free_f")
@@ -195,7 +206,12 @@ class _Walk:
     def _send(self, item: Pass, position: int, what: str, free: str) -> None:
         output = self.facts.chunks[item.chunk].output
         self._add((what, output), item)
-        self.releases.append((position + self.facts.sends_beside, (free, output), item))
+        self._release_at(position + self.facts.sends_beside, (free, output), item)
+
+    def _release_at(self, position: int, key: Key, item: Pass) -> None:
+        """Wait for a copy or a send, and free its device storages, at a later position."""
+        self.releases += 1
+        self.due.setdefault(position, []).append((self.releases, key, item))
 
     def _fetch(self, item: Pass) -> None:
         """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
@@ -208,16 +224,10 @@ class _Walk:
 
     def _release_copies(self, item: Pass) -> None:
         """Release the device storages of a (chunk, micro-batch) now if that is still due."""
-        waiting = [r for r in self.releases if r[1][0] == "free_d2h" and r[2][1:] == item[1:]]
+        waiting = self.due.get(self.copied.pop(item[1:], -1), [])
         for release in waiting:
-            self.releases.remove(release)
-            self._add(release[1], release[2])
-
-    def _release_due(self, position: int) -> None:
-        """Wait for the copies and sends that are due, and free their device storages."""
-        due = [r for r in self.releases if r[0] <= position]
-        if not due:
-            return
-        self.releases = [r for r in self.releases if r[0] > position]
-        for _, key, item in due:
-            self._add(key, item)
+            _, key, of = release
+            if key[0] == "free_d2h" and of[1:] == item[1:]:
+                waiting.remove(release)
+                self._add(key, of)
+                return

@@ -13,6 +13,7 @@ from rematbench.program.action import (
     event_number,
     in_layer,
     is_local,
+    later_event,
     local_event,
 )
 
@@ -92,7 +93,8 @@ class Shift(NamedTuple):
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """The actions with the new names."""
-        return Layers(actions).moved(self)
+        names = _Names(self)
+        return [names.of(action) for action in actions]
 
     def name(self, name: str) -> str:
         """The new name of a storage or a part."""
@@ -101,6 +103,40 @@ class Shift(NamedTuple):
             return name
         before, number, after = words
         return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
+
+
+class _Names(dict[str, str]):
+    """The new name of each old one: of storages, parts and events."""
+
+    def __init__(self, shift: Shift) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def __missing__(self, name: str) -> str:
+        new = later_event(name, self.shift.events) if is_local(name) else self.shift.name(name)
+        self[name] = new
+        return new
+
+    def of(self, action: Action) -> Action:
+        """An action with the new names."""
+        if action.kind is Kind.WAIT:
+            wait, event = self[action.wait], self[action.event]
+            same = wait == action.wait and event == action.event
+            return action if same else replace(action, wait=wait, event=event)
+        frees = tuple([self[name] for name in action.frees])
+        if action.kind is Kind.FREE:
+            return action if frees == action.frees else replace(action, frees=frees)
+        return replace(
+            action,
+            part=self[action.part],
+            op=self[action.op],
+            reads=tuple([self[name] for name in action.reads]),
+            allocs=tuple([Alloc(self[new.name], new.nbytes, new.slot) for new in action.allocs]),
+            frees=frees,
+            event=self[action.event],
+            begin=self[action.begin],
+            wait=self[action.wait],
+        )
 
 
 class Layers:

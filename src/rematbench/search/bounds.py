@@ -237,7 +237,7 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
     nothing = np.zeros(len(c.choices)) * more(c.opening)
     if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
         return nothing
-    ranks = np.array([x.layout.tp * x.layout.cp * x.layout.dp for x in c.choices])  # of a stage
+    ranks = c.ranks_of_stage
     opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)
     each = np.minimum(opening.host_bytes, np.where(c.vpp > 1, alike.host_bytes, np.inf))
     found = []
@@ -252,7 +252,7 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
                 layers = c.layers_of(stage) if stage else c.opening
                 chunk_bytes = Total(facts.middle, layers).host_bytes if stage else each
                 pinned = np.maximum(0.0, chunk_bytes) + more(layers)
-                total = total + here * c.in_flight_before(np.maximum(0, c.pp - 1 - stage)) * pinned
+                total = total + here * c.in_flight_at(stage) * pinned
         found.append(total)
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)

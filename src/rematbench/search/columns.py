@@ -36,6 +36,9 @@ class Columns:
         self.layers = np.array([sum(choice.sizes) for choice in choices])
         self.fewest = np.array([min(choice.sizes) for choice in choices])
         self.most = np.array([max(choice.sizes) for choice in choices])
+        self._layers_of: dict[int, NDArray[np.int64]] = {}
+        self._in_flight_at: dict[int, NDArray[np.int64]] = {}
+        self._copying: dict[int, tuple[NDArray[np.int64], ...]] = {}
 
     @cached_property
     def waits(self) -> NDArray[np.bool_]:
@@ -46,7 +49,22 @@ class Columns:
 
     def layers_of(self, stage: int) -> NDArray[np.int64]:
         """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
-        return np.array([min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices])
+        if stage not in self._layers_of:
+            sizes = [min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices]
+            self._layers_of[stage] = np.array(sizes)
+        return self._layers_of[stage]
+
+    @cached_property
+    def ranks_of_stage(self) -> NDArray[np.int64]:
+        """The ranks of a pipeline stage."""
+        return np.array([c.layout.tp * c.layout.cp * c.layout.dp for c in self.choices])
+
+    def in_flight_at(self, stage: int) -> NDArray[np.int64]:
+        """The most passes in flight of the rank `stage`, or of the last rank before it."""
+        if stage not in self._in_flight_at:
+            after = np.maximum(0, self.pp - 1 - stage)
+            self._in_flight_at[stage] = self.in_flight_before(after)
+        return self._in_flight_at[stage]
 
     @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
@@ -68,6 +86,11 @@ class Columns:
         """The passes whose copies to the host hold device memory beside the forward that brings the
         most passes in flight, on the first, second and last rank.  Copies back for the first
         backward begin before that forward, so its own copies must have ended."""
+        if release_lag not in self._copying:
+            self._copying[release_lag] = self._copying_of(release_lag)
+        return self._copying[release_lag]
+
+    def _copying_of(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
         found = []
         for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
             others = self.in_flight[rank] - 1

@@ -7,6 +7,7 @@ event, and walked again for every plan with that plan's seconds.
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -141,7 +142,8 @@ class _Passes(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _passes(turns: Turns, cut: bool) -> _Passes:
-    queues = [_of_rank(turns, rank) for rank in range(turns.pp)]
+    columns = [_of_rank(turns, rank) for rank in range(turns.pp)]
+    queues = [(own.tolist(), source.tolist()) for own, source in columns]
     at = [0] * turns.pp
     done = bytearray(2 * turns.half + 1)
     done[NONE] = True
@@ -160,13 +162,14 @@ def _passes(turns: Turns, cut: bool) -> _Passes:
                     at[rank] = here
             assert at != before, f"a pass before a cut of {turns} waits for one after it"
         cuts.append(sum(ends))
-    parts = [
-        ([rank] * (end - begun), range(begun, end), owns[begun:end], sources[begun:end])
-        for rank, begun, end in found
-        for owns, sources in [queues[rank]]
-    ]
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return _Passes(columns[0], columns[1], columns[2], columns[3], tuple(cuts[:-1]))
+    ranks, begins, ends = np.array(found).T
+    return _Passes(
+        np.repeat(ranks, ends - begins),
+        np.concatenate([np.arange(begun, end) for _, begun, end in found]),
+        np.concatenate([columns[rank][0][begun:end] for rank, begun, end in found]),
+        np.concatenate([columns[rank][1][begun:end] for rank, begun, end in found]),
+        tuple(cuts[:-1]),
+    )
 
 
 def _cuts(turns: Turns, cut: bool) -> list[list[int]]:
@@ -177,16 +180,17 @@ def _cuts(turns: Turns, cut: bool) -> list[list[int]]:
     return [[_warm(turns, rank) + 2 * (count + rank) for rank in ranks] for count in backwards]
 
 
-def _of_rank(turns: Turns, rank: int) -> tuple[list[int], list[int]]:
+def _of_rank(turns: Turns, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The passes of a rank in their order: their numbers, and the numbers of the passes whose
     messages they wait for."""
     order = passes(turns.schedule, rank, turns.pp, turns.vpp, turns.micro_batches)
-    forward, micro_batch, chunk = np.array(order).T
+    numbers = np.fromiter(chain.from_iterable(order), np.int64, 3 * len(order))
+    forward, micro_batch, chunk = numbers.reshape(-1, 3).T
     stage = chunk * turns.pp + rank
     own = turns.half * forward + stage * turns.micro_batches + micro_batch
     first = np.where(forward, stage == 0, stage == turns.stages - 1)
     source = own + np.where(forward, -turns.micro_batches, turns.micro_batches)
-    return own.tolist(), np.where(first, NONE, source).tolist()
+    return own, np.where(first, NONE, source)
 
 
 def _warm(turns: Turns, rank: int) -> int:

@@ -2,18 +2,45 @@
 
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import host_bound, peak_bound
-from rematbench.search.columns import Array
+from rematbench.search.columns import Array, Columns
 from rematbench.search.highs import height, no_cost, only_kept
-from rematbench.search.probe import Facts, Line, Probe, Refused
+from rematbench.search.probe import Facts, Floor, Line, Probe, Refused
 
-if TYPE_CHECKING:
-    from rematbench.search.shard import Shard
+
+class Probed(Protocol):
+    """What is asked of a shard."""
+
+    problem: Problem
+    columns: Columns
+
+    @property
+    def usable_bytes(self) -> NDArray[np.int64]:
+        """Device bytes that each layout may reserve."""
+        ...
+
+    def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
+        """An arm's Probe."""
+        ...
+
+    def floor(self, arm: Arm) -> Floor | Refused:
+        """An arm's Floor."""
+        ...
+
+    def bounded(self, arm: Arm) -> bool:
+        """Whether bounds of an arm are known."""
+        ...
+
+    def rounding_bytes(self, arm: Arm) -> Any:
+        """Bytes by which an arm's shares and pieces may be less than its lines say."""
+        ...
 
 
 class Short(NamedTuple):
@@ -27,7 +54,7 @@ class Short(NamedTuple):
 class LeastBytes:
     """The bytes that plans of `shard` need at least."""
 
-    def __init__(self, shard: "Shard") -> None:
+    def __init__(self, shard: Probed) -> None:
         self.shard = shard
         self._known_highs: dict[Arm | None, list[float]] = {}
         self._shorts: dict[Arm, Short | None] = {}

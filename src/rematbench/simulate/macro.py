@@ -243,29 +243,3 @@ def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
             if value > bound:
                 return False
     return True
-
-
-class Motion(NamedTuple):
-    """A macro for the inner loop: every distinct end time once, and the streams, events and
-    messages that take each (by index into `ends`)."""
-
-    ends: tuple[AffineTerms, ...]
-    streams: tuple[tuple[int, int], ...]  # stream, index into ends
-    events: tuple[tuple[str, int], ...]
-    sends: tuple[tuple[str, int], ...]
-    waits: tuple[tuple[str, bool], ...]  # event, whether it is a message's arrival
-
-
-def motion_of(macro: Macro, awaited: set[str]) -> Motion:
-    """The motion of a macro, without the events that no macro waits for (`awaited`: those that one
-    waits for)."""
-    ends: dict[AffineTerms, int] = {}
-
-    def index(terms: AffineTerms) -> int:
-        return ends.setdefault(terms, len(ends))
-
-    streams = tuple([(target, index(terms)) for target, terms in macro.streams])
-    events = tuple([(name, index(terms)) for name, terms in macro.events if name in awaited])
-    sends = tuple([(name, index(terms)) for name, terms in macro.sends])
-    waits = tuple([(name, name in macro.receives) for name in macro.waits])
-    return Motion(tuple(ends), streams, events, sends, waits)

@@ -10,9 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rematbench.program.program import Program, RankProgram, Step
-from rematbench.simulate.macro import Macro, Motion, macro_of, motion_of, prune
+from rematbench.simulate.macro import COMPUTE, AffineTerms, Macro, macro_of, prune
 from rematbench.simulate.rows import NEVER, RowBlock, rows_with
 from rematbench.simulate.step import (
+    HOST,
     Clock,
     MessageKey,
     Simulation,
@@ -22,29 +23,93 @@ from rematbench.simulate.step import (
 )
 from rematbench.simulate.timing import Seconds, timings
 
+Times = dict[int, float]
+"""Seconds by a number."""
+
+APART = 1 << 20
+"""The distance of two micro-batches in numbers of stages: more than any pipeline has stages."""
+
 
 class Runs(NamedTuple):
     """A rank's steps as runs: a run joins neighbouring steps of one (micro-batch, chunk).  `keys`:
-    the blocks of each distinct run; `steps`: (index into `keys`, micro-batch, chunk) in order."""
+    the blocks of each distinct run; `steps`: (index into `keys`, number) in order.  The number is
+    that of the chunk's stage on rank 0, APART after APART for each micro-batch."""
 
     keys: tuple[tuple[int, ...], ...]
-    steps: tuple[tuple[int, int, int], ...]
+    steps: tuple[tuple[int, int], ...]
+
+
+class Motion(NamedTuple):
+    """A macro of one rank for the inner loop: every distinct end time once, and the streams, events
+    and messages that take each (by index into `ends`).  The times of an event are by the number of
+    `Runs`; the number of a message is `scale` times that plus `offset`.  `gate`: the event, if all
+    that the macro does is to hold compute until then."""
+
+    ends: tuple[AffineTerms, ...]
+    streams: tuple[tuple[int, int], ...]  # stream, index into ends
+    events: tuple[tuple[Times, int], ...]
+    sends: tuple[tuple[int, int, int], ...]  # scale, offset, index into ends
+    waits: tuple[
+        tuple[Times | None, int, int], ...
+    ]  # an event, or the scale and offset of a message
+    gate: Times | None
 
 
 MacroSteps = tuple[list[Motion], Runs]
 """The motion of each distinct run of a rank, and the runs."""
 
 
+class Numbers(NamedTuple):
+    """The numbers of a rank's messages: of a micro-batch and stage, twice the stage's number, plus
+    one on the way back; of tied embeddings, one below zero for each sender."""
+
+    rank: int
+    pp: int
+
+    def incoming(self, event: str) -> tuple[int, int]:
+        """Scale and offset of the message whose arrival is the event of a RECV."""
+        if event == "recv_e":
+            return 0, self.rank - self.pp
+        return 2, 2 * self.rank + (event == "recv_b")
+
+    def outgoing(self, op: str) -> tuple[int, int]:
+        """Scale and offset of the message of a SEND."""
+        if op == "tied":
+            return 0, -1 - self.rank
+        return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
+
+
+def _motion(macro: Macro, events: dict[str, Times], numbers: Numbers) -> Motion:
+    """The motion of a macro; `events`: those that a macro of the rank waits for."""
+    ends: dict[AffineTerms, int] = {}
+
+    def index(terms: AffineTerms) -> int:
+        return ends.setdefault(terms, len(ends))
+
+    streams = tuple([(target, index(terms)) for target, terms in macro.streams])
+    recorded = tuple([(events[n], index(terms)) for n, terms in macro.events if n in events])
+    sends = tuple([(*numbers.outgoing(name), index(terms)) for name, terms in macro.sends])
+    waits = tuple(
+        [
+            (None, *numbers.incoming(name)) if name in macro.receives else (events[name], 1, 0)
+            for name in macro.waits
+        ]
+    )
+    held = [*ends] == [((COMPUTE, 0.0), (HOST + 1, 0.0))] and streams == ((COMPUTE, 0),)
+    alone = held and not (recorded or sends or macro.receives)
+    return Motion(tuple(ends), streams, recorded, sends, waits, waits[0][0] if alone else None)
+
+
 def rank_macros(
-    rank: RankProgram, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
+    rank: RankProgram, pp: int, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
     """A rank's steps as motions, without events that no other macro waits for.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
-    runs = _runs(rank.steps, tuple([_role(block) for block in code]))
+    runs = _runs(rank.steps, tuple([_role(block) for block in code]), pp)
     macros = prune([_fused([code[i] for i in key], known) for key in runs.keys])
-    awaited = {name for macro in macros for name in macro.waits}
-    return [motion_of(macro, awaited) for macro in macros], runs
+    awaited: dict[str, Times] = {name: {} for macro in macros for name in macro.waits}
+    return [_motion(macro, awaited, Numbers(rank.rank, pp)) for macro in macros], runs
 
 
 STILL, JOINS, STARTS = range(3)
@@ -61,23 +126,26 @@ def _role(block: RowBlock) -> int:
 
 
 @lru_cache(maxsize=64)
-def _runs(steps: tuple[Step, ...], roles: tuple[int, ...]) -> Runs:
+def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
     """The runs of a rank's steps; `roles`: of its blocks."""
     keys: dict[tuple[int, ...], int] = {}
-    runs: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int]] = []
     run: list[int] = []
     at, where = -1, -1
+
+    def end() -> None:
+        if run:
+            runs.append((keys.setdefault(tuple(run), len(keys)), at * APART + where * pp))
+
     for block, micro_batch, chunk in steps:
         role = roles[block]
         if role == STILL:
             continue
         if micro_batch != at or chunk != where or role == STARTS:
-            if run:
-                runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
+            end()
             run, at, where = [], micro_batch, chunk
         run.append(block)
-    if run:
-        runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
+    end()
     return Runs(tuple(keys), tuple(runs))
 
 
@@ -93,14 +161,14 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     timing = timings(seconds)
     code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
     known: dict[tuple[int, ...], Macro] = {}
-    steps = [rank_macros(r, c, known) for r, c in zip(program.ranks, code, strict=True)]
-    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
-    messages: dict[MessageKey, float] = {}
+    steps = [rank_macros(r, program.pp, c, known) for r, c in zip(program.ranks, code, strict=True)]
+    clocks = [Clock[int](r.rank, program.pp) for r in program.ranks]
+    messages: Times = {}
 
-    def advance(rank: RankProgram, clock: Clock) -> bool:
+    def advance(rank: RankProgram, clock: Clock[int]) -> bool:
         return _advance(steps[rank.rank], clock, messages)
 
-    drive(program, clocks, messages, advance)
+    drive(program, clocks, messages, advance, _named)
     return Simulation(
         step_s=max(max(clock.free) for clock in clocks),
         rank_end_s=tuple(max(clock.free) for clock in clocks),
@@ -108,50 +176,57 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     )
 
 
-def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -> bool:
+def _named(key: int) -> MessageKey:
+    """A message by its direction, micro-batch and stage (for errors)."""
+    if key < 0:
+        return ("e", -1 - key, 0)
+    return ("fb"[key % 2], *divmod(key // 2, APART))
+
+
+def _advance(own: MacroSteps, clock: Clock[int], messages: Times) -> bool:  # noqa: C901
     """Run macros until the rank is done (True) or a message is missing (False).  The loops are
     plain because every simulation spends its time here."""
-    events, free = clock.events, clock.free
+    free = clock.free
     motions, (_, steps) = own
     for position in range(clock.position, len(steps)):
-        index, micro_batch, chunk = steps[position]
-        ends, streams, recorded, sends, waits = motions[index]
-        inputs = _inputs(waits, clock, messages, micro_batch, chunk) if waits else free
+        index, number = steps[position]
+        ends, streams, recorded, sends, waits, gate = motions[index]
+        if gate is not None:
+            if (at := gate[number]) > free[COMPUTE]:
+                free[COMPUTE] = at
+            continue
+        inputs = _inputs(waits, number, clock, messages) if waits else free
         if inputs is None:
             clock.position = position
             return False
-        times = []
+        found = []
         for terms in ends:
             latest = NEVER
             for term, constant in terms:
                 at = inputs[term] + constant
                 if at > latest:  # noqa: PLR1730  max() takes twice as long
                     latest = at
-            times.append(latest)
-        for name, end in recorded:
-            events[name, micro_batch, chunk] = times[end]
-        for name, end in sends:
-            messages[clock.outgoing(name, micro_batch, chunk)] = times[end]
+            found.append(latest)
+        for times, end in recorded:
+            times[number] = found[end]
+        for scale, offset, end in sends:
+            messages[scale * number + offset] = found[end]
         for stream, end in streams:
-            free[stream] = times[end]
+            free[stream] = found[end]
     return True
 
 
 def _inputs(
-    waits: tuple[tuple[str, bool], ...],
-    clock: Clock,
-    messages: dict[MessageKey, float],
-    micro_batch: int,
-    chunk: int,
+    waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock[int], messages: Times
 ) -> list[float] | None:
     """The inputs of a macro that waits for outside events; None where a message is missing, which
     the clock then awaits."""
     inputs = clock.free.copy()
-    for name, message in waits:
-        if not message:
-            inputs.append(clock.events[name, micro_batch, chunk])
+    for times, scale, offset in waits:
+        if times is not None:
+            inputs.append(times[number])
             continue
-        key = clock.incoming(name, micro_batch, chunk)
+        key = scale * number + offset
         if key not in messages:
             clock.awaiting = key
             return None

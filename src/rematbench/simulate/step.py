@@ -8,7 +8,7 @@ other, runs ahead of the device, and waits for the device only where the stack s
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -27,6 +27,8 @@ from rematbench.simulate.timing import (
 Compiled = TypeVar("Compiled")
 EventKey = tuple[str, int, int]
 MessageKey = tuple[str, int, int]
+Message = TypeVar("Message", bound=Hashable)
+"""The key of a message."""
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
@@ -64,7 +66,7 @@ class Simulation(Struct, frozen=True, kw_only=True):
         return self.stream_busy_s[rank][STREAM_INDEX[stream]]
 
 
-class Clock:
+class Clock(Generic[Message]):
     """The clocks of one rank: when each stream and the host are free, and when each event happened.
     `position`: the next step; `awaiting`: the message that the rank waits for."""
 
@@ -73,7 +75,7 @@ class Clock:
         self.free = [0.0] * (HOST + 1)
         self.events: dict[EventKey, float] = {}
         self.position = 0
-        self.awaiting: MessageKey | None = None
+        self.awaiting: Message | None = None
 
     def incoming(self, event: str, micro_batch: int, chunk: int) -> MessageKey:
         """The message whose arrival is the event of a RECV."""
@@ -155,14 +157,14 @@ def compile_program(
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
     """The op-level simulation of a program.  DeadlockError where ranks wait for each other for
     ever.  `record` keeps the intervals."""
-    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    clocks = [Clock[MessageKey](r.rank, program.pp) for r in program.ranks]
     code = compile_program(
         program, seconds, lambda b, rank: compile_block(b, rank, seconds, record)
     )
     messages: dict[MessageKey, float] = {}
     intervals: list[Interval] | None = [] if record else None
 
-    def advance(rank: RankProgram, clock: Clock) -> bool:
+    def advance(rank: RankProgram, clock: Clock[MessageKey]) -> bool:
         return _advance(rank, clock, code[rank.rank], messages, intervals)
 
     drive(program, clocks, messages, advance)
@@ -197,13 +199,14 @@ def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float,
 
 def drive(
     program: Program,
-    clocks: list[Clock],
-    messages: dict[MessageKey, float],
-    advance: Callable[[RankProgram, Clock], bool],
+    clocks: list[Clock[Message]],
+    messages: dict[Message, float],
+    advance: Callable[[RankProgram, Clock[Message]], bool],
+    named: Callable[[Message], object] = lambda key: key,
 ) -> None:
     """Let every rank run until it needs a message that is not sent yet; repeat until all ranks end.
-    DeadlockError where no rank can go on."""
-    waiting: dict[MessageKey, int] = {}
+    DeadlockError where no rank can go on, with messages as `named` says."""
+    waiting: dict[Message, int] = {}
     ready = list(reversed(range(program.pp)))
     done = 0
     while ready:
@@ -216,13 +219,13 @@ def drive(
         for key in [key for key in waiting if key in messages]:
             ready.append(waiting.pop(key))
     if done < program.pp:
-        stuck = [f"rank {rank} waits for message {key}" for key, rank in waiting.items()]
+        stuck = [f"rank {rank} waits for message {named(key)}" for key, rank in waiting.items()]
         raise DeadlockError("; ".join(stuck))
 
 
 def _advance(
     rank: RankProgram,
-    clock: Clock,
+    clock: Clock[MessageKey],
     code: list[TimedBlock],
     messages: dict[MessageKey, float],
     intervals: list[Interval] | None,
@@ -246,7 +249,7 @@ def _advance(
 
 def _run(
     block: TimedBlock,
-    clock: Clock,
+    clock: Clock[MessageKey],
     local: dict[str, float],
     messages: dict[MessageKey, float],
     micro_batch: int,
