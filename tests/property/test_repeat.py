@@ -13,7 +13,9 @@ from rematbench.lowering import pieces, repeat
 from rematbench.lowering.lower import lower
 from rematbench.plan import MiniSequence, Plan, PlanError, Recompute, Rule, Select
 from rematbench.problem import Problem
+from rematbench.program.ledger import pool_bytes, program_profiles
 from rematbench.program.program import Program
+from rematbench.program.replay import replay
 from rematbench.simulate.macro import macro_of
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.rows import Row, RowBlock, RowPart
@@ -46,6 +48,23 @@ def test_repeated_turns_are_the_whole_chunk(case: tuple[Problem, Plan]) -> None:
             lower(plan, given_problem)
         return
     assert lower(plan, given_problem).text() == expected
+
+
+@DEEP
+@given(cases(deeper=24))
+def test_periods_that_are_not_written_out_need_the_same_bytes(case: tuple[Problem, Plan]) -> None:
+    """The ledger and the allocator read one period and its names."""
+    given_problem, plan = case
+    try:
+        whole = unrepeated(plan, given_problem)
+    except PlanError:
+        return
+    program = lower(plan, given_problem)
+    assert program_profiles(program) == program_profiles(whole)
+    assert program.actions == sum(len(block.actions) for block, _ in whole.block_runs)
+    for rank, other in zip(program.ranks, whole.ranks, strict=True):
+        assert replay(rank, (), None) == replay(other, (), None)
+        assert pool_bytes(rank) == pool_bytes(other)
 
 
 MLP, HEAD = ("mlp_norm", "fc1", "act", "mul", "fc2"), ("lm_head", "loss")
@@ -196,7 +215,11 @@ def test_both_passes_repeat_and_take_as_long(name: str, layout: str) -> None:
     program, whole = lower(plan, given_problem), unrepeated(plan, given_problem)
     assert program.text() == whole.text()
     passes = [b for rank in program.ranks for b in rank.blocks if b.label in "FB"]
-    assert all(block.periods for block in passes)
+    assert all(block.periods and len(block.written) < block.count for block in passes)
+    assert program_profiles(program) == program_profiles(whole)
+    assert [replay(rank, (), None) for rank in program.ranks] == [
+        replay(rank, (), None) for rank in whole.ranks
+    ]
     seconds = action_seconds(given_problem)
     found, expected = simulate_chunks(program, seconds), simulate(whole, seconds)
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)

@@ -41,7 +41,8 @@ class Checked(NamedTuple):
     """One candidate: what it is, and its bounds as shares of what is simulated; `before`: the one
     of the arm without its last method; `keep`: the one of keeping everything; `family`, `least`:
     bytes of every plan of the arm's family, and of all plans; `more` and `more_host`: bytes as
-    fewer pieces bound them."""
+    fewer pieces bound them; `kept`, `copied`: bytes on the device and the host by the plan's fates
+    alone."""
 
     text: str
     first: float
@@ -55,6 +56,8 @@ class Checked(NamedTuple):
     least: float
     more: float
     more_host: float
+    kept: float
+    copied: float
 
 
 def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> list[Checked]:
@@ -105,6 +108,7 @@ def _checked(
 ) -> Checked | None:
     problem = made.problem(choice)
     shard = Shard([choice], problem, made.registry)
+    short = shard.least.short(arm)
     step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 4)
     bounds, base = shard.bounds(arm, pieces), choice.base(problem.base_plan)
     fewer = shard.bounds(arm, pieces - 1) if arm.pieces and pieces > 2 else None
@@ -113,6 +117,7 @@ def _checked(
         plan = made.registry.resolve(text, None, problem).plan(problem, base)
         if isinstance(plan, Unsupported) or isinstance(bounds, Refused):
             return None
+        assert short is not None
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
@@ -136,6 +141,8 @@ def _checked(
         (float(shard.least.of_all(family[1])[0]) - ROUNDED_BYTES) / peak,
         more,
         more_host,
+        (float(short.device[0]) + float(shard.usable_bytes[0]) - ROUNDED_BYTES) / peak,
+        (float(short.host[0]) + problem.cost.host_room_bytes) / pinned,
     )
 
 

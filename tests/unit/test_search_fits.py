@@ -8,9 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.search import questions
+from rematbench.search.arms import Arm
 from rematbench.search.fits import leaner
+from rematbench.search.frontier import Search
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
+from rematbench.search.least import LeastBytes
 from rematbench.search.space import Fixed
 from rematbench.search.trial import Tried, planned_at
 from rematbench.simulate.evaluate import evaluate
@@ -51,6 +54,32 @@ def test_a_plan_is_found_where_the_search_by_seconds_finds_one(only: str) -> Non
         fits.add(found is not None)
         hbm = int(hbm - 3 * GIB // 2 if found else hbm + max(short, GIB // 8))
     assert fits == {True, False}
+
+
+def arms_alone(one: Asked) -> Search:
+    """The ended search for the best layout of each method alone."""
+    made = SearchJob(replace(one, within=0.0))
+    search = made.search_of([Arm((single,)) for single in made.singles])
+    for _ in search.run():
+        pass
+    return search
+
+
+@pytest.mark.parametrize(("seq_len", "gib", "fits"), [(32768, 14, False), (4096, 16, True)])
+def test_arms_that_fall_unprobed_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch, seq_len: int, gib: int, fits: bool
+) -> None:
+    """Neither the best step nor, where nothing fits, the least bytes that a plan lacks."""
+    one = asked(seq_len=seq_len, hbm_bytes=gib * GIB)
+    found = arms_alone(one)
+    monkeypatch.setattr(LeastBytes, "short", lambda *_: None)
+    every = arms_alone(one)
+    assert found.best_s == every.best_s
+    assert (found.best_s < inf) == fits
+    if not fits:
+        assert found.plans_short_bytes == every.plans_short_bytes
+    probed, of_all = (sum(one.layers for one in search.shards) for search in (found, every))
+    assert probed < of_all
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full), 4])

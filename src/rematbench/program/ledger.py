@@ -196,6 +196,8 @@ def _profile(block: Block, sizes: dict[str, int]) -> Profile:
 
 
 def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Profile:
+    """The effect of some actions of a block `label`.  The loop is plain because every simulation
+    spends time here."""
     device = host = pinned = device_high = host_high = pinned_high = 0
     for action in actions:
         for alloc in action.allocs:
@@ -206,9 +208,10 @@ def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Pro
                 pinned += pinned_block_bytes(nbytes)
             else:
                 device += nbytes
-        device_high = max(device_high, device + action.scratch)
-        host_high = max(host_high, host)
-        pinned_high = max(pinned_high, pinned)
+        if (high := device + action.scratch) > device_high:
+            device_high = high
+        if action.allocs:
+            host_high, pinned_high = max(host_high, host), max(pinned_high, pinned)
         for name in action.frees:
             if name not in sizes:
                 raise LedgerError(f"{label} frees {name}: not alive")

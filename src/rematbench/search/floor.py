@@ -1,7 +1,7 @@
 """Bytes that a plan keeps and copies, from the fates of its tensors alone.
 
 A probe lowers blocks to know what a pass needs; what lies between a forward and its backward is
-known from the fates, in a tenth of the time.  That alone excludes most plans that do not fit.
+known from the fates, in a fifth of the time.  That alone excludes most plans that do not fit.
 """
 
 from typing import NamedTuple
