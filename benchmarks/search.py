@@ -1,5 +1,6 @@
 """Seconds of `search`, proved gaps on the way, and how near its bounds are: `./bench run python
-benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to see that it runs.
+benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to see that it runs;
+`--matrix` searches all cells of the matrix anew (six minutes) and nothing else.
 
 Targets, two cores: llama-175b on 256 H800 (Yuan et al., USENIX ATC 2024), the whole space: a proved
 gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations, 2 GB of all processes;
@@ -106,11 +107,13 @@ def bounded(asked: Asked, layouts: int) -> None:
     sys.stdout.write(f"bounds of {count:,} layouts in {seconds:.3f} s: {rate}\n")
 
 
-def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str]) -> None:
-    """Print the CPU seconds that cells of the matrix take, searched anew; no cluster: all."""
+def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str] = ()) -> None:
+    """Print the CPU seconds that cells of the matrix take, searched anew; no task, no cluster:
+    all."""
     spec = declared(Path(__file__).parent.parent / "config" / "paper.yaml")
     spec = replace(spec, clusters=tuple(clusters) or spec.clusters)
     works = {work.model: work for work in spec.works}
+    tasks = tasks or [(model, seq_len) for model in works for seq_len in spec.seq_lens]
     search, total, count = Worker(spec, WITHIN), 0.0, 0
     for model, seq_len in tasks:
         start = time.process_time()
@@ -121,20 +124,25 @@ def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str]) -> None:
             f"{len(spec.clusters)} cells of {model} at {seq_len}: {seconds:.1f} CPU seconds, "
             f"{len(lines)} answers, {sum(line['simulations'] for line in lines)} simulations\n"
         )
-    sys.stdout.write(f"a cell: {total / count:.1f} CPU seconds\n")
+    sys.stdout.write(f"a cell of {count}: {total / count:.1f} CPU seconds\n")
 
 
 def main(arguments: list[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true")
-    small = parser.parse_args(arguments).small
+    parser.add_argument("--matrix", action="store_true")
+    chosen = parser.parse_args(arguments)
+    if chosen.matrix:
+        cells(())
+        return
+    small = chosen.small
     asked = job(small)
     made = SearchJob(asked)
     sys.stdout.write(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone\n")
     bounded(asked, 1_000 if small else LAYOUTS)
     searched(asked)
-    cells(*((CELLS[:1], ["h800-80gb"]) if small else (CELLS, [])))
+    cells(*((CELLS[:1], ["h800-80gb"]) if small else (CELLS,)))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from math import inf
-
-import numpy as np
 
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.bounds import Bounds
-from rematbench.search.place import Fallen, Item, Place, Stage, in_one_piece, most_pieces
-from rematbench.search.probe import Refused
+from rematbench.search.judge import Judge
+from rematbench.search.place import Item, Place, Stage, in_one_piece, most_pieces
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
@@ -29,11 +27,9 @@ TIGHTENED, SIMULATED = 20, 30
 """Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
 
 
-class Search:
-    """One search under way.  `fell`: excluded plans and layouts by reason; `plans_short_bytes`,
-    `host_short_bytes`: the least device bytes, and host bytes of a node, that an excluded plan
-    lacked; `refusal`: the last reason why a method has no plan; `work`: work so far, in layers that
-    probes lower.  Layouts with fewer than `least_pp` pipeline ranks are left out."""
+class Search(Judge):
+    """One search under way.  `work`: work so far, in layers that probes lower.  Layouts with fewer
+    than `least_pp` pipeline ranks are left out."""
 
     def __init__(
         self,
@@ -46,16 +42,12 @@ class Search:
         faster_than_s: float = inf,
         least_pp: int = 1,
     ) -> None:
-        self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
-        self.shards = shards
+        super().__init__(tree)
+        self.shards, self.registry, self.engine, self.within = shards, registry, engine, within
         self.faster_than_s, self.least_pp = faster_than_s, least_pp
         self.queue: Queue[Item] = Queue()
         self.work = 0
-        self.best_s = inf
-        self.plans_short_bytes = self.host_short_bytes = self._states_short_bytes = inf
-        self.refusal = ""
-        self.fell: Counter[str] = Counter()
-        self._fallen: list[Fallen] = []
+        self.best_s = self._states_short_bytes = inf
         for shard in shards:
             over = shard.states_over_bytes
             held = over <= 0
@@ -107,7 +99,7 @@ class Search:
             assert shard is not None
             before = shard.layers
             found = self._take(bound_s, item)
-            if not self.queue:
+            if not self.queue and self.best_s == self.faster_than_s == inf:  # nothing fits
                 self._measure_shortage()
             self.work += 1 + shard.layers - before
             yield found
@@ -122,9 +114,6 @@ class Search:
         counting = self.faster_than_s < inf
         if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
-
-    def _short(self, nbytes: float) -> None:
-        self.plans_short_bytes = min(self.plans_short_bytes, nbytes)
 
     def _take(self, bound_s: float, item: Item) -> Tried | None:
         place = item.place
@@ -173,105 +162,6 @@ class Search:
             bound_s = max(bound_s, float(found.step_s[0, place.index]))
         self._push(bound_s, Item("root", place, None, arm, known + 1))
 
-    def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
-        """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
-        step may fit, queue the expansion of the arm.  An arm in a number of pieces is judged once:
-        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more."""
-        if (arm, pieces) in place.judged:
-            return
-        place.judged.add((arm, pieces))
-        if pieces == 1 and self.tree.ends(arm) and self._falls(place, arm):
-            return
-        shard, at = place.shard, place.index
-        found = self._least(place, arm, pieces, bound_s)
-        if found:
-            self._push(found[0], Item("closed", place, None, arm, found[1], pieces))
-        if arm.pieces is None:
-            known = shard.bounds(arm) if not found and self.tree.grows else None
-            if isinstance(known, Bounds):
-                bound = max(bound_s, float(known.step_s[0, at]))
-                self._push(bound, Item("expand", place, None, arm))
-            return
-        if pieces < most_pieces(arm) and (not found or found[1] > 1):
-            self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)
-
-    def _falls(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm does not fit by what it keeps and copies alone.  It is not probed, unless
-        nothing fits and what it lacks may be the least."""
-        short = place.shard.least.short(arm)
-        if short is None:
-            return False
-        host, device = (float(lacked[place.index]) for lacked in (short.host, short.device))
-        if max(host, device) <= 0:
-            return False
-        where = "host memory, by what is copied" if host > 0 else "device memory, by what is kept"
-        self.fell[where] += 1
-        self._fallen.append(Fallen(host if host > 0 else device, host > 0, place, arm))
-        return True
-
-    def _measure_shortage(self) -> None:
-        """Where nothing fits: probe the arms that fell unprobed, as long as what they lack may be
-        the least."""
-        if self.best_s < inf or self.faster_than_s < inf:
-            return
-        for fallen in sorted(self._fallen, key=lambda one: (one.host, one.nbytes)):
-            least = self.host_short_bytes if fallen.host else self.plans_short_bytes
-            if fallen.nbytes < least and not (fallen.host and self.plans_short_bytes < inf):
-                self._least(fallen.place, fallen.arm, 1, 0.0)
-        self._fallen.clear()
-
-    def _ask_pieces(
-        self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
-    ) -> None:
-        """Queue an arm in the fewest pieces (more than `pieces`) in which its bytes may fit at a
-        step less than `below`.  Pieces change neither the kept bytes nor the host bytes."""
-        shard, at = place.shard, place.index
-        known = shard.bounds(arm, pieces)
-        if isinstance(known, Refused):
-            self._push(bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
-            return
-        fewer = max((had for one, had in place.judged if one == arm and had < pieces), default=0)
-        over = known.host_bytes[:, at] > shard.problem.cost.host_room_bytes
-        for more in range(pieces + 1, most_pieces(arm) + 1):
-            high = over
-            if fewer:
-                peak_bytes = shard.in_more_pieces(arm, fewer, pieces, more)[:, at]
-                high = over | (peak_bytes > shard.usable_bytes[at])
-            step = int(np.argmin(high))
-            if not high[step] and step + 1 < below:
-                bound_s = max(bound_s, float(known.step_s[step, at]))
-                self._push(bound_s, Item("pieces", place, None, arm, 1, more))
-                return
-        self.fell["memory, in any pieces"] += 1
-
-    def _least(
-        self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
-    ) -> tuple[float, int] | None:
-        """(bound in seconds, step) of the least step of an arm's line after `after` whose bytes may
-        fit; None without such a step."""
-        shard, at = place.shard, place.index
-        found = shard.bounds(arm, pieces)
-        if isinstance(found, Refused):
-            self.fell["no plan"] += 1
-            self.refusal = found.reason
-            return None
-        over = found.peak_bytes[:, at] - shard.usable_bytes[at]
-        last = min(len(over), place.ends.get(in_one_piece(arm), len(over) + 1) - 1)
-        for step in range(after + 1, last + 1):
-            host_over = found.host_bytes[step - 1, at] - shard.problem.cost.host_room_bytes
-            if host_over > 0:
-                self.host_short_bytes = min(self.host_short_bytes, float(host_over))
-                self.fell["host memory, by its bound"] += 1
-                return None  # no larger step of the line needs less host memory
-            if over[step - 1] > 0:
-                self._short(float(over[step - 1]))
-                self.fell["device memory, by its bound"] += 1
-            elif (arm, step) in place.flat:
-                self.fell["memory, in any pieces"] += 1
-            else:
-                return max(bound_s, float(found.step_s[step - 1, at])), step
-        return None
-
     def _dominated(self, place: Place, arm: Arm) -> bool:
         """Whether an arm is made of an arm that fits by further methods, so that it is not faster.
         (It may be faster than its other methods alone: what one rebuilds the next need not copy.)
@@ -300,20 +190,6 @@ class Search:
             for more, cut in self.tree.families
         ):
             self._expand(bound_s, place, arm)
-
-    def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
-        if (lean, pieces) not in place.families:
-            place.families[lean, pieces] = self._holds(place, lean, pieces)
-        return place.families[lean, pieces]
-
-    def _holds(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
-        shard = place.shard
-        for bytes_of in (shard.least.of_all, partial(shard.least.of_family, lean)):
-            over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
-            if over > 0:
-                self._short(over)
-                return False
-        return True
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         """Queue an arm with its bound by the schedule.  The bound of an arm to expand holds too: no

@@ -20,8 +20,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     never sees (None: computed from the layout by cost/device_memory.py).
     `pcie_gpus_per_link`: GPUs that share one host link; a rank alone on its link has all of it.
     `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
-    other direction runs.  Measured on A100 alone: no row of results/published/kernels.csv copies
-    both ways over PCIe 5, so on Hopper and Blackwell 1.0 is unmeasured.
+    other direction runs.  Published for A100 alone; over PCIe 5, as Hopper and Blackwell have it,
+    measured on one H200 (results/measured/gpu).
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
     `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
     where AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with
