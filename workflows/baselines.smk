@@ -31,11 +31,7 @@ rule retrace_baseline:
     input:
         record=f"{TRACED_BASELINES}/{{point}}.json",
         points="config/baseline_points.yaml",
-        baselines=sorted(
-            str(path)
-            for folder in ("common", "deepspeed", "megatron_core")
-            for path in Path("baselines", folder).glob("*.py")
-        ),
+        baselines=RETRACED_WITH,
     output:
         "results/paper/retraced/baselines/{point}.txt",
     log:
@@ -44,7 +40,7 @@ rule retrace_baseline:
     conda:
         "../environment.yml"
     params:
-        engine=lambda wildcards, input: code("points", input.baselines),
+        engine=lambda wildcards: code("points", RETRACED_WITH),
         installed=HAS_BASELINES,
         into=lambda wildcards, output: Path(output[0]).parent,
         committed=lambda wildcards, input: Path(input.record).parent,

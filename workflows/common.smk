@@ -31,6 +31,8 @@ wildcard_constraints:
 def code(command, methods=()):
     """A parameter that reruns a rule: digests of the code behind the rule's command (a module of
     `cli/`), of the imports of its method files, and of models, clusters, systems and constants.
+    Snakemake keeps no parameter that is made from a rule's input, so a change of such a one reruns
+    nothing: give the files themselves.
     """
     return f"{command_digest(command, map(Path, methods))} {FACTS}"
 

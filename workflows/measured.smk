@@ -4,7 +4,7 @@
 rule retrace:
     input:
         suite="config/traced.yaml",
-        method=f"methods/{RETRACED.split('.')[1]}.py",
+        method=RETRACED_METHOD,
         record=f"results/measured/traced/{RETRACED}.json",
     output:
         "results/paper/retraced.txt",
@@ -14,7 +14,7 @@ rule retrace:
     conda:
         "../environment.yml"
     params:
-        engine=lambda wildcards, input: code("verify", [input.method]),
+        engine=lambda wildcards: code("verify", [RETRACED_METHOD]),
         torch=HAS_TORCH,
         cell=RETRACED,
         committed=lambda wildcards, input: Path(input.record).parent,

@@ -51,7 +51,7 @@ rule predict:
     resources:
         **SIMULATED,
     params:
-        engine=lambda wildcards, input: code("sheet", input.methods),
+        engine=lambda wildcards: code("sheet", method_files(wildcards)),
     shell:
         "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
 

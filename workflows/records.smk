@@ -8,9 +8,15 @@ MEASURED = {
 }
 ON_GPU = [str(path) for path in sorted(Path("results/measured/gpu").glob("**/*.json*"))]
 RETRACED = "llama-65b-figure7.keep_all.0"
+RETRACED_METHOD = f"methods/{RETRACED.split('.')[1]}.py"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 TRACED_BASELINES = "results/measured/traced/baselines"
 RETRACED_POINT = "k22b-selective"
+RETRACED_WITH = sorted(
+    str(path)
+    for folder in ("common", "deepspeed", "megatron_core")
+    for path in Path("baselines", folder).glob("*.py")
+)
 AGREEMENT = sorted(
     str(path) for path in Path("results/measured/executed/agreement").glob("*.json")
 )

@@ -15,7 +15,7 @@ rule bundle:
     resources:
         **SIMULATED,
     params:
-        engine=lambda wildcards, input: code("run", input.methods),
+        engine=lambda wildcards: code("run", method_files(wildcards)),
     shell:
         "rematbench run {input.suite} --method {wildcards.method} -o {output}"
         " --store results/{wildcards.suite}/cells > {log} 2>&1"

@@ -28,7 +28,7 @@ rule study:
     resources:
         **SIMULATED,
     params:
-        engine=lambda wildcards, input: code("study", input.methods),
+        engine=lambda wildcards: code("study", study_methods(wildcards)),
     shell:
         "rematbench study {input.study} -o {output} > {log} 2>&1"
 

@@ -83,6 +83,26 @@ def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
     assert planned(smoked) == set()
 
 
+@pytest.mark.parametrize(
+    "edited", ["config/clusters/h100-80gb.yaml", "src/rematbench/simulate/step.py"]
+)
+def test_editing_a_fact_or_the_engine_reruns_every_bundle(smoked: Checkout, edited: str) -> None:
+    path = smoked.path / edited
+    before = path.read_text()
+    path.write_text(before + "# edited\n")
+    bundles = {
+        folder.name for folder in (smoked.path / "results/smoke/records/simulated").iterdir()
+    }
+    assert planned(smoked) == bundles
+    path.write_text(before)
+    assert planned(smoked) == set()
+
+
+def test_what_reruns_a_rule_is_made_from_no_input() -> None:
+    for path in (ROOT / "workflows").glob("*.smk"):
+        assert not re.search(r"lambda wildcards, \w+: *code\(", path.read_text()), path
+
+
 def readme_commands() -> list[str]:
     """Every command of the README that a test can afford, without the front door."""
     text = "\n".join(SHELL).replace("\\\n", " ")
