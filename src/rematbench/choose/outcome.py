@@ -177,9 +177,10 @@ class Lowered:
         return lower(self.plan, self.problem)
 
     def forget(self, most_actions: int) -> None:
-        """Forget a program with more actions, which is lowered again where it is asked for."""
+        """Forget a program with more actions in memory, which is lowered again where it is asked
+        for."""
         program: Program | None = self.__dict__.get("program")
-        if program is not None and program.actions > most_actions:
+        if program is not None and program.written > most_actions:
             del self.program
 
     @cached_property

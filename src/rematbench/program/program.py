@@ -137,6 +137,11 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         """The actions of all distinct blocks."""
         return sum(block.count for block, _ in self.block_runs)
 
+    @property
+    def written(self) -> int:
+        """The actions that are in memory."""
+        return sum(len(block.written) for block, _ in self.block_runs)
+
     @cached_property
     def block_runs(self) -> tuple[tuple[Block, int], ...]:
         """Every distinct block of all ranks, and how often the ranks run it."""

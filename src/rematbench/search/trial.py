@@ -19,7 +19,7 @@ from rematbench.spec.layout import LayoutError
 NO_PLAN = "no plan: "
 
 KEPT_ACTIONS = 20_000
-"""The largest program, in actions of its blocks, that is kept for other clusters."""
+"""The largest program, in actions that are written out, that is kept for other clusters."""
 
 
 class Tried(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import Resolved, Site, covered, phased, resolve
+from rematbench.lowering.fates import ChunkPlace, Resolved, Site, covered, phased, resolve
 from rematbench.lowering.lower import rank_orders
 from rematbench.lowering.rank_steps import pass_kinds
 from rematbench.operators.ops import Part
@@ -133,19 +133,32 @@ def _kinds_of_chunks(
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
     apart_by_phase = phased(plan.rules)
+    ends = (0, 0), (len(plan.partition) - 1, len(plan.partition[-1]) - 1)
     for rank, order in enumerate(rank_orders(plan, problem)):
-        chunks = [
-            ChunkOps(problem, rank, chunk, layers, plan.mini_sequences, plan.held)
-            for chunk, layers in enumerate(plan.partition[rank])
-        ]
-        reached = [covered(plan.rules, ops.where) for ops in chunks]
+        made: dict[int, ChunkOps] = {}
+        chunks = range(len(plan.partition[rank]))
+        alike = [_alike(problem, plan, rank, chunk, ends) for chunk in chunks]
         for kind, item in pass_kinds(order, windows).items():
-            ops = chunks[kind.chunk]
-            which = (rank, kind.chunk) if apart else (ops.shape, reached[kind.chunk])
+            which = (rank, kind.chunk) if apart else alike[kind.chunk]
             key = (which, kind.phase if apart_by_phase else "", kind.inside)
-            if key not in seen:
-                seen.add(key)
-                yield ops, kind.phase, item.micro_batch
+            if key in seen:
+                continue
+            seen.add(key)
+            if kind.chunk not in made:
+                layers = plan.partition[rank][kind.chunk]
+                pieces, held = plan.mini_sequences, plan.held
+                made[kind.chunk] = ChunkOps(problem, rank, kind.chunk, layers, pieces, held)
+            yield made[kind.chunk], kind.phase, item.micro_batch
+
+
+def _alike(
+    problem: Problem, plan: Plan, rank: int, chunk: int, ends: Collection[tuple[int, int]]
+) -> object:
+    """A key that is equal for chunks of equal layers that the same rules cover."""
+    layers = plan.partition[rank][chunk]
+    reached = covered(plan.rules, ChunkPlace(stage=rank, chunk=chunk, layers=layers))
+    at_end = [(rank, chunk) == end for end in ends]
+    return (*at_end, tuple(map(problem.variant, layers)), reached)
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
