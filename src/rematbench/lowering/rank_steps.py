@@ -123,7 +123,7 @@ class _Walk:
         self.index: dict[Key, int] = {}
         self.steps: list[tuple[int, int, int]] = []
         self.due: dict[int, list[Release]] = {}  # by position
-        self.copied: dict[tuple[int, int], int] = {}  # the position at which copies are released
+        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # position and release
         self.releases = 0
         self.fetches = 0
         self.copying: Pass | None = None
@@ -178,8 +178,8 @@ class _Walk:
         if leaves:
             if whole:
                 self._add(("D2H", number), item)
-            self.copied[item[1:]] = position + facts.release_lag
-            self._release_at(position + facts.release_lag, ("free_d2h", number), item)
+            at = position + facts.release_lag
+            self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
             self._hold_send(item)
             self._send(item, position, "send_f", "free_f")
@@ -208,10 +208,12 @@ class _Walk:
         self._add((what, output), item)
         self._release_at(position + self.facts.sends_beside, (free, output), item)
 
-    def _release_at(self, position: int, key: Key, item: Pass) -> None:
+    def _release_at(self, position: int, key: Key, item: Pass) -> Release:
         """Wait for a copy or a send, and free its device storages, at a later position."""
         self.releases += 1
-        self.due.setdefault(position, []).append((self.releases, key, item))
+        release = (self.releases, key, item)
+        self.due.setdefault(position, []).append(release)
+        return release
 
     def _fetch(self, item: Pass) -> None:
         """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
@@ -224,10 +226,8 @@ class _Walk:
 
     def _release_copies(self, item: Pass) -> None:
         """Release the device storages of a (chunk, micro-batch) now if that is still due."""
-        waiting = self.due.get(self.copied.pop(item[1:], -1), [])
-        for release in waiting:
-            _, key, of = release
-            if key[0] == "free_d2h" and of[1:] == item[1:]:
-                waiting.remove(release)
-                self._add(key, of)
-                return
+        position, release = self.copied.pop(item[1:], (-1, None))
+        waiting = self.due.get(position, [])
+        if release is not None and release in waiting:
+            waiting.remove(release)
+            self._add(*release[1:])

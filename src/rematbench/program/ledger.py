@@ -153,8 +153,8 @@ class _Profiler:
 def _outlive(block: Block) -> Outlive:
     """The storages that a block leaves alive, and the earlier ones that it frees."""
     if block.periods is None:
-        return _outlive_of(block.written)
-    head, period, tail = map(_outlive_of, block.parts)
+        return outlive_of(block.written)
+    head, period, tail = map(outlive_of, block.parts)
     again = (period.named(block.periods.shift(at).name) for at in range(block.periods.times))
     births: dict[str, int] = {}
     deaths: list[str] = []
@@ -164,7 +164,8 @@ def _outlive(block: Block) -> Outlive:
     return Outlive(births, deaths)
 
 
-def _outlive_of(actions: Sequence[Action]) -> Outlive:
+def outlive_of(actions: Sequence[Action]) -> Outlive:
+    """The storages that some actions leave alive, and the earlier ones that they free."""
     births: dict[str, int] = {}
     deaths: list[str] = []
     for action in actions:
@@ -183,14 +184,14 @@ def _profile(block: Block, sizes: dict[str, int]) -> Profile:
         return _effect(block.label, block.written, sizes)
     head, period, tail = block.parts
     found = _effect(block.label, head, sizes)
-    births, deaths = _outlive_of(period)
-    freed = [(name, sizes.get(name)) for name in deaths]
+    outlive = outlive_of(period)
+    freed = [sizes.get(name) for name in outlive.deaths]
     one = _effect(block.label, period, sizes)
     for number in range(1, block.periods.times):
-        name_of = block.periods.shift(number).name
-        if any(sizes.pop(name_of(name), None) != nbytes for name, nbytes in freed):
+        births, deaths = outlive.named(block.periods.shift(number).name)
+        if [sizes.pop(name, None) for name in deaths] != freed:
             raise LedgerError(f"{block.label}: period {number} frees other bytes than period 0")
-        sizes.update((name_of(name), nbytes) for name, nbytes in births.items())
+        sizes.update(births)
     found = found.then(one.times(block.periods.times))
     return found.then(_effect(block.label, tail, sizes))
 

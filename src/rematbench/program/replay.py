@@ -12,6 +12,7 @@ from rematbench.program.allocator import (
     rounded,
 )
 from rematbench.program.late import Late
+from rematbench.program.ledger import outlive_of
 from rematbench.program.program import Block, RankProgram, Step
 from rematbench.program.template import Shift
 
@@ -33,7 +34,8 @@ def requests(block: Block, *, late: bool = False) -> list[Request]:
     if late or block.periods is None:
         return _requests(block.actions, _ends(block) if late else None)
     head, period, tail = map(_requests, block.parts)
-    crossing, shift = _crossing(period), block.periods.shift
+    births, deaths = outlive_of(block.parts[1])
+    crossing, shift = {*births, *deaths}, block.periods.shift
     again = (_renamed(period, crossing, shift(at)) for at in range(block.periods.times))
     return [*head, *chain.from_iterable(again), *tail]
 
@@ -43,20 +45,6 @@ def _renamed(lines: Sequence[Request], crossing: Collection[str], shift: Shift) 
     have new names: the names of all others are free again."""
     new = {name: shift.name(name) for name in crossing}
     return [(new.get(name, name), size) for name, size in lines]
-
-
-def _crossing(lines: Sequence[Request]) -> set[str]:
-    """The storages that are alive before or behind some lines."""
-    alive: set[str] = set()
-    found: set[str] = set()
-    for name, size in lines:
-        if size:
-            alive.add(name)
-        elif name in alive:
-            alive.remove(name)
-        else:
-            found.add(name)
-    return found | alive
 
 
 def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:

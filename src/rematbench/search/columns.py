@@ -69,9 +69,7 @@ class Columns:
     @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
         """The most passes in flight of the first, second and last rank."""
-        after = (self.pp - 1, np.maximum(self.pp - 2, 0), np.zeros_like(self.pp))
-        first, second, last = map(self.in_flight_before, after)
-        return first, second, last
+        return self.in_flight_at(0), self.in_flight_at(1), self.in_flight_before(0 * self.pp)
 
     def in_flight_before(self, after: NDArray[np.int64]) -> NDArray[np.int64]:
         """The most passes in flight (between forward and backward) of a rank with `after` ranks

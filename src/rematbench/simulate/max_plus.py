@@ -15,25 +15,21 @@ from rematbench.simulate.rows import NEVER, RowBlock, rows_with
 from rematbench.simulate.step import (
     HOST,
     Clock,
-    MessageKey,
     Simulation,
     busy,
     compile_program,
     drive,
+    pass_number,
 )
 from rematbench.simulate.timing import Seconds, timings
 
 Times = dict[int, float]
 """Seconds by a number."""
 
-APART = 1 << 20
-"""The distance of two micro-batches in numbers of stages: more than any pipeline has stages."""
-
 
 class Runs(NamedTuple):
     """A rank's steps as runs: a run joins neighbouring steps of one (micro-batch, chunk).  `keys`:
-    the blocks of each distinct run; `steps`: (index into `keys`, number) in order.  The number is
-    that of the chunk's stage on rank 0, APART after APART for each micro-batch."""
+    the blocks of each distinct run; `steps`: (index into `keys`, `pass_number`) in order."""
 
     keys: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[int, int], ...]
@@ -42,16 +38,14 @@ class Runs(NamedTuple):
 class Motion(NamedTuple):
     """A macro of one rank for the inner loop: every distinct end time once, and the streams, events
     and messages that take each (by index into `ends`).  The times of an event are by the number of
-    `Runs`; the number of a message is `scale` times that plus `offset`.  `gate`: the event, if all
-    that the macro does is to hold compute until then."""
+    the pass, and so are messages, by scale and offset (`Clock`).  `gate`: the event, if all that
+    the macro does is to hold compute until then."""
 
     ends: tuple[AffineTerms, ...]
     streams: tuple[tuple[int, int], ...]  # stream, index into ends
     events: tuple[tuple[Times, int], ...]
     sends: tuple[tuple[int, int, int], ...]  # scale, offset, index into ends
-    waits: tuple[
-        tuple[Times | None, int, int], ...
-    ]  # an event, or the scale and offset of a message
+    waits: tuple[tuple[Times | None, int, int], ...]  # an event, or a message's scale and offset
     gate: Times | None
 
 
@@ -59,28 +53,9 @@ MacroSteps = tuple[list[Motion], Runs]
 """The motion of each distinct run of a rank, and the runs."""
 
 
-class Numbers(NamedTuple):
-    """The numbers of a rank's messages: of a micro-batch and stage, twice the stage's number, plus
-    one on the way back; of tied embeddings, one below zero for each sender."""
-
-    rank: int
-    pp: int
-
-    def incoming(self, event: str) -> tuple[int, int]:
-        """Scale and offset of the message whose arrival is the event of a RECV."""
-        if event == "recv_e":
-            return 0, self.rank - self.pp
-        return 2, 2 * self.rank + (event == "recv_b")
-
-    def outgoing(self, op: str) -> tuple[int, int]:
-        """Scale and offset of the message of a SEND."""
-        if op == "tied":
-            return 0, -1 - self.rank
-        return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
-
-
-def _motion(macro: Macro, events: dict[str, Times], numbers: Numbers) -> Motion:
-    """The motion of a macro; `events`: those that a macro of the rank waits for."""
+def _motion(macro: Macro, events: dict[str, Times], clock: Clock) -> Motion:
+    """The motion of a macro of a clock's rank; `events`: those that a macro of the rank waits
+    for."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:
@@ -88,10 +63,10 @@ def _motion(macro: Macro, events: dict[str, Times], numbers: Numbers) -> Motion:
 
     streams = tuple([(target, index(terms)) for target, terms in macro.streams])
     recorded = tuple([(events[n], index(terms)) for n, terms in macro.events if n in events])
-    sends = tuple([(*numbers.outgoing(name), index(terms)) for name, terms in macro.sends])
+    sends = tuple([(*clock.outgoing(name), index(terms)) for name, terms in macro.sends])
     waits = tuple(
         [
-            (None, *numbers.incoming(name)) if name in macro.receives else (events[name], 1, 0)
+            (None, *clock.incoming(name)) if name in macro.receives else (events[name], 1, 0)
             for name in macro.waits
         ]
     )
@@ -101,15 +76,15 @@ def _motion(macro: Macro, events: dict[str, Times], numbers: Numbers) -> Motion:
 
 
 def rank_macros(
-    rank: RankProgram, pp: int, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
+    rank: RankProgram, clock: Clock, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
     """A rank's steps as motions, without events that no other macro waits for.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
-    runs = _runs(rank.steps, tuple([_role(block) for block in code]), pp)
+    runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
     macros = prune([_fused([code[i] for i in key], known) for key in runs.keys])
     awaited: dict[str, Times] = {name: {} for macro in macros for name in macro.waits}
-    return [_motion(macro, awaited, Numbers(rank.rank, pp)) for macro in macros], runs
+    return [_motion(macro, awaited, clock) for macro in macros], runs
 
 
 STILL, JOINS, STARTS = range(3)
@@ -135,7 +110,7 @@ def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
 
     def end() -> None:
         if run:
-            runs.append((keys.setdefault(tuple(run), len(keys)), at * APART + where * pp))
+            runs.append((keys.setdefault(tuple(run), len(keys)), pass_number(at, where, pp)))
 
     for block, micro_batch, chunk in steps:
         role = roles[block]
@@ -161,14 +136,15 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     timing = timings(seconds)
     code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
     known: dict[tuple[int, ...], Macro] = {}
-    steps = [rank_macros(r, program.pp, c, known) for r, c in zip(program.ranks, code, strict=True)]
-    clocks = [Clock[int](r.rank, program.pp) for r in program.ranks]
+    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    ranks = zip(program.ranks, clocks, code, strict=True)
+    steps = [rank_macros(rank, clock, own, known) for rank, clock, own in ranks]
     messages: Times = {}
 
-    def advance(rank: RankProgram, clock: Clock[int]) -> bool:
+    def advance(rank: RankProgram, clock: Clock) -> bool:
         return _advance(steps[rank.rank], clock, messages)
 
-    drive(program, clocks, messages, advance, _named)
+    drive(program, clocks, messages, advance)
     return Simulation(
         step_s=max(max(clock.free) for clock in clocks),
         rank_end_s=tuple(max(clock.free) for clock in clocks),
@@ -176,14 +152,7 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     )
 
 
-def _named(key: int) -> MessageKey:
-    """A message by its direction, micro-batch and stage (for errors)."""
-    if key < 0:
-        return ("e", -1 - key, 0)
-    return ("fb"[key % 2], *divmod(key // 2, APART))
-
-
-def _advance(own: MacroSteps, clock: Clock[int], messages: Times) -> bool:  # noqa: C901
+def _advance(own: MacroSteps, clock: Clock, messages: Times) -> bool:  # noqa: C901 (plain, for speed)
     """Run macros until the rank is done (True) or a message is missing (False).  The loops are
     plain because every simulation spends its time here."""
     free = clock.free
@@ -217,7 +186,7 @@ def _advance(own: MacroSteps, clock: Clock[int], messages: Times) -> bool:  # no
 
 
 def _inputs(
-    waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock[int], messages: Times
+    waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock, messages: Times
 ) -> list[float] | None:
     """The inputs of a macro that waits for outside events; None where a message is missing, which
     the clock then awaits."""

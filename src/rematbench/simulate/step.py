@@ -8,7 +8,7 @@ other, runs ahead of the device, and waits for the device only where the stack s
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -26,9 +26,8 @@ from rematbench.simulate.timing import (
 
 Compiled = TypeVar("Compiled")
 EventKey = tuple[str, int, int]
-MessageKey = tuple[str, int, int]
-Message = TypeVar("Message", bound=Hashable)
-"""The key of a message."""
+MessageNumber = tuple[int, int]
+"""The scale of a pass's number (see `pass_number`) and the offset that give a message's number."""
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
@@ -66,30 +65,49 @@ class Simulation(Struct, frozen=True, kw_only=True):
         return self.stream_busy_s[rank][STREAM_INDEX[stream]]
 
 
-class Clock(Generic[Message]):
+APART = 1 << 20
+"""The distance of two micro-batches in numbers of passes: more than any pipeline has stages."""
+
+
+def pass_number(micro_batch: int, chunk: int, pp: int) -> int:
+    """The number of a (micro-batch, chunk): that of the chunk's stage on rank 0, APART after APART
+    for each micro-batch."""
+    return micro_batch * APART + chunk * pp
+
+
+class Clock:
     """The clocks of one rank: when each stream and the host are free, and when each event happened.
-    `position`: the next step; `awaiting`: the message that the rank waits for."""
+    `position`: the next step; `awaiting`: the message that the rank waits for.
+
+    A message has twice the number of its pass and stage, plus one on the way back; of tied
+    embeddings, one below zero for each sender."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.rank, self.pp = rank, pp
         self.free = [0.0] * (HOST + 1)
         self.events: dict[EventKey, float] = {}
         self.position = 0
-        self.awaiting: Message | None = None
+        self.awaiting: int | None = None
 
-    def incoming(self, event: str, micro_batch: int, chunk: int) -> MessageKey:
+    def incoming(self, event: str) -> MessageNumber:
         """The message whose arrival is the event of a RECV."""
         if event == "recv_e":
-            return ("e", self.pp - 1 - self.rank, 0)
-        return (event[-1], micro_batch, chunk * self.pp + self.rank)
+            return 0, self.rank - self.pp
+        return 2, 2 * self.rank + (event == "recv_b")
 
-    def outgoing(self, op: str, micro_batch: int, chunk: int) -> MessageKey:
+    def outgoing(self, op: str) -> MessageNumber:
         """The message of a SEND: to the next (forward) or previous (backward) stage, or, for a tied
         embedding, from this rank to the other end's."""
         if op == "tied":
-            return ("e", self.rank, 0)
-        stage = chunk * self.pp + self.rank
-        return (op, micro_batch, stage + 1 if op == "f" else stage - 1)
+            return 0, -1 - self.rank
+        return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
+
+
+def _named(message: int) -> tuple[str, int, int]:
+    """A message by its direction, micro-batch and stage (of tied embeddings by its sender)."""
+    if message < 0:
+        return ("e", -1 - message, 0)
+    return ("fb"[message % 2], *divmod(message // 2, APART))
 
 
 class Timed(NamedTuple):
@@ -157,14 +175,14 @@ def compile_program(
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
     """The op-level simulation of a program.  DeadlockError where ranks wait for each other for
     ever.  `record` keeps the intervals."""
-    clocks = [Clock[MessageKey](r.rank, program.pp) for r in program.ranks]
+    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     code = compile_program(
         program, seconds, lambda b, rank: compile_block(b, rank, seconds, record)
     )
-    messages: dict[MessageKey, float] = {}
+    messages: dict[int, float] = {}
     intervals: list[Interval] | None = [] if record else None
 
-    def advance(rank: RankProgram, clock: Clock[MessageKey]) -> bool:
+    def advance(rank: RankProgram, clock: Clock) -> bool:
         return _advance(rank, clock, code[rank.rank], messages, intervals)
 
     drive(program, clocks, messages, advance)
@@ -199,14 +217,13 @@ def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float,
 
 def drive(
     program: Program,
-    clocks: list[Clock[Message]],
-    messages: dict[Message, float],
-    advance: Callable[[RankProgram, Clock[Message]], bool],
-    named: Callable[[Message], object] = lambda key: key,
+    clocks: list[Clock],
+    messages: dict[int, float],
+    advance: Callable[[RankProgram, Clock], bool],
 ) -> None:
     """Let every rank run until it needs a message that is not sent yet; repeat until all ranks end.
-    DeadlockError where no rank can go on, with messages as `named` says."""
-    waiting: dict[Message, int] = {}
+    DeadlockError where no rank can go on."""
+    waiting: dict[int, int] = {}
     ready = list(reversed(range(program.pp)))
     done = 0
     while ready:
@@ -219,15 +236,15 @@ def drive(
         for key in [key for key in waiting if key in messages]:
             ready.append(waiting.pop(key))
     if done < program.pp:
-        stuck = [f"rank {rank} waits for message {named(key)}" for key, rank in waiting.items()]
+        stuck = [f"rank {rank} waits for message {_named(key)}" for key, rank in waiting.items()]
         raise DeadlockError("; ".join(stuck))
 
 
 def _advance(
     rank: RankProgram,
-    clock: Clock[MessageKey],
+    clock: Clock,
     code: list[TimedBlock],
-    messages: dict[MessageKey, float],
+    messages: dict[int, float],
     intervals: list[Interval] | None,
 ) -> bool:
     """Run a rank's steps until the rank is done (True) or a message is missing (False)."""
@@ -237,7 +254,8 @@ def _advance(
         block = code[index]
         arrived: dict[str, float] = {}
         for event in block.receives:
-            key = clock.incoming(event, micro_batch, chunk)
+            scale, offset = clock.incoming(event)
+            key = scale * pass_number(micro_batch, chunk, clock.pp) + offset
             if key not in messages:
                 clock.awaiting = key
                 return False
@@ -249,9 +267,9 @@ def _advance(
 
 def _run(
     block: TimedBlock,
-    clock: Clock[MessageKey],
+    clock: Clock,
     local: dict[str, float],
-    messages: dict[MessageKey, float],
+    messages: dict[int, float],
     micro_batch: int,
     chunk: int,
     intervals: list[Interval] | None,
@@ -276,7 +294,8 @@ def _run(
             if shared:
                 events[(event, micro_batch, chunk)] = end
         if send:
-            messages[clock.outgoing(send, micro_batch, chunk)] = end
+            scale, offset = clock.outgoing(send)
+            messages[scale * pass_number(micro_batch, chunk, clock.pp) + offset] = end
         if intervals is not None and action.kind not in STILL:
             intervals.append(
                 Interval(

@@ -136,11 +136,12 @@ def _kinds_of_chunks(
     ends = (0, 0), (len(plan.partition) - 1, len(plan.partition[-1]) - 1)
     for rank, order in enumerate(rank_orders(plan, problem)):
         made: dict[int, ChunkOps] = {}
-        chunks = range(len(plan.partition[rank]))
-        alike = [_alike(problem, plan, rank, chunk, ends) for chunk in chunks]
+        alike = [
+            (rank, chunk) if apart else _alike(problem, plan, rank, chunk, ends)
+            for chunk in range(len(plan.partition[rank]))
+        ]
         for kind, item in pass_kinds(order, windows).items():
-            which = (rank, kind.chunk) if apart else alike[kind.chunk]
-            key = (which, kind.phase if apart_by_phase else "", kind.inside)
+            key = (alike[kind.chunk], kind.phase if apart_by_phase else "", kind.inside)
             if key in seen:
                 continue
             seen.add(key)
