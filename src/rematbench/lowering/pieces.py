@@ -8,13 +8,14 @@ the fourth becomes the last.  Tests compare the result with all pieces written.
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from rematbench.lowering.mini import Piece
 from rematbench.lowering.writer import BlockWriter, Place
-from rematbench.program.action import Action, event_number, in_piece, is_local, local_event
-from rematbench.program.template import Template, older
+from rematbench.program.action import Action, in_piece, is_local, later_event
+from rematbench.program.template import Renaming, older
 
 WRITTEN = 4
 """Pieces that are written before one is repeated."""
@@ -95,26 +96,25 @@ def _later(names: Iterable[str], spared: int) -> list[str]:
     ]
 
 
-class Body:
+class Body(NamedTuple):
     """The actions of one piece, to be written again as those of later pieces.  `events`: events of
     a piece; `rows`: for each action whether it works on the piece's own rows."""
 
-    def __init__(self, actions: Sequence[Action], events: int, rows: Sequence[bool]) -> None:
-        self.events, self.rows = events, rows
-        self._template = Template(actions)
-        names = [*enumerate(self._template.names)]
-        self._pieces = [(at, *words) for at, name in names if (words := in_piece(name)) is not None]
-        self._events = [(at, event_number(name)) for at, name in names if is_local(name)]
+    actions: Sequence[Action]
+    events: int
+    rows: Sequence[bool]
 
     def moved(self, by: int, piece: Piece) -> list[Action]:
         """The actions as those of `piece`, which is `by` pieces later."""
-        new = [*self._template.names]
-        for at, before, number, after in self._pieces:
-            new[at] = f"{before}{number + by}{after}"
-        for at, number in self._events:
-            new[at] = local_event(number + by * self.events)
-        offset = piece.offset
+
+        def new(name: str) -> str:
+            if is_local(name):
+                return later_event(name, by * self.events)
+            words = in_piece(name)
+            return f"{words[0]}{words[1] + by}{words[2]}" if words else name
+
+        again = Renaming(new).of(self.actions)
         return [
-            replace(action, offset=offset) if own else action
-            for action, own in zip(self._template.written(new), self.rows, strict=True)
+            replace(action, offset=piece.offset) if own else action
+            for action, own in zip(again, self.rows, strict=True)
         ]

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rematbench.program.action import Action, from_text, to_text
 from rematbench.program.late import Late
-from rematbench.program.template import Layers, Shift
+from rematbench.program.template import Shift
 
 
 class Step(NamedTuple):
@@ -60,8 +60,7 @@ class Block(Struct, frozen=True, dict=True):
         if self.periods is None:
             return self.written
         head, period, tail = self.parts
-        one = Layers(period)
-        again = (one.moved(self.periods.shift(number)) for number in range(self.periods.times))
+        again = (self.periods.shift(number).of(period) for number in range(self.periods.times))
         return (*head, *chain.from_iterable(again), *tail)
 
     @property
