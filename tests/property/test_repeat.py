@@ -98,6 +98,37 @@ def test_many_pieces_are_those_written_one_by_one(
     assert lower(plan, given_problem).text() == expected
 
 
+def written_out(plan: Plan, given: Problem) -> Program:
+    """The program with every layer and every piece written by the emitters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeat, "shortened", lambda *_: None)
+        return one_by_one(plan, given)
+
+
+@DEEP
+@given(cases(deeper=24), st.integers(7, 32), st.integers(7, 32), st.booleans())
+def test_pieces_that_are_not_written_out_take_as_many_bytes_and_as_long(
+    case: tuple[Problem, Plan], mlp: int, head: int, plain: bool
+) -> None:
+    """Periods of pieces, alone and inside periods of layers."""
+    given_problem, plan = case
+    plan = in_pieces(replace(plan, rules=FULL) if plain else plan, mlp, head)
+    try:
+        whole = written_out(plan, given_problem)
+    except PlanError:
+        return
+    program = lower(plan, given_problem)
+    assert program.text() == whole.text()
+    assert program.written <= program.actions == whole.written
+    assert program_profiles(program) == program_profiles(whole)
+    for rank, other in zip(program.ranks, whole.ranks, strict=True):
+        assert replay(rank, (), None) == replay(other, (), None)
+        assert pool_bytes(rank) == pool_bytes(other)
+    seconds = action_seconds(given_problem)
+    found, expected = simulate_chunks(program, seconds), simulate(whole, seconds)
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)
+
+
 AGAIN = Rule(Select(parts=("layer",), activations=("mlp_norm_out", "fc2_in")), Recompute("layer"))
 
 
@@ -207,15 +238,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PLANS)
-def test_both_passes_repeat_and_take_as_long(name: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "mlp", "head"),
+    [
+        *((name, 1, 1) for name in PLANS),
+        *((name, 16, 16) for name in ("keep", "balanced", "full")),
+        ("skeletal", 1, 16),  # what is copied is in no pieces
+    ],
+)
+def test_both_passes_repeat_and_take_as_long(name: str, layout: str, mlp: int, head: int) -> None:
+    """Layers, pieces inside each layer, and pieces in the head."""
     rules, moves = PLANS[name]
     given_problem = problem(model=layers(60), **LAYOUTS[layout])
     plan = transfers(given_problem.base_plan.with_rules(*rules), **moves)
-    program, whole = lower(plan, given_problem), unrepeated(plan, given_problem)
+    plan = in_pieces(plan, mlp, head)
+    program, whole = lower(plan, given_problem), written_out(plan, given_problem)
     assert program.text() == whole.text()
     passes = [b for rank in program.ranks for b in rank.blocks if b.label in "FB"]
     assert all(block.periods and len(block.written) < block.count for block in passes)
+    assert all(any(p.inside for p in block.periods) == (mlp > 1) for block in passes)
+    assert all(block.count == len(block.actions) for block in passes)
     assert program_profiles(program) == program_profiles(whole)
     assert [replay(rank, (), None) for rank in program.ranks] == [
         replay(rank, (), None) for rank in whole.ranks

@@ -13,10 +13,10 @@ from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.pieces import write_pieces
-from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
+from rematbench.lowering.writer import WHOLE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import Transfers
-from rematbench.program.action import Action, Alloc, Kind, gradient_of
+from rematbench.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
 from rematbench.program.program import Block
 
 
@@ -84,7 +84,7 @@ class BackwardEmitter:
                 self.reducer.after(w, unit, last=position == len(order) - 1)
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
-        return Block("B", w.finish(survivors, self.arrivals))
+        return w.finish("B", survivors, self.arrivals)
 
     # -- arrivals -------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from rematbench.lowering.fates import Resolved, Site
 from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.pieces import write_pieces
-from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
+from rematbench.lowering.writer import BlockWriter, Share
 from rematbench.plan import Transfers
-from rematbench.program.action import HOST, Action, Alloc, Kind, layer_slot, place
+from rematbench.program.action import COMPUTE, HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.program.program import Block
 
 Fates = dict[Site, Resolved]
@@ -56,7 +56,7 @@ class ForwardEmitter:
         arrivals = set() if chunk.first else {chunk.input_name}
         if self.gatherer:
             self.survivors |= self.gatherer.survivors
-        return Block("F", w.finish(self.survivors, arrivals))
+        return w.finish("F", self.survivors, arrivals)
 
     def _enter_slot(self, unit: Unit, position: int) -> None:
         """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import msgspec
 
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
+from rematbench.lowering.writer import WHOLE, BlockWriter, Share
 from rematbench.operators.ops import Comm, Op
-from rematbench.program.action import HOST, Action, Alloc, Kind, place
+from rematbench.program.action import COMPUTE, HOST, Action, Alloc, Kind, place
 
 
 class Names(NamedTuple):

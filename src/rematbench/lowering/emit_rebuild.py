@@ -6,9 +6,8 @@ from msgspec.structs import replace
 
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.emit_recompute import Recomputer
-from rematbench.lowering.writer import COMPUTE
 from rematbench.plan import Group
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import COMPUTE, Action, Kind
 
 
 class Rebuilder:

@@ -6,11 +6,11 @@ from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
 from rematbench.lowering.fates import Resolved
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.pieces import write_pieces
-from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
+from rematbench.lowering.writer import BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import PlanError
 from rematbench.problem import rebuild_ops
-from rematbench.program.action import Action, Alloc, Kind, place
+from rematbench.program.action import COMPUTE, Action, Alloc, Kind, place
 
 
 class Recomputer:

@@ -3,9 +3,9 @@
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_forward import Fates, stays_in_slots, trailing_unit
 from rematbench.lowering.emit_op import emit_copies_in
-from rematbench.lowering.writer import COMPUTE, BlockWriter
+from rematbench.lowering.writer import BlockWriter
 from rematbench.plan import Transfers
-from rematbench.program.action import HOST, Action, Kind, layer_slot, place
+from rematbench.program.action import COMPUTE, HOST, Action, Kind, layer_slot, place
 
 
 class Reloader:

@@ -1,11 +1,12 @@
 """Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
 
 from rematbench.lowering.chunk_ops import Unit
-from rematbench.lowering.writer import COMPUTE, BlockWriter
+from rematbench.lowering.writer import BlockWriter
 from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import StateFate
 from rematbench.program.action import (
     COMM_KIND,
+    COMPUTE,
     GRADIENTS_DOWN,
     SHARD_UP,
     Action,

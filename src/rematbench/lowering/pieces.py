@@ -2,20 +2,19 @@
 
 After the first pieces, which may rebuild whole tensors, every piece's actions are those of the
 piece before, with the next number in the names of its storages, later events and its own rows.  So
-four pieces are written, and where the second and the third are alike, the third is repeated, and
-the fourth becomes the last.  Tests compare the result with all pieces written.
+four pieces are written, and where the second and the third are alike, the third stands for all
+pieces up to the last, and the fourth becomes the last.  Tests compare the result with all pieces
+written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
-from msgspec.structs import replace
-
+from rematbench.lowering.again import Again, Place
 from rematbench.lowering.mini import Piece
-from rematbench.lowering.writer import BlockWriter, Place
-from rematbench.program.action import Action, in_piece, is_local, later_event
-from rematbench.program.template import Renaming, older
+from rematbench.lowering.writer import BlockWriter
+from rematbench.program.action import Action, in_piece
+from rematbench.program.template import Later, Pieces, older
 
 WRITTEN = 4
 """Pieces that are written before one is repeated."""
@@ -47,25 +46,27 @@ def _repeat(
     write: Callable[[Piece], None],
     noted: Sequence[set[str]],
 ) -> bool:
-    """Write four of some pieces of equal size and repeat the third; False, with the four written,
-    where the third is not as the second."""
+    """Write four of some pieces of equal size, of which the third stands for all up to the last;
+    False, with the first four written, where the third is not as the second."""
     edges = [w.here]
-    for piece in pieces[: WRITTEN - 1]:
-        write(piece)
+    write(pieces[0])
+    compact, w.compact = w.compact, False
+    for piece in pieces[1 : WRITTEN - 1]:
         edges.append(w.here)
+        write(piece)
+    edges.append(w.here)
     before = [{*names} for names in noted]
     write(pieces[WRITTEN - 1])
     edges.append(w.here)
+    w.compact = compact
     rows = _rows_of_piece(w.actions, edges, pieces)
     if rows is None:
         return False
     events, spared = edges[3].event - edges[2].event, len(pieces) - WRITTEN
-    third, fourth = (
-        Body(w.actions[a.action : b.action], events, rows) for a, b in pairwise(edges[2:])
-    )
-    actions = [a for by in range(spared) for a in third.moved(by + 1, pieces[by + 3])]
-    actions += fourth.moved(spared, pieces[-1])
-    w.rewrite(edges[3], actions, spared * events)
+    last = Later(spared, spared * events, pieces[-1].offset, rows)
+    w.rewrite(edges[3], last.of(w.actions[edges[3].action :]), spared * events)
+    offsets = tuple(piece.offset for piece in pieces[WRITTEN - 2 : -1])
+    w.repeat(Again(Pieces(offsets, rows), *edges[1:4]))
     for names, old in zip(noted, before, strict=True):
         names.update(_later(names - old, spared))
     return True
@@ -73,7 +74,7 @@ def _repeat(
 
 def _rows_of_piece(
     actions: Sequence[Action], edges: Sequence[Place], pieces: Sequence[Piece]
-) -> list[bool] | None:
+) -> tuple[bool, ...] | None:
     """For each action of the third piece whether it works on the piece's own rows; None where the
     piece is not the second one with later names and rows, or waits for what is older than both."""
     second, third, fourth = (actions[a.action : b.action] for a, b in pairwise(edges[1:]))
@@ -81,8 +82,8 @@ def _rows_of_piece(
     if len({len(second), len(third), len(fourth)}) > 1 or len({*events}) > 1:
         return None
     own = (pieces[1].offset, pieces[2].offset)
-    rows = [(a.offset, b.offset) == own for a, b in zip(second, third, strict=True)]
-    again = Body(second, events[0], rows).moved(1, pieces[2])
+    rows = tuple([(a.offset, b.offset) == own for a, b in zip(second, third, strict=True)])
+    again = Later(1, events[0], pieces[2].offset, rows).of(second)
     return rows if again == third and not older(second, edges[0].event) else None
 
 
@@ -94,27 +95,3 @@ def _later(names: Iterable[str], spared: int) -> list[str]:
         for by in range(1, spared + 1)
         for before, number, after in found
     ]
-
-
-class Body(NamedTuple):
-    """The actions of one piece, to be written again as those of later pieces.  `events`: events of
-    a piece; `rows`: for each action whether it works on the piece's own rows."""
-
-    actions: Sequence[Action]
-    events: int
-    rows: Sequence[bool]
-
-    def moved(self, by: int, piece: Piece) -> list[Action]:
-        """The actions as those of `piece`, which is `by` pieces later."""
-
-        def new(name: str) -> str:
-            if is_local(name):
-                return later_event(name, by * self.events)
-            words = in_piece(name)
-            return f"{words[0]}{words[1] + by}{words[2]}" if words else name
-
-        again = Renaming(new).of(self.actions)
-        return [
-            replace(action, offset=piece.offset) if own else action
-            for action, own in zip(again, self.rows, strict=True)
-        ]

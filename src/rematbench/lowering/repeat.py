@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from rematbench.lowering.again import Place
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.emit_forward import Fates
-from rematbench.lowering.writer import BlockWriter, Place
+from rematbench.lowering.writer import BlockWriter
 from rematbench.plan import Group, Transfers
 from rematbench.program.action import Action, in_layer
 from rematbench.program.program import Block, Periods
-from rematbench.program.template import Shift, older
+from rematbench.program.template import Layers, Shift, older
 
 LEAST_SHARE = 0.5
 """The least share of a chunk's layers that a repetition must save to be worth its checks."""
@@ -133,10 +134,13 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
     at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
     edges = [places[at + k * short.period] for k in (-1, 0, 1, 2)]
     alike = [block.written[a.action : b.action] for a, b in pairwise(edges)]
+    inside = [_inside(block, a, b) for a, b in pairwise(edges)]
     layers = short.period if forward else -short.period
     events = edges[2].event - edges[1].event
     again = short.shift(layers, events, 0)
     if any(again.of(period) != [*after] for period, after in pairwise(alike)):
+        return None
+    if any([each.later(events) for each in one] != other for one, other in pairwise(inside)):
         return None
     head, here = block.written[: edges[1].action], alike[1]
     tail = block.written[edges[2].action :]
@@ -152,8 +156,25 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
         *short.shift(gap - first, (times - 1) * events, gap).of(tail),
     ]
     near = (short.low + first, short.high + first)
-    periods = Periods(len(head), len(here), times, events, layers, near)
-    return Block(block.label, tuple(written), periods)
+    periods = Periods(
+        start=len(head),
+        length=len(here),
+        times=times,
+        event=edges[1].event,
+        events=events,
+        of=Layers(layers, near),
+        inside=tuple(inside[1]),
+    )
+    before = [each for each in block.periods if each.start < edges[1].action]
+    behind = [each for each in block.periods if each.start >= edges[2].action]
+    behind = [each.later((times - 1) * events) for each in behind]
+    return Block(block.label, tuple(written), (*before, periods, *behind))
+
+
+def _inside(block: Block, start: Place, end: Place) -> list[Periods]:
+    """The periods of a block between two places, by their distance from the first."""
+    there = [each for each in block.periods if start.action <= each.start < end.action]
+    return [each._replace(start=each.start - start.action) for each in there]
 
 
 def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:

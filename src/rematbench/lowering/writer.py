@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from rematbench.lowering.again import Again, Place
+from rematbench.lowering.liveness import free, freed
 from rematbench.operators.ops import Comm, Op
-from rematbench.program.action import COMM_KIND, STALL, Action, Alloc, Kind, by_number, local_event
-
-COMPUTE = "compute"
+from rematbench.program.action import COMM_KIND, COMPUTE, STALL, Action, Alloc, Kind, local_event
+from rematbench.program.program import Block
 
 
 class Share(NamedTuple):
@@ -22,23 +23,17 @@ class Share(NamedTuple):
 WHOLE = Share(1.0)
 
 
-class Place(NamedTuple):
-    """Where a unit begins in a block: the index of its first action, the number of its first
-    event."""
-
-    action: int
-    event: int
-
-
 class BlockWriter:
     """Collects a block's actions in issue order; its events are local to the block.  `places`:
-    where each unit begins."""
+    where each unit begins; `compact`: whether a piece may stand for further pieces."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
         self.slots: dict[str, str] = {}  # storage -> staging slot
         self.places: list[Place] = []
+        self.compact = True
+        self._again: list[Again] = []
         self._events = 0
 
     def add(self, action: Action) -> int:
@@ -185,78 +180,45 @@ class BlockWriter:
         )
         return event
 
-    def finish(self, survivors: set[str], arrivals: set[str]) -> tuple[Action, ...]:
-        """The block's actions, with a FREE inserted after each tensor's last reader.
+    def repeat(self, again: Again) -> None:
+        """Note a piece that stands for others; write these where the block is not compact."""
+        self._again.append(again)
+        if not self.compact:
+            self._write_out(again)
 
-        `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor read by
-        another stream is freed where the compute stream has waited for that stream.  A temporary of
-        an operator that is recomputed twice has two lifetimes under one name.  `places` then count
-        the FREEs too.
-        """
-        frees: dict[int, list[str]] = {}
-        for at, name in self._ends(survivors, arrivals):
-            frees.setdefault(at, []).append(name)
+    def _write_out(self, again: Again) -> None:
+        """Write the actions of all pieces that a piece stands for."""
+        start, end = again.start.action, again.end.action
+        body = self.actions[start:end]
+        more = [action for shift in again.shifts for action in shift.of(body)]
+        self.actions[end:end] = more
+        others = [each for each in self._again if each is not again]
+        self._again = [each.behind(end, len(more)) for each in others]
+        self.places = [each.behind(end, len(more)) for each in self.places]
+
+    def finish(self, label: str, survivors: set[str], arrivals: set[str]) -> Block:
+        """The block: its actions with a FREE behind each tensor's last reader (`liveness.freed`).
+        `places` then count the FREEs too.  A piece whose tensors are not freed as those of the
+        piece before is written out."""
+        frees = freed(self.actions, survivors, arrivals)
+        for again in self._again:
+            others = [each for each in self._again if len(each.shifts) == len(again.shifts)]
+            ends = survivors.union(*(each.deaths(self.actions, frees) for each in others))
+            if not again.alike(self.actions, frees, ends):
+                self._write_out(again)
+                return self.finish(label, survivors, arrivals)
+        for again in self._again:
+            again.take_deaths(self.actions, frees)
         out: list[Action] = []
         for index, action in enumerate(self.actions):
             out.append(action)
             if index in frees:
-                names = frees[index]
-                if len(names) > 1:
-                    names.sort(key=by_number)
-                out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(names)))
+                out.append(free(frees[index]))
         inserted = sorted(frees)
-        self.places = [
-            Place(p.action + bisect_left(inserted, p.action), p.event) for p in self.places
-        ]
-        return tuple(out)
 
-    def _ends(self, survivors: set[str], arrivals: set[str]) -> list[tuple[int, str]]:
-        """(index of the action after which a tensor is freed, its name) of every lifetime that ends
-        in the block."""
-        waited, begun = self._waits()
-        end = len(self.actions) - 1
-        last: dict[str, int] = {}
-        earlier: list[tuple[int, str]] = []
-        born = set(arrivals)
-        for index, action in enumerate(self.actions):
-            allocs, reads = action.allocs, action.reads
-            if allocs or reads:
-                if action.stream != COMPUTE:
-                    safe = waited[index]
-                else:  # not before a collective beside the kernel has allocated its output
-                    safe = begun.get(action.begin, index) if action.begin else index
-                for alloc in allocs:
-                    if alloc.name in born and alloc.name in last:
-                        earlier.append((last[alloc.name], alloc.name))
-                    born.add(alloc.name)
-                    last[alloc.name] = safe
-                for name in reads:
-                    if last.get(name, -1) < safe:
-                        last[name] = safe
-            if action.frees:
-                born.difference_update(action.frees)
-        return [*earlier, *((last.get(name, end), name) for name in born - survivors)]
+        def moved(place: Place) -> Place:
+            return Place(place.action + bisect_left(inserted, place.action), place.event)
 
-    def _waits(self) -> tuple[list[int], dict[str, int]]:
-        """For each action of another stream, the index where compute has waited for it: for its own
-        event or for the event of a later action of that stream (a stream runs in order); the last
-        index if nowhere.  And by event that another stream waits for, the index after the wait."""
-        end = len(self.actions) - 1
-        on_compute: dict[str, int] = {}
-        elsewhere: dict[str, int] = {}
-        soonest: dict[str, int] = {}
-        table = [end] * len(self.actions)
-        for index in range(end, -1, -1):
-            action = self.actions[index]
-            stream = action.stream
-            if stream == COMPUTE:
-                if action.kind is Kind.WAIT:
-                    on_compute.setdefault(action.wait, index)
-                continue
-            if action.kind is Kind.WAIT:
-                elsewhere.setdefault(action.wait, index + 1)
-            waited = on_compute.get(action.event, end) if action.event else end
-            if waited < soonest.get(stream, end):
-                soonest[stream] = waited
-            table[index] = soonest.get(stream, end)
-        return table, elsewhere
+        self.places = [moved(place) for place in self.places]
+        periods = [again.periods(moved, frees) for again in self._again]
+        return Block(label, tuple(out), tuple(periods))

@@ -43,9 +43,9 @@ class Kind(Enum):
     __hash__ = object.__hash__  # kinds are compared by identity: Enum's own hashes the name again
 
 
-HOST_UPDATE = "host_update"
-"""The stream of an optimizer that runs on the rank's own CPU cores."""
-STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE)
+COMPUTE, HOST_UPDATE = "compute", "host_update"
+"""The streams of kernels, and of an optimizer that runs on the rank's own CPU cores."""
+STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE)
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 

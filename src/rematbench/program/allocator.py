@@ -158,6 +158,12 @@ class Allocator:
         self.reserved_peak = self.allocated_peak = 0
         self.retries = 0
 
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What decides on the next request, and the retries so far: equal after requests that gave
+        back all they took, and would again."""
+        return (self.reserved, self.retries, *(pool.keys.copy() for pool in self.pools))
+
     def allocate(self, size: int) -> tuple[int, int]:
         """(address, size) of a block for `size` bytes (a multiple of 512), or OutOfMemory."""
         pool = self.pools[size <= SMALL]

@@ -4,7 +4,7 @@ The issue-order ledger needs no costs: each block has net bytes and a peak, so a
 blocks.  Tensors in staging slots count once, with their pool.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,8 +12,9 @@ import numpy as np
 from msgspec import Struct
 
 from rematbench.cost.copies import pinned_block_bytes
-from rematbench.program.action import HOST, Action, tenant
-from rematbench.program.program import Block, Program, RankProgram
+from rematbench.program.action import HOST, Action, Alloc, tenant
+from rematbench.program.program import Block, Part, Program, RankProgram
+from rematbench.program.template import Layers
 from rematbench.simulate.step import Interval
 
 
@@ -84,15 +85,26 @@ def pool_bytes(rank: RankProgram) -> int:
     slots: dict[str, int] = {}
     for block in rank.blocks:
         here: dict[tuple[str, str], int] = {}
-        for action, times in block.counted():
-            for alloc in action.allocs:
-                if alloc.slot:
-                    part = tenant(alloc.name, alloc.slot)  # each period has parts of its own
-                    here.setdefault((alloc.slot, part), 0)
-                    here[alloc.slot, part] += alloc.nbytes * (1 if part else times)
+        for alloc, pieces, layers in _slotted(block.parts, 1, 1):
+            who = tenant(alloc.name, alloc.slot)
+            here.setdefault((alloc.slot, who), 0)
+            here[alloc.slot, who] += alloc.nbytes * pieces * (1 if who else layers)
         for (slot, _), nbytes in here.items():
             slots[slot] = max(slots.get(slot, 0), nbytes)
     return sum(slots.values())
+
+
+def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[Alloc, int, int]]:
+    """Allocations in staging slots, how often each occurs in a layer, and in how many layers (each
+    of which is a tenant of its own)."""
+    for part in parts:
+        if part.periods is None:
+            slotted = (alloc for action in part.written for alloc in action.allocs if alloc.slot)
+            yield from ((alloc, pieces, layers) for alloc in slotted)
+        elif isinstance(part.periods.of, Layers):
+            yield from _slotted(part.inside, pieces, layers * part.times)
+        else:
+            yield from _slotted(part.inside, pieces * part.times, layers)
 
 
 class LedgerError(ValueError):
@@ -152,16 +164,23 @@ class _Profiler:
 
 def _outlive(block: Block) -> Outlive:
     """The storages that a block leaves alive, and the earlier ones that it frees."""
-    if block.periods is None:
-        return outlive_of(block.written)
-    head, period, tail = map(outlive_of, block.parts)
-    again = (period.named(block.periods.shift(at).name) for at in range(block.periods.times))
+    return _outlive_parts(block.parts)
+
+
+def _outlive_parts(parts: Sequence[Part]) -> Outlive:
     births: dict[str, int] = {}
     deaths: list[str] = []
-    for part in (head, *again, tail):
-        deaths += [name for name in part.deaths if births.pop(name, None) is None]
-        births |= part.births
+    for part in parts:
+        first = outlive_part(part)
+        for each in (first, *(first.named(shift.name) for shift in part.shifts)):
+            deaths += [name for name in each.deaths if births.pop(name, None) is None]
+            births |= each.births
     return Outlive(births, deaths)
+
+
+def outlive_part(part: Part) -> Outlive:
+    """The storages that a part's first period leaves alive, and the earlier ones that it frees."""
+    return _outlive_parts(part.inside) if part.periods else outlive_of(part.written)
 
 
 def outlive_of(actions: Sequence[Action]) -> Outlive:
@@ -180,20 +199,27 @@ def outlive_of(actions: Sequence[Action]) -> Outlive:
 def _profile(block: Block, sizes: dict[str, int]) -> Profile:
     """A block's effect; `sizes`: bytes of the storages of its micro-batch and chunk that are alive
     at entry (updated in place)."""
-    if block.periods is None:
+    if not block.periods:
         return _effect(block.label, block.written, sizes)
-    head, period, tail = block.parts
-    found = _effect(block.label, head, sizes)
-    outlive = outlive_of(period)
-    freed = [sizes.get(name) for name in outlive.deaths]
-    one = _effect(block.label, period, sizes)
-    for number in range(1, block.periods.times):
-        births, deaths = outlive.named(block.periods.shift(number).name)
-        if [sizes.pop(name, None) for name in deaths] != freed:
-            raise LedgerError(f"{block.label}: period {number} frees other bytes than period 0")
-        sizes.update(births)
-    found = found.then(one.times(block.periods.times))
-    return found.then(_effect(block.label, tail, sizes))
+    return _parts_effect(block.label, block.parts, sizes)
+
+
+def _parts_effect(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profile:
+    found = Profile._make([0] * len(Profile._fields))
+    for part in parts:
+        if part.periods is None:
+            found = found.then(_effect(label, part.written, sizes))
+            continue
+        outlive = outlive_part(part)
+        freed = [sizes.get(name) for name in outlive.deaths]
+        one = _parts_effect(label, part.inside, sizes)
+        for number, shift in enumerate(part.shifts, 1):
+            births, deaths = outlive.named(shift.name)
+            if [sizes.pop(name, None) for name in deaths] != freed:
+                raise LedgerError(f"{label}: period {number} frees other bytes than period 0")
+            sizes.update(births)
+        found = found.then(one.times(part.times))
+    return found
 
 
 def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Profile:

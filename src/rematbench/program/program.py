@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rematbench.program.action import Action, from_text, to_text
 from rematbench.program.late import Late
-from rematbench.program.template import Shift
+from rematbench.program.template import Later, Layers, Pieces, Shift
 
 
 class Step(NamedTuple):
@@ -29,48 +29,96 @@ class Step(NamedTuple):
 
 
 class Periods(NamedTuple):
-    """Equal periods inside a block, each of one or a few equal layers: `times` periods of `length`
-    actions from `start`.  Periods take equally long and need equal bytes; numbers of events are
-    higher by `events` than those of the period before, and numbers of the layers between those of
-    `near` by `layers`."""
+    """Equal periods inside a block: `times` periods of `length` actions from `start`.  Periods take
+    equally long and need equal bytes.  The first records events from number `event` on, and numbers
+    of events are higher by `events` than those of the period before; `of` says what other numbers
+    are higher.  `inside`: periods inside each period, that start behind its start."""
 
     start: int
     length: int
     times: int
+    event: int
     events: int
-    layers: int
-    near: tuple[int, int]
+    of: Layers | Pieces
+    inside: tuple["Periods", ...] = ()
 
-    def shift(self, number: int) -> Shift:
+    def later(self, events: int) -> "Periods":
+        """The same periods where numbers of events are higher by `events`."""
+        inside = tuple([each.later(events) for each in self.inside])
+        return self._replace(event=self.event + events, inside=inside)
+
+    def shift(self, number: int) -> Shift | Later:
         """The names of period `number`, from those of period 0."""
-        return Shift(number * self.layers, number * self.events, *self.near, 0)
+        return self.of.shift(number, number * self.events)
+
+
+class Part(NamedTuple):
+    """Actions of a block in issue order as they are written, or those of the first of `periods`."""
+
+    written: tuple[Action, ...]
+    periods: Periods | None
+
+    @property
+    def times(self) -> int:
+        """How often the actions occur but for the numbers in their names."""
+        return self.periods.times if self.periods else 1
+
+    @property
+    def shifts(self) -> list[Shift | Later]:
+        """The names of each further period."""
+        return [self.periods.shift(at) for at in range(1, self.times)] if self.periods else []
+
+    @property
+    def inside(self) -> tuple["Part", ...]:
+        """The parts of the first of the periods."""
+        return parted(self.written, self.periods.inside) if self.periods else ()
+
+
+def parted(written: tuple[Action, ...], periods: tuple[Periods, ...]) -> tuple[Part, ...]:
+    """The actions before, in the first of, and behind periods that repeat."""
+    found, done = [], 0
+    for each in periods:
+        end = each.start + each.length
+        found += [Part(written[done : each.start], None), Part(written[each.start : end], each)]
+        done = end
+    return tuple([part for part in (*found, Part(written[done:], None)) if part.written])
+
+
+def _expanded(parts: tuple[Part, ...]) -> list[Action]:
+    found: list[Action] = []
+    for part in parts:
+        first = _expanded(part.inside) if part.periods else part.written
+        found += first
+        for shift in part.shifts:
+            found += shift.of(first)
+    return found
+
+
+def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]]:
+    for part in parts:
+        if part.periods:
+            yield from _counted(part.inside, times * part.times)
+        else:
+            yield from zip(part.written, repeat(times))
 
 
 class Block(Struct, frozen=True, dict=True):
     """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
-    actions, or, where `periods` repeat, those before, in the first and behind the last of them."""
+    actions, but of `periods` that repeat the first only."""
 
     label: str
     written: tuple[Action, ...]
-    periods: Periods | None = None
+    periods: tuple[Periods, ...] = ()
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """All actions in issue order."""
-        if self.periods is None:
-            return self.written
-        head, period, tail = self.parts
-        again = (self.periods.shift(number).of(period) for number in range(self.periods.times))
-        return (*head, *chain.from_iterable(again), *tail)
+        return tuple(_expanded(self.parts)) if self.periods else self.written
 
-    @property
-    def parts(self) -> tuple[tuple[Action, ...], ...]:
-        """The actions before periods, of the first period, and behind all periods; without periods
-        the first part has all actions."""
-        start, end = len(self.written), len(self.written)
-        if self.periods is not None:
-            start, end = self.periods.start, self.periods.start + self.periods.length
-        return self.written[:start], self.written[start:end], self.written[end:]
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The actions before, in the first of, and behind the periods that repeat."""
+        return parted(self.written, self.periods)
 
     @property
     def count(self) -> int:
@@ -80,10 +128,7 @@ class Block(Struct, frozen=True, dict=True):
     def counted(self) -> Iterator[tuple[Action, int]]:
         """The block's actions, and how often each occurs but for the numbers in its names: of
         periods that repeat, the first period's."""
-        head, period, tail = self.parts
-        yield from zip(head, repeat(1))
-        yield from zip(period, repeat(self.periods.times if self.periods else 1))
-        yield from zip(tail, repeat(1))
+        return _counted(self.parts, 1)
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):

@@ -1,7 +1,7 @@
 """Replays a rank's allocations and frees on the model of PyTorch's caching allocator."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from rematbench.program.action import HOST, HOST_UPDATE, Action, Kind
 from rematbench.program.allocator import (
@@ -12,9 +12,8 @@ from rematbench.program.allocator import (
     rounded,
 )
 from rematbench.program.late import Late
-from rematbench.program.ledger import outlive_of
-from rematbench.program.program import Block, RankProgram, Step
-from rematbench.program.template import Shift
+from rematbench.program.ledger import outlive_part
+from rematbench.program.program import Block, Part, RankProgram, Step
 
 Request = tuple[str, int]
 """(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
@@ -27,24 +26,42 @@ Placed = tuple[int, int]
 """(address, size) of a block of memory."""
 
 
-def requests(block: Block, *, late: bool = False) -> list[Request]:
+class Lines(NamedTuple):
+    """Lines that a block asks `times` times, one time after the other."""
+
+    lines: list[Request]
+    times: int
+
+
+def requests(block: Block, *, late: bool = False) -> list[Lines]:
     """The device allocations and frees of a block in issue order (staging slots are resident, so
     they are left out); with `late` also where weights get a gradient, where units are updated and
     where their backward ends."""
-    if late or block.periods is None:
-        return _requests(block.actions, _ends(block) if late else None)
-    head, period, tail = map(_requests, block.parts)
-    births, deaths = outlive_of(block.parts[1])
-    crossing, shift = {*births, *deaths}, block.periods.shift
-    again = (_renamed(period, crossing, shift(at)) for at in range(block.periods.times))
-    return [*head, *chain.from_iterable(again), *tail]
+    if late or not block.periods:
+        return [Lines(_requests(block.actions, _ends(block) if late else None), 1)]
+    return _of_parts(block.parts)
 
 
-def _renamed(lines: Sequence[Request], crossing: Collection[str], shift: Shift) -> list[Request]:
-    """The lines of a later period, from those of the first.  Only the storages `crossing` its ends
-    have new names: the names of all others are free again."""
-    new = {name: shift.name(name) for name in crossing}
-    return [(new.get(name, name), size) for name, size in lines]
+def _of_parts(parts: Sequence[Part]) -> list[Lines]:
+    found: list[Lines] = []
+    for part in parts:
+        if part.periods is None:
+            found.append(Lines(_requests(part.written), 1))
+            continue
+        one = _of_parts(part.inside)
+        births, deaths = outlive_part(part)
+        crossing = (*births, *deaths)
+        if not crossing and len(one) == 1:
+            found.append(Lines(one[0].lines, part.times))
+            continue
+        found += one
+        for shift in part.shifts:  # the name of what does not cross a period's ends is free again
+            new = {name: shift.name(name) for name in crossing}
+            found += [
+                Lines([(new.get(name, name), size) for name, size in lines], times)
+                for lines, times in one
+            ]
+    return found
 
 
 def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:
@@ -116,9 +133,7 @@ def replay(
 class _Run:
     """Training steps of one rank, one after the other."""
 
-    def __init__(
-        self, memory: Allocator, lines: dict[int, list[Request]], late: Late | None
-    ) -> None:
+    def __init__(self, memory: Allocator, lines: dict[int, list[Lines]], late: Late | None) -> None:
         self.memory, self.lines = memory, lines
         self.units = late.units if late else {}
         self.made: set[tuple[int, str]] = set()  # units whose states exist
@@ -134,10 +149,16 @@ class _Run:
         self.gradients, self.alive, self.done = {}, {}, 0
         for index, micro_batch, chunk in steps:
             alive = self.alive.setdefault((micro_batch, chunk), {})
-            self._block(self.lines[index], alive, chunk)
+            for lines, times in self.lines[index]:
+                self._lines(lines, alive, chunk)
+                for _ in range(times - 1):
+                    before = self.memory.state
+                    self._lines(lines, alive, chunk)
+                    if self.memory.state == before:  # further times change nothing either
+                        break
             self.done += 1
 
-    def _block(self, lines: list[Request], alive: dict[str, Placed], chunk: int) -> None:
+    def _lines(self, lines: list[Request], alive: dict[str, Placed], chunk: int) -> None:
         memory = self.memory
         for name, size in lines:
             if not size:

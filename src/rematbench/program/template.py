@@ -11,6 +11,7 @@ from rematbench.program.action import (
     Kind,
     event_number,
     in_layer,
+    in_piece,
     is_local,
     later_event,
 )
@@ -73,6 +74,56 @@ class Shift(NamedTuple):
             return name
         before, number, after = words
         return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
+
+
+class Later(NamedTuple):
+    """The names of a piece that is `pieces` later: numbers of pieces are as much higher, numbers of
+    the block's events by `events`.  `offset`: the share of rows before the piece; `own`: for each
+    action whether it works on the piece's rows."""
+
+    pieces: int
+    events: int
+    offset: float
+    own: Sequence[bool]
+
+    def of(self, actions: Sequence[Action]) -> list[Action]:
+        """The actions with the new names and rows."""
+        again = Renaming(self.name).of(actions)
+        return [
+            replace(action, offset=self.offset) if own else action
+            for action, own in zip(again, self.own, strict=True)
+        ]
+
+    def name(self, name: str) -> str:
+        """The new name of a storage or an event."""
+        if is_local(name):
+            return later_event(name, self.events)
+        words = in_piece(name)
+        return f"{words[0]}{words[1] + self.pieces}{words[2]}" if words else name
+
+
+class Layers(NamedTuple):
+    """Periods of one or a few equal layers: numbers of the layers between those of `near` are
+    higher by `layers` than those of the period before."""
+
+    layers: int
+    near: tuple[int, int]
+
+    def shift(self, number: int, events: int) -> Shift:
+        """The names of period `number`, from those of period 0."""
+        return Shift(number * self.layers, events, *self.near, 0)
+
+
+class Pieces(NamedTuple):
+    """Periods of one piece of a mini-sequence.  `offsets`: of each piece, the share of rows before
+    it; `own`: for each action whether it works on the piece's rows."""
+
+    offsets: tuple[float, ...]
+    own: tuple[bool, ...]
+
+    def shift(self, number: int, events: int) -> Later:
+        """The names of piece `number`, from those of piece 0."""
+        return Later(number, events, self.offsets[number], self.own)
 
 
 def older(actions: Iterable[Action], oldest: int) -> bool:

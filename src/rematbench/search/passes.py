@@ -1,22 +1,23 @@
 """The costs of a chunk's passes, read from the blocks of a probe's program."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import takewhile
 from math import fsum
 from operator import add
 from typing import Any, NamedTuple
 
+from rematbench.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.program.action import Action, Kind
 from rematbench.program.ledger import Profile, pool_bytes
-from rematbench.program.program import Block, Program
+from rematbench.program.program import Block, Part, Program
 from rematbench.simulate.contention import KERNELS, copied_bytes, trailing_bytes
 from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_with
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import HOST
-from rematbench.simulate.timing import Timing
+from rematbench.simulate.timing import TIMELESS, Timing
 
 
 class PassCost(NamedTuple):
@@ -148,7 +149,7 @@ class Chunk:
 
         def trailing_s(block: Block) -> float:
             """Seconds of the copies that the block issues after its last kernel."""
-            after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.actions))
+            after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.written))
             return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
 
         return self.nbytes._replace(
@@ -169,18 +170,32 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
     return found
 
 
-def _kernels(timed: Sequence[tuple[Action, Timing]]) -> tuple[float, float]:
+def _kernels(block: Block, timed: Iterator[Timing]) -> tuple[float, float]:
     """Seconds of a block's kernels, and seconds until the last of them ends if it begins as soon as
-    the host has issued it."""
-    issued = end = 0.0
+    the host has issued it.  `timed`: of each written action that takes time, in order."""
     kernels = []
-    for action, (seconds, issue, _) in timed:
-        issued += issue
-        if seconds:
-            if action.stream == "compute":
-                end = issued + seconds
-            if action.kind in KERNELS:
-                kernels.append(seconds)
+
+    def issue_all(parts: tuple[Part, ...], times: int) -> tuple[float, float]:
+        """Seconds in which the host issues parts, which come `times` times, and the end of the last
+        kernel in them (0: none)."""
+        issued = end = 0.0
+        for part in parts:
+            if part.periods:
+                one, last = issue_all(part.inside, times * part.times)
+                end = issued + (part.times - 1) * one + last if last else end
+                issued += part.times * one
+                continue
+            for action in part.written:
+                if action.kind not in TIMELESS:
+                    seconds, issue, _ = next(timed)
+                    issued += issue
+                    if seconds and action.stream == COMPUTE_STREAM:
+                        end = issued + seconds
+                    if action.kind in KERNELS:
+                        kernels.append(times * seconds)
+        return issued, end
+
+    _, end = issue_all(block.parts, 1)
     return fsum(kernels), end
 
 
@@ -192,16 +207,14 @@ def pass_bytes(profile: Profile) -> PassCost:
 
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
-    timed: list[tuple[Action, Timing]] = []
+    timed: list[Timing] = []
 
     def timing(action: Action, rank: int) -> Timing:
-        found = costs.timing(action, rank)
-        timed.append((action, found))
-        return found
+        timed.append(costs.timing(action, rank))
+        return timed[-1]
 
-    every = Block(block.label, block.actions)  # kernels are counted one by one
-    macro = macro_of(rows_with(every, rank, timing))
-    kernel_s, called_s = _kernels(timed)
+    macro = macro_of(rows_with(block, rank, timing))
+    kernel_s, called_s = _kernels(block, iter(timed))
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
     landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST

@@ -1,6 +1,7 @@
 """Bytes that pinned blocks in host memory hold beyond the tensors in them."""
 
 from collections import Counter
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,8 @@ def pinned_of(plan: Plan, program: Program) -> Pinned:
     rank = min(1, program.pp - 1)
     blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
     block = next((block for block in blocks if block.label == "D2H"), blocks[0])
-    sizes = sorted((a.nbytes for a in block.actions if a.kind is Kind.D2H), reverse=True)
+    copies = ([a.nbytes] * times for a, times in block.counted() if a.kind is Kind.D2H)
+    sizes = sorted(chain.from_iterable(copies), reverse=True)
     return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), by_budget(plan))
 
 

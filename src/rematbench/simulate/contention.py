@@ -174,9 +174,9 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 
 def trailing_bytes(block: Block) -> int:
     """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
-    copies = [action for action in block.written if _by_layer(action, Kind.D2H)]
-    parts = {action.part for action in copies if action.event == "d2h"}
-    return sum(action.nbytes for action in copies if action.part in parts)
+    copies = [pair for pair in block.counted() if _by_layer(pair[0], Kind.D2H)]
+    parts = {action.part for action, _ in copies if action.event == "d2h"}
+    return sum(action.nbytes * n for action, n in copies if action.part in parts)
 
 
 def copied_bytes(block: Block, kind: Kind) -> int:

@@ -109,9 +109,22 @@ class _Run:
         self.events: dict[str, Shifted] = {}
         self.sends: list[tuple[str, Shifted]] = []
 
-    def part(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
-        """Issue and run the rows of a part; `seen`: the times of the events so far, to which the
-        part's are added.  The loop is plain because every simulation spends its time here."""
+    def run(self, parts: Sequence[RowPart], seen: dict[str, Shifted], later: Set[str]) -> None:
+        """Issue and run parts in order; `seen`: the times of the events so far, to which the parts'
+        are added; `later`: the events that other parts or blocks read."""
+        for part in parts:
+            if part.times > 1:
+                self._again(part, seen, later)
+            else:
+                seen |= part.renamed(seen)
+                self._once(part, seen, later)
+
+    def _once(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+        self._rows(part.rows, seen)
+        self.run(part.inside, seen, later)
+
+    def _rows(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
+        """Issue and run rows.  The loop is plain because every simulation spends its time here."""
         free = self.free
         for stream, seconds, issue, late, held, wait, begin, event, send in rows:
             end = free[stream]
@@ -133,15 +146,15 @@ class _Run:
             if held:
                 self._held(end)
 
-    def again(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
-        """Issue and run the rows of a part `times` times.  One turn is a (max, +) matrix from the
-        times before it, of streams, the host and events, to those after it; the part is the power
-        of that matrix.  `later`: the events that other parts or blocks read."""
+    def _again(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+        """Issue and run a part `times` times.  One turn is a (max, +) matrix from the times before
+        it, of streams, the host and events, to those after it; the part is the power of that
+        matrix."""
         turn = _Run()
         turn.externals = {name: HOST + 1 + at for at, name in enumerate(sorted(later))}
         state: dict[str, Shifted] = {name: ({at: 0.0}, 0.0) for name, at in turn.externals.items()}
         state |= part.renamed(state)
-        turn.part(part.rows, state)
+        turn._once(part, state, later)
         assert not turn.sends
         names = [*turn.externals]  # with those that the rows alone wait for
         matrix = power([*turn.free, *(state[name] for name in names)], part.times)
@@ -181,13 +194,8 @@ def macro_of(*blocks: RowBlock) -> Macro:
     seen: dict[str, Shifted] = {}
     for block in blocks:
         seen = {name: value for name, value in seen.items() if not is_local(name)}
-        later = {*block.shared, *(before for part in block.parts for _, before in part.carried)}
-        for part in block.parts:
-            if part.times > 1:
-                run.again(part, seen, later)
-            else:
-                seen |= part.renamed(seen)
-                run.part(part.rows, seen)
+        later = {*block.shared, *(name for part in block.parts for name in part.before())}
+        run.run(block.parts, seen, later)
         run.events |= {name: seen[name] for name in block.shared}
     return Macro(
         streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),

@@ -7,11 +7,19 @@ before the row + h1 + ... + hj; so the row starts no earlier than that clock + t
 (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its actions one by one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from rematbench.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local, later_event
-from rematbench.program.program import Block
+from rematbench.program.action import (
+    STREAM_INDEX,
+    STREAMS,
+    Action,
+    Kind,
+    event_number,
+    is_local,
+    later_event,
+)
+from rematbench.program.program import Block, Part, Periods
 from rematbench.simulate.timing import TIMELESS, Timing
 
 NO_STREAM = -1
@@ -43,12 +51,19 @@ Carried = tuple[tuple[str, str], ...]
 
 
 class RowPart(NamedTuple):
-    """Rows of a block in order, `times` times.  `carried`: events of the block that change their
-    names before the rows, because periods that repeat share their rows."""
+    """Rows of a block in order, or parts that come `times` times.  `carried`: events of the block
+    that change their names before the rows, because periods that repeat share their rows."""
 
     rows: tuple[Row, ...]
     carried: Carried = ()
     times: int = 1
+    inside: tuple["RowPart", ...] = ()
+
+    def before(self) -> Iterator[str]:
+        """The names before of all events that change their names."""
+        yield from (before for _, before in self.carried)
+        for part in self.inside:
+            yield from part.before()
 
     def renamed(self, seen: Mapping[str, Time]) -> dict[str, Time]:
         """The events of `seen` that change their names, by their new names."""
@@ -68,39 +83,60 @@ class RowBlock(NamedTuple):
 def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) -> RowBlock:
     """Compile a block into rows, with the timings of its actions.  Periods that repeat are compiled
     once."""
-    periods = block.periods
-    if periods is None:
-        rows, busy = _rows(block.written, rank, timing)
-        parts = [RowPart(tuple(rows))]
-    else:
-        times = periods.times
-        (head, busy), (period, period_s), (tail, tail_s) = (
-            _rows(part, rank, timing) for part in block.parts
-        )
-        between, behind = _carried(period, tail, times, periods.events)
-        again = RowPart(tuple(period), between, times - 1)
-        parts = [RowPart(tuple(head)), RowPart(again.rows), again, RowPart(tuple(tail), behind)]
-        busy = [a + times * b + c for a, b, c in zip(busy, period_s, tail_s, strict=True)]
-        rows = [*head, *period, *tail]
-    receives = tuple([row.wait for row in rows if row.wait.startswith("recv_")])
-    shared = tuple([row.event for row in rows if row.event and not is_local(row.event)])
+    parts, busy = _parts(block.parts, rank, timing)
+    rows = [*_all_rows(parts)]
+    receives = tuple(dict.fromkeys(row.wait for row in rows if row.wait.startswith("recv_")))
+    shared = tuple(dict.fromkeys(e for row in rows if (e := row.event) and not is_local(e)))
     return RowBlock(tuple(parts), receives, shared, tuple(busy))
 
 
+def _parts(
+    parts: Sequence[Part], rank: int, timing: Callable[[Action, int], Timing]
+) -> tuple[list[RowPart], list[float]]:
+    """Compiled parts, and the seconds in which they keep each stream busy."""
+    found: list[tuple[list[RowPart], list[float]]] = []
+    for part in parts:
+        if part.periods:
+            found.append(_parts(part.inside, rank, timing))
+        else:
+            rows, busy_s = _rows(part.written, rank, timing)
+            found.append(([RowPart(tuple(rows))], busy_s))
+    rest: list[RowPart] = []
+    busy = [0.0] * len(STREAMS)
+    for part, (own, busy_s) in zip(reversed(parts), reversed(found), strict=True):
+        if part.periods:
+            between, behind = _carried(own, rest, part.periods)
+            if rest:
+                rest[0] = rest[0]._replace(carried=(*behind, *rest[0].carried))
+            alone = own[0].rows if len(own) == 1 else ()
+            again = RowPart(alone, between, part.times - 1, () if alone else tuple(own))
+            rest.insert(0, again)
+        rest = [*own, *rest]
+        busy = [known + part.times * more for known, more in zip(busy, busy_s, strict=True)]
+    return rest, busy
+
+
+def _all_rows(parts: Iterable[RowPart]) -> Iterator[Row]:
+    for part in parts:
+        yield from part.rows
+        yield from _all_rows(part.inside)
+
+
 def _carried(
-    period: Sequence[Row], tail: Sequence[Row], times: int, events: int
+    period: Sequence[RowPart], rest: Sequence[RowPart], periods: Periods
 ) -> tuple[Carried, Carried]:
-    """What is carried from period to period, and from the last one to the tail.  Each period's
-    events have the names of the first period's, so an event that a period knows as number n was,
-    one period earlier, number n + `events`; where the period does not record that event, one before
-    it did."""
-    recorded = {name for row in period for name in (row.begin, row.event)}
-    back = (times - 1) * events
-    behind = [(name, later_event(name, -back)) for name in _awaited(tail)]
+    """What is carried from period to period, and from the last one to the rest of the block.  Each
+    period's events have the names of the first period's, so an event that a period knows as number
+    n was, one period earlier, number n + `events`; where the period does not record that event, one
+    before it did."""
+    recorded = {name for row in _all_rows(period) for name in (row.begin, row.event)}
+    events, back = periods.events, (periods.times - 1) * periods.events
+    awaited = [name for name in _awaited(rest) if event_number(name) >= periods.event]
+    behind = [(name, later_event(name, -back)) for name in awaited]
     between: dict[str, str] = {}
     for wanted in [*_awaited(period), *(before for _, before in behind)]:
         name = wanted
-        for _ in range(times):
+        for _ in range(periods.times):
             if name in recorded or name in between:
                 break
             between[name] = later_event(name, events)
@@ -108,15 +144,25 @@ def _carried(
     return tuple(between.items()), tuple(behind)
 
 
-def _awaited(rows: Sequence[Row]) -> set[str]:
-    """The block's own events that rows wait for and that no earlier one of them records."""
+def _awaited(parts: Sequence[RowPart]) -> list[str]:
+    """The block's own events that parts wait for and that nothing in them records earlier."""
     known: set[str] = set()
-    found: set[str] = set()
-    for row in rows:
-        if row.wait and row.wait not in known and is_local(row.wait):
-            found.add(row.wait)
-        known.update((row.begin, row.event))
-    return found
+    found: dict[str, None] = {}
+
+    def look(parts: Sequence[RowPart]) -> None:
+        for part in parts:
+            for name, before in part.carried:
+                if before not in known and is_local(before):
+                    found[before] = None
+                known.add(name)
+            for row in part.rows:
+                if row.wait and row.wait not in known and is_local(row.wait):
+                    found[row.wait] = None
+                known.update((row.begin, row.event))
+            look(part.inside)
+
+    look(parts)
+    return [*found]
 
 
 def _rows(
