@@ -20,8 +20,8 @@ class CostModel(KernelCosts):
     """Seconds and bytes of one rank's work: its kernels, and its traffic."""
 
     @cached_property
-    def _comms(self) -> dict[tuple[Comm, int], float]:
-        """Seconds of collectives, by the pipeline stage that runs them."""
+    def _comms(self) -> dict[tuple[Comm, int | collectives.GroupShape], float]:
+        """Seconds of collectives, by the stage that runs them, and by the shape of its group."""
         return {}
 
     @cached_property
@@ -54,11 +54,13 @@ class CostModel(KernelCosts):
         The `dp` group has the data- and context-parallel peers, which shard the states together."""
         key = (comm, stage)
         if key not in self._comms:
-            self._comms[key] = self._collective_s(comm, stage)
+            shape = self.group(comm.group, stage)
+            if (comm, shape) not in self._comms:
+                self._comms[comm, shape] = self._collective_s(comm, shape)
+            self._comms[key] = self._comms[comm, shape]
         return self._comms[key]
 
-    def _collective_s(self, comm: Comm, stage: int) -> float:
-        shape = self.group(comm.group, stage)
+    def _collective_s(self, comm: Comm, shape: collectives.GroupShape) -> float:
         nvlink = self._group_nvlink_bytes_per_s(shape.fewest_per_node)
         nic = self.nic_bytes_per_s
         ring = collectives.ring_bytes_per_s(

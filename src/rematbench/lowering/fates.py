@@ -72,22 +72,23 @@ class ChunkSites(ChunkPlace, frozen=True, kw_only=True):
     sites: dict[Site, Activation]
 
 
-def matches(select: Select, where: ChunkSites, site: Site, phase: Phase, micro_batch: int) -> bool:
-    """Whether a rule's selector covers a site in a phase and micro-batch."""
-    part, layer, name = site
-    wanted_layer = select.layers is None or (
-        part == "layer" and where.layers[layer] in select.layers
-    )
-    window = select.micro_batches
-    return (
-        wanted_layer
-        and (select.stages is None or where.stage in select.stages)
-        and (select.chunks is None or where.chunk in select.chunks)
-        and (select.parts is None or part in select.parts)
-        and (select.activations is None or name in select.activations)
-        and (select.phases is None or phase in select.phases)
-        and (window is None or window[0] <= micro_batch < window[1])
-    )
+def _matched(select: Select, where: ChunkSites, phase: Phase, micro_batch: int) -> list[Site]:
+    """The sites that a rule's selector covers in a phase and micro-batch."""
+    window, parts, names = select.micro_batches, select.parts, select.activations
+    if select.phases is not None and phase not in select.phases:
+        return []
+    if not _reaches(select, where) or not (window is None or window[0] <= micro_batch < window[1]):
+        return []
+    if select.layers is None:
+        own: Sequence[Site] = [*where.sites]
+    else:
+        inside = {i for i, layer in enumerate(where.layers) if layer in select.layers}
+        own = [site for site in where.sites if site[0] == "layer" and site[1] in inside]
+    return [
+        site
+        for site in own
+        if (parts is None or site[0] in parts) and (names is None or site[2] in names)
+    ]
 
 
 def resolve(
@@ -96,15 +97,20 @@ def resolve(
     """The fates of a chunk's sites, and the indices of the rules that matched a site.  PlanError
     for groups that overlap or do not contain their site."""
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
+    fates: list[Fate] = [*(rule.fate for rule in plan.rules), Keep()]
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
+    known: dict[tuple[int, int], Resolved] = {}  # equal layers have the same tensors
     shard_rows = min((tensor.rows for tensor in where.sites.values()), default=1)
     for site, tensor in where.sites.items():
-        fate: Fate = plan.rules[winner[site]].fate if site in winner else Keep()
-        if isinstance(fate, ByteBudget):
-            budgets.setdefault(winner[site], []).append(site)
-        else:
-            table[site] = _exact(fate, tensor, shard_rows)
+        index = winner.get(site, -1)
+        if isinstance(fates[index], ByteBudget):
+            budgets.setdefault(index, []).append(site)
+            continue
+        key = (index, id(tensor))
+        if key not in known:
+            known[key] = _exact(fates[index], tensor, shard_rows)
+        table[site] = known[key]
     for index, sites in budgets.items():
         budget = plan.rules[index].fate
         assert isinstance(budget, ByteBudget)
@@ -120,9 +126,7 @@ def _winners(
     winner: dict[Site, int] = {}
     matched: set[int] = set()
     for index, rule in enumerate(rules):
-        if not _reaches(rule.select, where):
-            continue
-        hit = [s for s in where.sites if matches(rule.select, where, s, phase, micro_batch)]
+        hit = _matched(rule.select, where, phase, micro_batch)
         if rule.select.kept:
             hit = [s for s in hit if s not in winner or isinstance(rules[winner[s]].fate, Keep)]
         winner.update(dict.fromkeys(hit, index))

@@ -150,9 +150,10 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
         return None
     times, gap = short.dropped // short.period + 1, short.dropped
     first = 0 if forward else gap
+    before = short.shift(first, 0, gap)
     written = [
-        *short.shift(first, 0, gap).of(head),
-        *short.shift(first, 0, gap).of(here),
+        *(head if forward else before.of(head)),
+        *(here if forward else before.of(here)),
         *short.shift(gap - first, (times - 1) * events, gap).of(tail),
     ]
     near = (short.low + first, short.high + first)
@@ -165,10 +166,10 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
         of=Layers(layers, near),
         inside=tuple(inside[1]),
     )
-    before = [each for each in block.periods if each.start < edges[1].action]
+    ahead = [each for each in block.periods if each.start < edges[1].action]
     behind = [each for each in block.periods if each.start >= edges[2].action]
     behind = [each.later((times - 1) * events) for each in behind]
-    return Block(block.label, tuple(written), (*before, periods, *behind))
+    return Block(block.label, tuple(written), (*ahead, periods, *behind))
 
 
 def _inside(block: Block, start: Place, end: Place) -> list[Periods]:
@@ -187,5 +188,7 @@ def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) ->
 
 def _layers(actions: Iterable[Action]) -> set[int]:
     """The numbers of the layers that actions name."""
-    names = {name for a in actions for name in (*a.reads, *a.frees, *(x.name for x in a.allocs))}
+    names: set[str] = set()
+    for action in actions:
+        names.update(action.reads, action.frees, [alloc.name for alloc in action.allocs])
     return {words[1] for name in names if (words := in_layer(name)) is not None}

@@ -128,7 +128,7 @@ class Block(Struct, frozen=True, dict=True):
     def counted(self) -> Iterator[tuple[Action, int]]:
         """The block's actions, and how often each occurs but for the numbers in its names: of
         periods that repeat, the first period's."""
-        return _counted(self.parts, 1)
+        return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):

@@ -83,8 +83,12 @@ class RowBlock(NamedTuple):
 def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) -> RowBlock:
     """Compile a block into rows, with the timings of its actions.  Periods that repeat are compiled
     once."""
-    parts, busy = _parts(block.parts, rank, timing)
-    rows = [*_all_rows(parts)]
+    if block.periods:
+        parts, busy = _parts(block.parts, rank, timing)
+        rows = [*_all_rows(parts)]
+    else:
+        rows, busy = _rows(block.written, rank, timing)
+        parts = [RowPart(tuple(rows))]
     receives = tuple(dict.fromkeys(row.wait for row in rows if row.wait.startswith("recv_")))
     shared = tuple(dict.fromkeys(e for row in rows if (e := row.event) and not is_local(e)))
     return RowBlock(tuple(parts), receives, shared, tuple(busy))

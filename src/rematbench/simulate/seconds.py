@@ -38,6 +38,7 @@ class ActionCosts:
         begins = _graph_begins if system.cuda_graphs else _region_begins
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
+        self._holds = self._waits_for_messages or system.blocking_copies
         if program is not None:
             self.crowd = crowd_of(problem, program, self._kernels_s)
             if self.crowd.drawn:
@@ -58,10 +59,10 @@ class ActionCosts:
         layers and micro-batches, and for all ranks unless a collective runs beside the kernel."""
         kind = action.kind
         if kind not in DIRECTION:
-            still = kind in STILL
-            seconds = 0.0 if still else self(action, rank)
-            issue = 0.0 if still else self.issue_s(action, rank)
-            return Timing(seconds, issue, self.held(action))
+            held = self._holds and self.held(action)
+            if kind in STILL:
+                return Timing(0.0, 0.0, held)
+            return Timing(self(action, rank), self.issue_s(action, rank), held)
         beside = action.beside
         where = (action.part[:1], action.variant, action.op, rank if beside else 0, beside)
         key = (kind, where, action.fraction, action.columns, action.offset > 0.0)
