@@ -156,6 +156,8 @@ class ChunkOps:
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
         """The mini-sequence run inside which an activation exists only in pieces, or None."""
+        if not self.mini_sequences:
+            return None
         runs = self.runs(unit).values()
         return next((run for run in runs if activation in run.interior), None)
 

@@ -133,7 +133,7 @@ class _Profiler:
         for key, block in list(left.items()):
             if not self._outlive(block).deaths:
                 self.profiles[key] = _profile(left.pop(key), {})
-        first = {step[0]: step[1:] for step in reversed(rank.steps)} if left else {}
+        first = {step[0]: step[1:] for step in rank.first_steps} if left else {}
         alive: dict[tuple[int, ...], dict[str, int]] = {
             where: {} for index, where in first.items() if id(rank.blocks[index]) in left
         }
@@ -261,8 +261,7 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
     highest = max(map(abs, sizes)) * (len(rank.steps) + 2)  # a bound of every sum below
     kind = np.int64 if highest < np.iinfo(np.int64).max else object
     table = np.fromiter(sizes, kind, len(sizes))
-    blocks = np.fromiter([step[0] for step in rank.steps], np.intp, len(rank.steps))
-    by_step = table.reshape(-1, len(Profile._fields)).T.take(blocks, axis=1)
+    by_step = table.reshape(-1, len(Profile._fields)).T.take(rank.block_of_step, axis=1)
     nets, highs = by_step[0::2], by_step[1::2]  # (device, host, pinned) by steps
     levels = nets.cumsum(axis=1)
     tops = levels - nets + highs

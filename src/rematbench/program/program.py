@@ -6,14 +6,15 @@ the block runs for; `actions()` expands the steps.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from rematbench.program.action import Action, from_text, to_text
 from rematbench.program.late import Late
@@ -141,10 +142,21 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     late: Late | None = None
 
     @cached_property
+    def block_of_step(self) -> NDArray[np.intp]:
+        """The block that each step runs."""
+        return np.fromiter(map(itemgetter(0), self.steps), np.intp, len(self.steps))
+
+    @cached_property
     def runs(self) -> list[int]:
         """How often each block runs."""
-        counts = Counter(map(itemgetter(0), self.steps))
-        return [counts[index] for index in range(len(self.blocks))]
+        counts: list[int] = np.bincount(self.block_of_step, minlength=len(self.blocks)).tolist()
+        return counts
+
+    @cached_property
+    def first_steps(self) -> list[Step]:
+        """The first step of each block that runs."""
+        _, first = np.unique(self.block_of_step, return_index=True)
+        return [self.steps[at] for at in first.tolist()]
 
     def actions(self) -> Iterator[tuple[Action, int, int]]:
         """Yield (action, micro-batch, chunk) in the host's issue order."""

@@ -11,7 +11,7 @@ from rematbench.problem import Problem
 from rematbench.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.program.program import Program
 from rematbench.simulate.contention import crowd_of
-from rematbench.simulate.timing import STILL, RankedSeconds, Timing
+from rematbench.simulate.timing import NOTHING, STILL, RankedSeconds, Timing
 
 DIRECTION: dict[Kind, Direction] = {
     Kind.FORWARD: "forward",
@@ -61,7 +61,7 @@ class ActionCosts:
         if kind not in DIRECTION:
             held = self._holds and self.held(action)
             if kind in STILL:
-                return Timing(0.0, 0.0, held)
+                return Timing(0.0, 0.0, held) if held else NOTHING
             return Timing(self(action, rank), self.issue_s(action, rank), held)
         beside = action.beside
         where = (action.part[:1], action.variant, action.op, rank if beside else 0, beside)
