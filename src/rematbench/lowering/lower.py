@@ -1,7 +1,7 @@
 """Plan -> actions: the only place that expands a plan.  Both readers see only actions."""
 
 from collections.abc import Callable, Collection
-from functools import partial
+from functools import lru_cache, partial
 
 from msgspec.structs import replace
 
@@ -123,11 +123,13 @@ def _check_host_states(plan: Plan) -> None:
         raise PlanError("gradients in host memory need their optimizer there")
 
 
-def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
-    """Whether each forward of a chunk is directly followed by its own backward."""
-    return all(
-        item.chunk != chunk or not item.forward or after == Pass(False, item.micro_batch, chunk)
+@lru_cache(maxsize=256)
+def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
+    """The chunks with a forward that is not directly followed by its own backward."""
+    return frozenset(
+        item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
+        if item.forward and after != Pass(False, item.micro_batch, item.chunk)
     )
 
 
@@ -138,9 +140,9 @@ class _RankLowering:
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
-        pieces, held = plan.mini_sequences, plan.held
+        pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
         self.chunks = [
-            ChunkOps(problem, rank, c, layers, pieces, held, at_once=_at_once(self.order, c))
+            ChunkOps(problem, rank, c, layers, pieces, held, at_once=c not in apart)
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []

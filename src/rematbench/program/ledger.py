@@ -131,8 +131,13 @@ class _Profiler:
         and chunk that the block runs for."""
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
-            if not self._outlive(block).deaths:
-                self.profiles[key] = _profile(left.pop(key), {})
+            sizes: dict[str, int] = {}
+            try:
+                self.profiles[key] = _profile(block, sizes)
+            except LedgerError:  # it frees what another block allocated
+                continue
+            self.outlives[key] = Outlive(sizes, [])
+            del left[key]
         first = {step[0]: step[1:] for step in rank.first_steps} if left else {}
         alive: dict[tuple[int, ...], dict[str, int]] = {
             where: {} for index, where in first.items() if id(rank.blocks[index]) in left
@@ -140,14 +145,14 @@ class _Profiler:
         for step in rank.steps:
             if not left:
                 break
-            sizes = alive.get(step[1:])
-            if sizes is None:
+            here = alive.get(step[1:])
+            if here is None:
                 continue
             block = rank.blocks[step[0]]
             if left.pop(id(block), None) is None:
-                self._replay(block, sizes)
+                self._replay(block, here)
             else:
-                self.profiles[id(block)] = _profile(block, sizes)
+                self.profiles[id(block)] = _profile(block, here)
         return [self.profiles[id(block)] for block in rank.blocks]
 
     def _replay(self, block: Block, sizes: dict[str, int]) -> None:

@@ -120,9 +120,9 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0
     rest_last = Total(middle, c.last - c.ending, v - 1)
     inner = Total(middle, c.inner_work, v)
 
-    def work(*chunks: Total, waits_s: Any = 0.0) -> Array:
-        passes_s = np.add.reduce([x.passes_s for x in chunks])
-        host_s = np.add.reduce([x.host_s for x in chunks])
+    def work(one: Total, *more: Total, waits_s: Any = 0.0) -> Array:
+        passes_s = sum((x.passes_s for x in more), one.passes_s)
+        host_s = sum((x.host_s for x in more), one.host_s)
         return np.asarray(np.maximum(m * passes_s + waits_s, m * host_s))
 
     def around(layers: Any, ranks: Any) -> Array:
@@ -233,26 +233,22 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
     """Host bytes that the ranks of the first node, or of the first node without the first stage,
     pin at least, for passes in flight.  `more`: the bytes by which the pinned blocks of a chunk
     exceed its tensors, by the chunk's layers."""
-    c, node = columns, columns.gpus_per_node
+    c = columns
     nothing = np.zeros(len(c.choices)) * more(c.opening)
     if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
         return nothing
-    ranks = c.ranks_of_stage
     opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)
     each = np.minimum(opening.host_bytes, np.where(c.vpp > 1, alike.host_bytes, np.inf))
     found = []
-    for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
+    pinned: dict[int, Array] = {}  # by stage
+    for node in c.nodes:
         total = nothing
-        for stage in range(2 + 2 * node // int(ranks.min())):
-            end = np.minimum((stage + 1) * ranks, begun + node)
-            here = np.maximum(0, end - np.maximum(stage * ranks, begun))
-            # Of several stages the last may keep everything on the device.
-            here = np.where((stage > 0) & (stage >= c.pp - 1), 0, here)
-            if here.any():
+        for stage, passes in node.items():
+            if stage not in pinned:
                 layers = c.layers_of(stage) if stage else c.opening
                 chunk_bytes = Total(facts.middle, layers).host_bytes if stage else each
-                pinned = np.maximum(0.0, chunk_bytes) + more(layers)
-                total = total + here * c.in_flight_at(stage) * pinned
+                pinned[stage] = np.maximum(0.0, chunk_bytes) + more(layers)
+            total = total + passes * pinned[stage]
         found.append(total)
     # The model's last layers may stay on the device; with two ranks the first rank may have some.
     moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
@@ -270,7 +266,7 @@ def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
 
 
 def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
-    found = combined(a, b, lambda x, y: x + (y - x) * share)
+    found = combined(a, b, lambda x, y: x if x == y else x + (y - x) * share)
     forward = min(a.forward.high_bytes, b.forward.high_bytes)
     backward = min(a.backward.high_bytes, b.backward.high_bytes)
     return found._replace(

@@ -67,6 +67,23 @@ class Columns:
         return self._in_flight_at[stage]
 
     @cached_property
+    def nodes(self) -> tuple[dict[int, NDArray[np.int64]], ...]:
+        """Passes in flight of all ranks of the first node, and of the first node without the first
+        stage, by the stages there."""
+        node, ranks = self.gpus_per_node, self.ranks_of_stage
+        found: list[dict[int, NDArray[np.int64]]] = []
+        for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
+            found.append({})
+            for stage in range(2 + 2 * node // int(ranks.min())):
+                end = np.minimum((stage + 1) * ranks, begun + node)
+                here = np.maximum(0, end - np.maximum(stage * ranks, begun))
+                # Of several stages the last may keep everything on the device.
+                here = np.where((stage > 0) & (stage >= self.pp - 1), 0, here)
+                if here.any():
+                    found[-1][stage] = here * self.in_flight_at(stage)
+        return tuple(found)
+
+    @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
         """The most passes in flight of the first, second and last rank."""
         return self.in_flight_at(0), self.in_flight_at(1), self.in_flight_before(0 * self.pp)

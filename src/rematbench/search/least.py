@@ -58,6 +58,7 @@ class LeastBytes:
         self.shard = shard
         self._known_highs: dict[Arm | None, list[float]] = {}
         self._shorts: dict[Arm, Short | None] = {}
+        self._leasts: dict[tuple[Arm | None, Arm | None], Array] = {}
 
     @cached_property
     def shares(self) -> Array:
@@ -100,6 +101,11 @@ class LeastBytes:
     def of_family(self, lean: Arm, pieces: Arm | None) -> Array:
         """Device bytes that every arm of a family needs: the bytes that its lean arm keeps, and
         above them the bytes that passes of the arm that keeps everything need (see `_highs`)."""
+        if (lean, pieces) not in self._leasts:
+            self._leasts[lean, pieces] = self._of_family(lean, pieces)
+        return self._leasts[lean, pieces]
+
+    def _of_family(self, lean: Arm, pieces: Arm | None) -> Array:
         found = self.shard.probe(Arm((*lean.parts, *(pieces.parts if pieces else ()))), 1)
         if isinstance(found, Refused):
             return self.of_all(pieces)
@@ -107,6 +113,11 @@ class LeastBytes:
 
     def of_all(self, pieces: Arm | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
+        if (None, pieces) not in self._leasts:
+            self._leasts[None, pieces] = self._of_all(pieces)
+        return self._leasts[None, pieces]
+
+    def _of_all(self, pieces: Arm | None) -> Array:
         keep = self.shard.probe(KEEP)
         assert isinstance(keep, Probe)
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)

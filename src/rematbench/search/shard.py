@@ -199,15 +199,19 @@ class Shard:
         ends = self._ends(arm, pieces)
         if isinstance(ends, Refused):
             return ends
-        share = self._shares(arm)[0]
+        longest, shortest = self._shares(arm)
         rounding = self.rounding_bytes(arm) * self.columns.gpus_per_node
         nbytes = (ends[0].nbytes, ends[1].nbytes)
-        quick = self._quick(arm, nbytes, share)
+        quick = self._quick(arm, nbytes, longest)
         host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
-
-        peak_bytes = self._peak_bytes(arm, nbytes)
+        lean = quick if shortest is longest else self._quick(arm, nbytes, shortest)
+        peak_bytes = self._peak_bytes(arm, nbytes, lean)
         step_s = partial(Shard._step_s, proxy(self), arm, pieces)  # no cycle of references
-        return Bounds(peak_bytes, np.atleast_2d(host_bytes - rounding), step_s)
+        return Bounds(peak_bytes, self._wide(arm, host_bytes - rounding), step_s)
+
+    def _wide(self, arm: Arm, found: Array) -> Array:
+        """An array [steps of an arm's line, layouts], also where all steps are equal."""
+        return np.broadcast_to(found, (self.steps(arm), len(self.choices)))
 
     def _step_s(self, arm: Arm, pieces: int) -> Array:
         """Least seconds of a step along an arm's line, [steps of the line, layouts]."""
@@ -215,12 +219,12 @@ class Shard:
         assert isinstance(one, Probe)
         timed = self._quick(arm, self._timed(arm, pieces), self._shares(arm)[0])
         if not one.copies:
-            return np.atleast_2d(step_bound(self.columns, timed, self.send_s) + self.end_s)
+            return self._wide(arm, step_bound(self.columns, timed, self.send_s) + self.end_s)
         copies = CopyBound(self.columns, timed, self.problem.cost, self.sent_bytes)
         layerwise = one.transfers.granularity == "layer" and arm.line is None
         waits_s = copies.reloads() if layerwise else 0.0
         found = step_bound(self.columns, timed, self.send_s, waits_s)
-        return np.atleast_2d(np.maximum(found, copies.outwards()) + self.end_s)
+        return self._wide(arm, np.maximum(found, copies.outwards()) + self.end_s)
 
     def _more_pinned(self, arm: Arm, layers: Any) -> Array:
         """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed its tensors,
@@ -230,16 +234,16 @@ class Shard:
             return 0.0 * share
         return np.asarray(found.pinned.more_bytes(share, layers))
 
-    def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
-        """Least device bytes along an arm's line, [steps of the line, layouts]."""
-        lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
+    def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts], lean: Facts) -> Array:
+        """Least device bytes along an arm's line, [steps of the line, layouts].  `ends`: facts at
+        both ends of the line, `lean`: along it, at the shares of the shortest chunks."""
         found = self.probe(arm)
         if isinstance(found, Refused):
-            return np.atleast_2d(peak_bound(self.columns, lean) - self.rounding_bytes(arm))
+            return self._wide(arm, peak_bound(self.columns, lean) - self.rounding_bytes(arm))
         waits = self.columns.waits.any()
         waiting = self._waiting(arm, found, ends, lean) if waits else None
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
-        return np.atleast_2d(peak_bytes - self.rounding_bytes(arm))
+        return self._wide(arm, peak_bytes - self.rounding_bytes(arm))
 
     def _waiting(self, arm: Arm, one: Probe, ends: tuple[Facts, Facts], lean: Facts) -> Waiting:
         """The model's last chunk where its backward does not follow its forward at once, as in
@@ -292,7 +296,8 @@ class Shard:
         steps = np.arange(1.0, self.steps(arm) + 1)[:, None]
         scalar = arm.line.scalar if arm.line else None
         if scalar is None or scalar.scale == "share":
-            return steps / len(steps), steps / len(steps)
+            equal = steps / len(steps)
+            return equal, equal
         columns = self.columns
         return np.minimum(1.0, steps / columns.most), np.minimum(1.0, steps / columns.fewest)
 
@@ -345,7 +350,8 @@ class Shard:
             Facts._make(chord(*lines, beyond) for lines in zip(a.nbytes, b.nbytes, strict=True))
             for a, b in zip(few, many, strict=True)
         )
-        return self._peak_bytes(arm, (zero, one))
+        lean = self._quick(arm, (zero, one), self._shares(arm)[1])
+        return self._peak_bytes(arm, (zero, one), lean)
 
 
 def _at_end(arm: Arm, pieces: int) -> str:

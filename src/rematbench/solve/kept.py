@@ -17,19 +17,15 @@ from rematbench.problem import Problem, rebuild_ops
 
 KEPT = Resolved(1, 0, 0)
 
-_LATELY: deque[tuple[Problem, bytes, Part, frozenset[str]]] = deque(maxlen=8)
+ChunkFates = tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]
+"""A chunk in one of its phases, the fates of its sites, and the rules that matched a site."""
+
+_LATELY: deque[tuple[Problem, bytes, bool, list[ChunkFates]]] = deque(maxlen=8)
 
 
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """The saved activations of a part that some site keeps whole under the plan.  The last few
-    answers are kept: a method asks for those of one base again and again."""
-    content = encode(replace(plan, fit={}))
-    for of, known, where, kept in _LATELY:
-        if of is problem and where == part and known == content:
-            return kept
-    found = _activations(problem, plan, part, lambda fate: not fate.changed)
-    _LATELY.append((problem, content, part, found))
-    return found
+    """The saved activations of a part that some site keeps whole under the plan."""
+    return _activations(problem, plan, part, lambda fate: not fate.changed)
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
@@ -115,13 +111,20 @@ def _parted(fate: Resolved) -> bool:
     return fate.mixed or fate.offload_bytes > 0
 
 
-def resolved(
-    problem: Problem, plan: Plan, *, apart: bool = False
-) -> Iterator[tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]]:
+def resolved(problem: Problem, plan: Plan, *, apart: bool = False) -> list[ChunkFates]:
     """The fates and matching rules of every chunk in each of its phases, as lowering resolves them.
-    Chunks and phases that are alike come once, or each chunk where `apart`."""
-    for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart):
-        yield ops, *resolve(plan, ops.sites, phase, micro_batch)
+    Chunks and phases that are alike come once, or each chunk where `apart`.  The last few answers
+    are kept: methods ask for those of one plan again and again."""
+    content = encode(replace(plan, fit={}))
+    for of, known, how, found in _LATELY:
+        if of is problem and how == apart and known == content:
+            return found
+    found = [
+        (ops, *resolve(plan, ops.sites, phase, micro_batch))
+        for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart)
+    ]
+    _LATELY.append((problem, content, apart, found))
+    return found
 
 
 def _kinds_of_chunks(
