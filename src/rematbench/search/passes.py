@@ -170,33 +170,28 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
     return found
 
 
-def _kernels(block: Block, timed: Iterator[Timing]) -> tuple[float, float]:
-    """Seconds of a block's kernels, and seconds until the last of them ends if it begins as soon as
-    the host has issued it.  `timed`: of each written action that takes time, in order."""
-    kernels = []
-
-    def issue_all(parts: tuple[Part, ...], times: int) -> tuple[float, float]:
-        """Seconds in which the host issues parts, which come `times` times, and the end of the last
-        kernel in them (0: none)."""
-        issued = end = 0.0
-        for part in parts:
-            if part.periods:
-                one, last = issue_all(part.inside, times * part.times)
-                end = issued + (part.times - 1) * one + last if last else end
-                issued += part.times * one
-                continue
-            for action in part.written:
-                if action.kind not in TIMELESS:
-                    seconds, issue, _ = next(timed)
-                    issued += issue
-                    if seconds and action.stream == COMPUTE_STREAM:
-                        end = issued + seconds
-                    if action.kind in KERNELS:
-                        kernels.append(times * seconds)
-        return issued, end
-
-    _, end = issue_all(block.parts, 1)
-    return fsum(kernels), end
+def _issued(
+    parts: tuple[Part, ...], times: int, timed: Iterator[Timing], kernels: list[float]
+) -> tuple[float, float]:
+    """Seconds in which the host issues parts that come `times` times, and seconds until the last
+    kernel in them ends if it begins as soon as the host has issued it (0: none).  `timed`: of each
+    written action that takes time, in order.  Seconds of the kernels are added to `kernels`."""
+    issued = end = 0.0
+    for part in parts:
+        if part.periods:
+            one, last = _issued(part.inside, times * part.times, timed, kernels)
+            end = issued + (part.times - 1) * one + last if last else end
+            issued += part.times * one
+            continue
+        for action in part.written:
+            if action.kind not in TIMELESS:
+                seconds, issue, _ = next(timed)
+                issued += issue
+                if seconds and action.stream == COMPUTE_STREAM:
+                    end = issued + seconds
+                if action.kind in KERNELS:
+                    kernels.append(times * seconds)
+    return issued, end
 
 
 def pass_bytes(profile: Profile) -> PassCost:
@@ -214,7 +209,8 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
         return timed[-1]
 
     macro = macro_of(rows_with(block, rank, timing))
-    kernel_s, called_s = _kernels(block, iter(timed))
+    kernels: list[float] = []
+    _, called_s = _issued(block.parts, 1, iter(timed), kernels)
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
     landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
@@ -224,5 +220,5 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
         called_s=called_s,
         landed_s=compute.get(landed, 0.0),
         host_s=ends.get(HOST, {}).get(HOST, 0.0),
-        kernel_s=kernel_s,
+        kernel_s=fsum(kernels),
     )

@@ -150,23 +150,22 @@ def _carried(
 
 def _awaited(parts: Sequence[RowPart]) -> list[str]:
     """The block's own events that parts wait for and that nothing in them records earlier."""
-    known: set[str] = set()
     found: dict[str, None] = {}
-
-    def look(parts: Sequence[RowPart]) -> None:
-        for part in parts:
-            for name, before in part.carried:
-                if before not in known and is_local(before):
-                    found[before] = None
-                known.add(name)
-            for row in part.rows:
-                if row.wait and row.wait not in known and is_local(row.wait):
-                    found[row.wait] = None
-                known.update((row.begin, row.event))
-            look(part.inside)
-
-    look(parts)
+    _look(parts, set(), found)
     return [*found]
+
+
+def _look(parts: Sequence[RowPart], known: set[str], found: dict[str, None]) -> None:
+    for part in parts:
+        for name, before in part.carried:
+            if before not in known and is_local(before):
+                found[before] = None
+            known.add(name)
+        for row in part.rows:
+            if row.wait and row.wait not in known and is_local(row.wait):
+                found[row.wait] = None
+            known.update((row.begin, row.event))
+        _look(part.inside, known, found)
 
 
 def _rows(
