@@ -120,9 +120,10 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0
     rest_last = Total(middle, c.last - c.ending, v - 1)
     inner = Total(middle, c.inner_work, v)
 
-    def work(one: Total, *more: Total, waits_s: Any = 0.0) -> Array:
-        passes_s = sum((x.passes_s for x in more), one.passes_s)
-        host_s = sum((x.host_s for x in more), one.host_s)
+    def work(one: Total, other: Total | None = None, waits_s: Any = 0.0) -> Array:
+        passes_s, host_s = one.passes_s, one.host_s
+        if other is not None:
+            passes_s, host_s = passes_s + other.passes_s, host_s + other.host_s
         return np.asarray(np.maximum(m * passes_s + waits_s, m * host_s))
 
     def around(layers: Any, ranks: Any) -> Array:
