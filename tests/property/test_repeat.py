@@ -13,7 +13,8 @@ from rematbench.lowering import pieces, repeat
 from rematbench.lowering.lower import lower
 from rematbench.plan import MiniSequence, Plan, PlanError, Recompute, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program.ledger import pool_bytes, program_profiles
+from rematbench.program.ledger import pool_bytes
+from rematbench.program.profile import program_profiles
 from rematbench.program.program import Program
 from rematbench.program.replay import replay
 from rematbench.simulate.macro import macro_of

@@ -17,7 +17,13 @@ SRC = ROOT / "src"
 # plan <- lower <- {readers of actions, torch} <- one method's outcome <- cli: none reaches, through
 # any number of imports, a later layer or another group of its own layer.  A name stands for its
 # submodules too.
-READERS = {"simulate.step", "simulate.max_plus", "program.check", "program.ledger"}
+READERS = {
+    "simulate.step",
+    "simulate.max_plus",
+    "program.check",
+    "program.ledger",
+    "program.profile",
+}
 LAYERS: list[list[set[str]]] = [
     [{"plan"}],
     [{"lowering.lower"}],

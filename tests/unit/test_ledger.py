@@ -15,9 +15,9 @@ from rematbench.program.ledger import (
     live_at_peak,
     live_bytes,
     pool_bytes,
-    program_profiles,
     timeline,
 )
+from rematbench.program.profile import program_profiles
 from rematbench.program.program import Step, parse_program
 from rematbench.simulate.step import simulate
 from tests.problems import (

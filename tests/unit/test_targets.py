@@ -11,7 +11,7 @@ from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.host.console import CommandError
 from rematbench.program.check import CheckError
-from rematbench.program.ledger import LedgerError
+from rematbench.program.profile import LedgerError
 from rematbench.simulate.step import DeadlockError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, traced, trained

@@ -15,7 +15,7 @@ from rematbench.packages.process import BaselineError
 from rematbench.plan import PlanError
 from rematbench.plugins.registry import MethodError
 from rematbench.program.check import CheckError
-from rematbench.program.ledger import LedgerError
+from rematbench.program.profile import LedgerError
 from rematbench.runs.record import RecordError
 from rematbench.simulate.step import DeadlockError
 from rematbench.spec.configfile import ConfigError

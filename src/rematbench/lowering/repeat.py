@@ -133,43 +133,52 @@ def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bo
     order = units if forward else units[::-1]
     at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
     edges = [places[at + k * short.period] for k in (-1, 0, 1, 2)]
-    alike = [block.written[a.action : b.action] for a, b in pairwise(edges)]
-    inside = [_inside(block, a, b) for a, b in pairwise(edges)]
     layers = short.period if forward else -short.period
-    events = edges[2].event - edges[1].event
-    again = short.shift(layers, events, 0)
-    if any(again.of(period) != [*after] for period, after in pairwise(alike)):
+    if not _alike(block, edges, short.shift(layers, edges[2].event - edges[1].event, 0)):
         return None
-    if any([each.later(events) for each in one] != other for one, other in pairwise(inside)):
-        return None
-    head, here = block.written[: edges[1].action], alike[1]
-    tail = block.written[edges[2].action :]
+    start, end = edges[1].action, edges[2].action
+    head, here, tail = block.written[:start], block.written[start:end], block.written[end:]
     lower, upper = (head, tail) if forward else (tail, head)
     oldest = places[at - short.reach].event
     if _crossing(short, [*lower, *here], [*upper, *here]) or older([*here, *tail], oldest):
         return None
+    return _longer(short, block, edges, forward=forward)
+
+
+def _alike(block: Block, edges: Sequence[Place], again: Shift) -> bool:
+    """Whether each period between the edges is the one before with the names of `again`."""
+    written = [block.written[a.action : b.action] for a, b in pairwise(edges)]
+    inside = [_inside(block, a, b) for a, b in pairwise(edges)]
+    return all(again.of(one) == [*other] for one, other in pairwise(written)) and all(
+        [each.later(again.events) for each in one] == other for one, other in pairwise(inside)
+    )
+
+
+def _longer(short: Short, block: Block, edges: Sequence[Place], *, forward: bool) -> Block:
+    """The block with its period, the second of three between the edges, repeated."""
+    _, start, end, _ = edges
     times, gap = short.dropped // short.period + 1, short.dropped
-    first = 0 if forward else gap
-    before = short.shift(first, 0, gap)
-    written = [
-        *(head if forward else before.of(head)),
-        *(here if forward else before.of(here)),
-        *short.shift(gap - first, (times - 1) * events, gap).of(tail),
-    ]
+    first, events = 0 if forward else gap, end.event - start.event
+    layers = short.period if forward else -short.period
     near = (short.low + first, short.high + first)
+    up = [*block.written[: end.action]]
+    if not forward:  # a forward's first layers keep their numbers
+        up = short.shift(first, 0, gap).of(up)
+    tail = short.shift(gap - first, (times - 1) * events, gap).of(block.written[end.action :])
     periods = Periods(
-        start=len(head),
-        length=len(here),
+        start=start.action,
+        length=end.action - start.action,
         times=times,
-        event=edges[1].event,
+        event=start.event,
         events=events,
         of=Layers(layers, near),
-        inside=tuple(inside[1]),
+        inside=tuple(_inside(block, start, end)),
     )
-    ahead = [each for each in block.periods if each.start < edges[1].action]
-    behind = [each for each in block.periods if each.start >= edges[2].action]
-    behind = [each.later((times - 1) * events) for each in behind]
-    return Block(block.label, tuple(written), (*ahead, periods, *behind))
+    ahead = [each for each in block.periods if each.start < start.action]
+    behind = [
+        each.later((times - 1) * events) for each in block.periods if each.start >= end.action
+    ]
+    return Block(block.label, (*up, *tail), (*ahead, periods, *behind))
 
 
 def _inside(block: Block, start: Place, end: Place) -> list[Periods]:

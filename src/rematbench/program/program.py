@@ -33,7 +33,7 @@ class Periods(NamedTuple):
     """Equal periods inside a block: `times` periods of `length` actions from `start`.  Periods take
     equally long and need equal bytes.  The first records events from number `event` on, and numbers
     of events are higher by `events` than those of the period before; `of` says what other numbers
-    are higher.  `inside`: periods inside each period, that start behind its start."""
+    are higher.  `inside`: periods inside the first period, whose `start` counts from its start."""
 
     start: int
     length: int

@@ -12,7 +12,7 @@ from rematbench.program.allocator import (
     rounded,
 )
 from rematbench.program.late import Late
-from rematbench.program.ledger import outlive_part
+from rematbench.program.profile import outlive_part
 from rematbench.program.program import Block, Part, RankProgram, Step
 
 Request = tuple[str, int]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from rematbench.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.program.action import Action, Kind
-from rematbench.program.ledger import Profile, pool_bytes
+from rematbench.program.ledger import pool_bytes
+from rematbench.program.profile import Profile
 from rematbench.program.program import Block, Part, Program
 from rematbench.simulate.contention import KERNELS, copied_bytes, trailing_bytes
 from rematbench.simulate.macro import COMPUTE, macro_of

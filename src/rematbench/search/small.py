@@ -16,7 +16,7 @@ from rematbench.lowering.fates import ChunkPlace, covered, resolve
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.ledger import program_profiles
+from rematbench.program.profile import program_profiles
 from rematbench.program.program import Program
 from rematbench.search.floor import Stored, stored
 from rematbench.search.kernels import placed_alike
