@@ -164,4 +164,4 @@ class Pool(Generic[T, R]):
 def collect_rarely() -> None:
     """Make collections rare.  Programs are large and free of cycles: scanning them takes a quarter
     to a half of a command's time and finds nothing."""
-    gc.set_threshold(5_000_000, 50, 50)
+    gc.set_threshold(10_000_000, 50, 50)
