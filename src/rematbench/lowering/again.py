@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rematbench.program.action import Action
 from rematbench.program.program import Periods
-from rematbench.program.template import Later, Pieces
+from rematbench.program.template import Pieces
 
 Frees = dict[int, list[str]]
 """The tensors that are freed after an action, by the action's index."""
@@ -33,23 +33,16 @@ class Again(NamedTuple):
     end: Place
 
     @property
-    def events(self) -> int:
-        """The events of a piece."""
-        return self.end.event - self.start.event
-
-    @property
     def places(self) -> tuple[Place, Place, Place]:
         """Where the piece before, this piece, and the next one start."""
         return self.before, self.start, self.end
 
-    def shift(self, number: int) -> Later:
-        """The names of the piece that is `number` pieces later."""
-        return self.pieces.shift(number, number * self.events)
-
     @property
-    def shifts(self) -> list[Later]:
-        """The names of each later piece."""
-        return [self.shift(number) for number in range(1, len(self.pieces.offsets))]
+    def periods(self) -> Periods:
+        """The pieces as periods of the block as it is written so far, without FREEs."""
+        (start, event), (end, last) = self.start, self.end
+        times = len(self.pieces.offsets)
+        return Periods(start, end - start, times, event, last - event, self.pieces)
 
     def behind(self, end: int, more: int) -> "Again":
         """The same after `more` actions were put in at index `end`."""
@@ -59,7 +52,7 @@ class Again(NamedTuple):
         """Whether the piece frees what the piece before it frees, one piece later, and all that it
         makes and does not free is in `elsewhere`: ends in the same way for each piece."""
         first, start, end = (place.action for place in self.places)
-        new = self.shift(1).name
+        new = self.periods.shift(1).name
         before = {at + start - first: {*map(new, frees[at])} for at in frees if first <= at < start}
         here = {at: {*frees[at]} for at in frees if start <= at < end}
         return before == here and self._born(actions) <= elsewhere | self._gone(actions, frees)
@@ -72,7 +65,7 @@ class Again(NamedTuple):
         """Take from `frees` what the later pieces free: no written action reads it, so it would be
         freed where it was made, or at the block's end."""
         deaths = self.deaths(actions, frees)
-        later = {shift.name(name) for shift in self.shifts for name in deaths}
+        later = {shift.name(name) for shift in self.periods.shifts for name in deaths}
         for at, names in [*frees.items()] if later else ():
             left = [name for name in names if name not in later]
             if left:
@@ -80,16 +73,14 @@ class Again(NamedTuple):
             else:
                 del frees[at]
 
-    def periods(self, moved: Callable[[Place], Place], frees: Frees) -> Periods:
+    def finished(self, moved: Callable[[Place], Place], frees: Frees) -> Periods:
         """The periods of the finished block.  `moved`: a place there."""
-        start, end = moved(self.start), moved(self.end)
+        start, end = moved(self.start).action, moved(self.end).action
         own: list[bool] = []
         for at, flag in enumerate(self.pieces.own, self.start.action):
             own += [flag, False] if at in frees else [flag]
-        times = len(self.pieces.offsets)
-        pieces = Pieces(self.pieces.offsets, tuple(own))
-        length = end.action - start.action
-        return Periods(start.action, length, times, start.event, self.events, pieces)
+        pieces = self.pieces._replace(own=tuple(own))
+        return self.periods._replace(start=start, length=end - start, of=pieces)
 
     def _born(self, actions: Sequence[Action]) -> set[str]:
         here = actions[self.start.action : self.end.action]

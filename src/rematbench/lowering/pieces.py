@@ -7,13 +7,13 @@ pieces up to the last, and the fourth becomes the last.  Tests compare the resul
 written.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from rematbench.lowering.again import Again, Place
 from rematbench.lowering.mini import Piece
 from rematbench.lowering.writer import BlockWriter
-from rematbench.program.action import Action, in_piece
+from rematbench.program.action import Action
 from rematbench.program.template import Later, Pieces, older
 
 WRITTEN = 4
@@ -66,9 +66,11 @@ def _repeat(
     last = Later(spared, spared * events, pieces[-1].offset, rows)
     w.rewrite(edges[3], last.of(w.actions[edges[3].action :]), spared * events)
     offsets = tuple(piece.offset for piece in pieces[WRITTEN - 2 : -1])
-    w.repeat(Again(Pieces(offsets, rows), *edges[1:4]))
+    again = Again(Pieces(offsets, rows), *edges[1:4])
     for names, old in zip(noted, before, strict=True):
-        names.update(_later(names - old, spared))
+        new = names - old
+        names.update(shift.name(name) for shift in again.periods.shifts for name in new)
+    w.repeat(again)
     return True
 
 
@@ -85,13 +87,3 @@ def _rows_of_piece(
     rows = tuple([(a.offset, b.offset) == own for a, b in zip(second, third, strict=True)])
     again = Later(1, events[0], pieces[2].offset, rows).of(second)
     return rows if again == third and not older(second, edges[0].event) else None
-
-
-def _later(names: Iterable[str], spared: int) -> list[str]:
-    """The names of the next `spared` pieces, for each name of a piece."""
-    found = [words for name in names if (words := in_piece(name)) is not None]
-    return [
-        f"{before}{number + by}{after}"
-        for by in range(1, spared + 1)
-        for before, number, after in found
-    ]

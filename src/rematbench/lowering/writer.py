@@ -1,6 +1,7 @@
 """Writes the actions of one block: events, waits, collectives, and frees derived from liveness."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -190,7 +191,7 @@ class BlockWriter:
         """Write the actions of all pieces that a piece stands for."""
         start, end = again.start.action, again.end.action
         body = self.actions[start:end]
-        more = [action for shift in again.shifts for action in shift.of(body)]
+        more = [action for shift in again.periods.shifts for action in shift.of(body)]
         self.actions[end:end] = more
         others = [each for each in self._again if each is not again]
         self._again = [each.behind(end, len(more)) for each in others]
@@ -201,10 +202,11 @@ class BlockWriter:
         `places` then count the FREEs too.  A piece whose tensors are not freed as those of the
         piece before is written out."""
         frees = freed(self.actions, survivors, arrivals)
+        ends: dict[int, set[str]] = defaultdict(set)  # what as many pieces free, each in its turn
         for again in self._again:
-            others = [each for each in self._again if len(each.shifts) == len(again.shifts)]
-            ends = survivors.union(*(each.deaths(self.actions, frees) for each in others))
-            if not again.alike(self.actions, frees, ends):
+            ends[again.periods.times] |= again.deaths(self.actions, frees)
+        for again in self._again:
+            if not again.alike(self.actions, frees, survivors | ends[again.periods.times]):
                 self._write_out(again)
                 return self.finish(label, survivors, arrivals)
         for again in self._again:
@@ -220,5 +222,5 @@ class BlockWriter:
             return Place(place.action + bisect_left(inserted, place.action), place.event)
 
         self.places = [moved(place) for place in self.places]
-        periods = [again.periods(moved, frees) for again in self._again]
+        periods = [again.finished(moved, frees) for again in self._again]
         return Block(label, tuple(out), tuple(periods))

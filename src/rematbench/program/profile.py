@@ -76,7 +76,7 @@ class _Profiler:
         for key, block in list(left.items()):
             sizes: dict[str, int] = {}
             try:
-                self.profiles[key] = _profile(block, sizes)
+                self.profiles[key] = _profile(block.label, block.parts, sizes)
             except LedgerError:  # it frees what another block allocated
                 continue
             self.outlives[key] = Outlive(sizes, [])
@@ -95,7 +95,7 @@ class _Profiler:
             if left.pop(id(block), None) is None:
                 self._replay(block, here)
             else:
-                self.profiles[id(block)] = _profile(block, here)
+                self.profiles[id(block)] = _profile(block.label, block.parts, here)
         return [self.profiles[id(block)] for block in rank.blocks]
 
     def _replay(self, block: Block, sizes: dict[str, int]) -> None:
@@ -106,16 +106,12 @@ class _Profiler:
 
     def _outlive(self, block: Block) -> Outlive:
         if id(block) not in self.outlives:
-            self.outlives[id(block)] = _outlive(block)
+            self.outlives[id(block)] = _outlive(block.parts)
         return self.outlives[id(block)]
 
 
-def _outlive(block: Block) -> Outlive:
-    """The storages that a block leaves alive, and the earlier ones that it frees."""
-    return _outlive_parts(block.parts)
-
-
-def _outlive_parts(parts: Sequence[Part]) -> Outlive:
+def _outlive(parts: Sequence[Part]) -> Outlive:
+    """The storages that parts leave alive, and the earlier ones that they free."""
     births: dict[str, int] = {}
     deaths: list[str] = []
     for part in parts:
@@ -128,11 +124,10 @@ def _outlive_parts(parts: Sequence[Part]) -> Outlive:
 
 def outlive_part(part: Part) -> Outlive:
     """The storages that a part's first period leaves alive, and the earlier ones that it frees."""
-    return _outlive_parts(part.inside) if part.periods else outlive_of(part.written)
+    return _outlive(part.inside) if part.periods else _outlive_of(part.written)
 
 
-def outlive_of(actions: Sequence[Action]) -> Outlive:
-    """The storages that some actions leave alive, and the earlier ones that they free."""
+def _outlive_of(actions: Sequence[Action]) -> Outlive:
     births: dict[str, int] = {}
     deaths: list[str] = []
     for action in actions:
@@ -144,15 +139,9 @@ def outlive_of(actions: Sequence[Action]) -> Outlive:
     return Outlive(births, deaths)
 
 
-def _profile(block: Block, sizes: dict[str, int]) -> Profile:
-    """A block's effect; `sizes`: bytes of the storages of its micro-batch and chunk that are alive
-    at entry (updated in place)."""
-    if not block.periods:
-        return _effect(block.label, block.written, sizes)
-    return _parts_effect(block.label, block.parts, sizes)
-
-
-def _parts_effect(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profile:
+def _profile(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profile:
+    """The effect of parts of a block `label`; `sizes`: bytes of the storages of their micro-batch
+    and chunk that are alive at entry (updated in place)."""
     found = Profile._make([0] * len(Profile._fields))
     for part in parts:
         if part.periods is None:
@@ -160,7 +149,7 @@ def _parts_effect(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> P
             continue
         outlive = outlive_part(part)
         freed = [sizes.get(name) for name in outlive.deaths]
-        one = _parts_effect(label, part.inside, sizes)
+        one = _profile(label, part.inside, sizes)
         for number, shift in enumerate(part.shifts, 1):
             births, deaths = outlive.named(shift.name)
             if [sizes.pop(name, None) for name in deaths] != freed:

@@ -52,6 +52,11 @@ class Periods(NamedTuple):
         """The names of period `number`, from those of period 0."""
         return self.of.shift(number, number * self.events)
 
+    @property
+    def shifts(self) -> list[Shift | Later]:
+        """The names of each further period."""
+        return [self.shift(number) for number in range(1, self.times)]
+
 
 class Part(NamedTuple):
     """Actions of a block in issue order as they are written, or those of the first of `periods`."""
@@ -67,7 +72,7 @@ class Part(NamedTuple):
     @property
     def shifts(self) -> list[Shift | Later]:
         """The names of each further period."""
-        return [self.periods.shift(at) for at in range(1, self.times)] if self.periods else []
+        return self.periods.shifts if self.periods else []
 
     @property
     def inside(self) -> tuple["Part", ...]:

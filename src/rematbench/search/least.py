@@ -98,26 +98,24 @@ class LeastBytes:
         room = shard.problem.cost.host_room_bytes
         return Short(peak_bytes - shard.usable_bytes, host_bytes - room)
 
-    def of_family(self, lean: Arm, pieces: Arm | None) -> Array:
-        """Device bytes that every arm of a family needs: the bytes that its lean arm keeps, and
-        above them the bytes that passes of the arm that keeps everything need (see `_highs`)."""
+    def of_all(self, pieces: Arm | None) -> Array:
+        """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
+        return self.of_family(None, pieces)
+
+    def of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
+        """Device bytes that every arm of a family needs: the bytes that its lean arm keeps (None:
+        no bytes), and above them the bytes that passes of the arm that keeps everything need (see
+        `_highs`)."""
         if (lean, pieces) not in self._leasts:
             self._leasts[lean, pieces] = self._of_family(lean, pieces)
         return self._leasts[lean, pieces]
 
-    def _of_family(self, lean: Arm, pieces: Arm | None) -> Array:
-        found = self.shard.probe(Arm((*lean.parts, *(pieces.parts if pieces else ()))), 1)
-        if isinstance(found, Refused):
-            return self.of_all(pieces)
-        return self._above(found.nbytes, pieces)
-
-    def of_all(self, pieces: Arm | None) -> Array:
-        """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
-        if (None, pieces) not in self._leasts:
-            self._leasts[None, pieces] = self._of_all(pieces)
-        return self._leasts[None, pieces]
-
-    def _of_all(self, pieces: Arm | None) -> Array:
+    def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
+        if lean is not None:
+            found = self.shard.probe(Arm((*lean.parts, *(pieces.parts if pieces else ()))), 1)
+            if isinstance(found, Refused):
+                return self.of_all(pieces)
+            return self._above(found.nbytes, pieces)
         keep = self.shard.probe(KEEP)
         assert isinstance(keep, Probe)
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
