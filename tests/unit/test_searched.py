@@ -201,17 +201,22 @@ def test_a_host_without_a_rate_is_refused_at_once() -> None:
 
 
 def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it looks for what would fit, the search itself has ended."""
+    """While it looks for what would fit, or solves planners, the search itself has ended."""
 
-    def interrupted(*_: object) -> Any:
+    def interrupted(*_: object, **__: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rematbench.cli.search.would_fit", interrupted)
+    monkeypatch.setattr("rematbench.cli.search_told.would_fit", interrupted)
+    monkeypatch.setattr("rematbench.cli.search_told.solved", interrupted)
     words = "--model gpt-1.3b --cluster a800-80gb --gpus 1 --seq-len 2048 --global-batch 8 --json"
     told = RUN.invoke(app, ["search", *shlex.split(words), "--hbm-bytes", str(4 * GIB)])
-    assert told.exit_code == 0
+    assert (told.exit_code, told.stderr.count("interrupted")) == (0, 1)
     answer = json.loads(told.stdout)
     assert (answer["rows"], answer["would_fit"]) == ([], [])
+    told = RUN.invoke(app, ["search", *shlex.split(words), "--top", "1"])
+    assert (told.exit_code, told.stderr.count("interrupted")) == (0, 1)
+    answer = json.loads(told.stdout)
+    assert (len(answer["rows"]), answer["planners"]) == (1, [])
 
 
 @pytest.mark.parametrize(

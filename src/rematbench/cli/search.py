@@ -2,34 +2,25 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from typer import Option
 
 from rematbench.cli.compare import as_cells
-from rematbench.cli.inverse import Inverse, ask, told
+from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS, Within, percents
-from rematbench.cli.search_shown import (
-    assumed_of,
-    notes,
-    show_assumed,
-    show_difference,
-    show_plans,
-    show_space,
-)
+from rematbench.cli.search_shown import show_assumed, show_difference, show_space
+from rematbench.cli.search_told import Told
 from rematbench.cli.targets import Json, Methods, need_file
-from rematbench.host.console import CommandError, console, plain
+from rematbench.host.console import CommandError, console
 from rematbench.packages.process import own_system
 from rematbench.problem import AttentionChoice
 from rematbench.published.sheets import write_sheet
-from rematbench.search.answer import judged, line, with_engines
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
-from rematbench.search.questions import would_fit
 from rematbench.search.space import Fixed
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import Home
@@ -96,14 +87,17 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
     ] = None,
     json: Json = False,
+    limit: Annotated[
+        int, Option(min=0, metavar="S", help="CPU seconds for a planner at a layout (0: none).")
+    ] = 4,
     processes: Annotated[int, Option(min=1, max=64, help="Worker processes.")] = 2,
 ) -> None:
     """Search all layouts and plans of a job: the fastest that fits, with a proved gap.
 
     Layouts are all that the stack can run on so many GPUs (degrees that are given stay as they
     are); plans are every method that is no planner, in its grid, composed as `compare` does.  No
-    plan of the space is faster than the first row by more than the gap.  Ctrl-C prints the best so
-    far.
+    plan of the space is faster than the first row by more than the gap.  Planners, whose plan no
+    bound covers, are solved last, at the layouts of the first rows.  Ctrl-C prints the best so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
@@ -134,40 +128,27 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     )  # fmt: skip
     made = SearchJob(asked).ready()
     if find or price_tags:
+        if asked.only and made.planners:
+            raise CommandError(
+                f"--method {made.planners[0]}: a planner, which only a search solves"
+            )
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         show_assumed(console(), made)
         ask(console(), asked, inverse, processes)
         return
-    out = console()
-    if not json:
+    out = None if json else console()
+    if out is not None:
         show_space(out, made)
     at, ended = _run(asked, top, processes)
-    found = [with_engines(one) for one in judged(made, at.near(top))]
-    rows = [
-        line(place, one) | {"runs_on": " ".join(one.runs_on)} for place, one in enumerate(found, 1)
-    ]
-    changes = _changes(asked, at, processes) if ended and not found else ()
+    told = Told(out, made, at, top, ended=ended)
+    told.table()
+    told.more(limit, processes)
     if json:
-        proved = {
-            "gap": at.gap if found else None,
-            "ended": ended,
-            "layouts": len(made.space.choices),
-            "plans": at.plans or None,
-            "assumes": assumed_of(made),
-        }
-        fell = {"refused": made.space.refused, "fell": at.fell}
-        answer = {**proved, "rows": rows, **fell, "would_fit": list(changes)}
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
-    else:
-        show_plans(out, made, found)
-        for text in notes(made, at, found, ended):
-            out.print(plain(text), soft_wrap=True)
-        for text in changes:
-            out.print(plain(f"would fit {text}"), soft_wrap=True)
+        typer.echo(told.json())
     if output is not None:
-        write_sheet(output, [as_cells(row) for row in rows])
+        write_sheet(output, [as_cells(row) for row in told.rows])
     if explain is not None:
-        show_difference(out, found, explain)
+        show_difference(console(), told.found, explain)
     if not ended:
         raise typer.Exit(130)
 
@@ -208,13 +189,3 @@ def _progress(at: Progress) -> str:
         return f"{bound}; {at.simulations} simulated, none fits yet"
     best = f"best {at.best_s:.4g} s, gap {100 * at.gap:.2f} %"
     return f"{bound}; {best}; {at.simulations} simulated"
-
-
-def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
-    """Yield the changes that would make a job fit that fits nowhere, each found by a search; after
-    Ctrl-C, only the changes found so far."""
-    try:
-        for one in would_fit(asked, at, processes):
-            yield f"{one.change}: {told(one.tried)}"
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: other changes may make it fit\n")

@@ -24,6 +24,7 @@ from rematbench.published.bands import ratio_band
 from rematbench.search.answer import Found, difference, line, simplest
 from rematbench.search.halves import Progress
 from rematbench.search.job import SearchJob
+from rematbench.search.planners import Planned
 from rematbench.search.space import DEGREES
 
 HEADS = (
@@ -34,6 +35,9 @@ HEADS = (
     Head("fits", words=True, given_up=3), Head("runs\non", words=True, given_up=2),
     Head("what binds", words=True, given_up=1),
 )  # fmt: skip
+
+ALIKE = 0.0005
+"""Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
 
 
 def show_space(out: Console, made: SearchJob) -> None:
@@ -149,14 +153,25 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
         yield f"excluded: {'; '.join(said)}"
     if found and at.short_bytes < inf:
         yield f"what was excluded for device memory lacked {gib(at.short_bytes)} GiB or more"
-    planners = [name for name, entry in made.registry.methods.items() if entry.planner]
-    if planners:
-        yield f"not searched (planners, see compare): {', '.join(planners)}"
+    if made.planners:
+        names = ", ".join(made.planners)
+        yield f"outside of the proof: {names} (planners, solved last, at the first rows' layouts)"
     outside = dict.fromkeys(word for one in found for word in one.band.outside.values())
     if outside:
         yield f"outside of what was published: {'; '.join(outside)}"
     date = found[0].job.problem.calibration.date if found else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
+
+
+def planner_line(end: Planned, found: Found | None, best: Found) -> str:
+    """The end of a planner beside the first row, in a line."""
+    if found is None:
+        return f"planner: {end.method}: {end.reason}"
+    share = found.tried.step_s / best.tried.step_s - 1.0
+    beside = f"{percent(abs(share))} {'slower' if share > 0 else 'FASTER'} than the first row"
+    if abs(share) < ALIKE:
+        beside = "as fast as the first row"
+    return f"planner: {_said(found)}: {beside}{', a tie' if found.tied else ''}"
 
 
 def _stopped(at: Progress) -> str:

@@ -45,12 +45,12 @@ GIB = 2**30
 
 class Asked(Struct, frozen=True, kw_only=True):
     """What to search: a problem whose degrees are open except the `fixed` ones.  `only`: methods to
-    compose plans of, at least one a plan (empty: all, or none); `folders`: folders with files of
-    more methods; `engine`: keep only plans that this package (or `ours`) has options for;
-    `reserve_gib`: device memory that plans leave free (None: the usual reserve); `within`: the gap
-    to prove, a share of the best step.  With `faster_than_s` the search counts the layouts that
-    have a plan with a shorter step, each with the first such plan, and proves no best plan.  With
-    `any_fit` it looks for any plan that fits, and bounds no step."""
+    compose plans of, at least one a plan (empty: all, or none), and planners for the end;
+    `folders`: folders with files of more methods; `engine`: keep only plans that this package (or
+    `ours`) has options for; `reserve_gib`: device memory that plans leave free (None: the usual
+    reserve); `within`: the gap to prove, a share of the best step.  With `faster_than_s` the search
+    counts the layouts that have a plan with a shorter step, each with the first such plan, and
+    proves no best plan.  With `any_fit` it looks for any plan that fits, and bounds no step."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -102,7 +102,7 @@ class SearchJob:
     def singles(self) -> list[Single]:
         """The methods to try, alone and composed; with an engine only the methods that the engine
         has options for on at least one of three sample layouts."""
-        found = singles(self.registry, load_compare(), self.asked.only)
+        found = singles(self.registry, load_compare(), self._only)
         if not self.asked.engine:
             return found
         choices = self.space.choices
@@ -113,6 +113,18 @@ class SearchJob:
             name = self.asked.engine
             raise MethodError(f"engine {name} has no options for stack {self.system.name} here")
         return [one for one in found if self._runs(one.at(1), engines)]
+
+    @cached_property
+    def planners(self) -> tuple[str, ...]:
+        """The planners that enter at the end: those asked for, or all of them."""
+        if self.asked.only:
+            return tuple(name for name in self.asked.only if name not in self._only)
+        return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
+
+    @cached_property
+    def _only(self) -> tuple[str, ...]:
+        """The methods asked for that are no planners."""
+        return tuple(name for name in self.asked.only if not _planned(self.registry, name))
 
     def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
         for one in engines:
@@ -231,8 +243,13 @@ def _registry(asked: Asked) -> Registry:
     if asked.engine and asked.engine not in engines:
         raise MethodError(f"unknown engine {asked.engine!r} (known: {', '.join(engines)})")
     registry = discover(asked.folders)
-    for name in asked.only:
-        for method in registry.resolve(name).methods:
-            if registry.methods[method.name].planner:
-                raise MethodError(f"{name} is a planner, which search leaves out; see compare")
+    planned = [_planned(registry, name) for name in asked.only]
+    if planned and all(planned):
+        why = "a planner enters at the layouts of other methods' plans: name one of these too"
+        raise MethodError(f"{asked.only[0]}: {why}, or see compare")
     return registry
+
+
+def _planned(registry: Registry, name: str) -> bool:
+    """Whether a method, as it is typed, is a planner or is composed with one."""
+    return any(registry.methods[method.name].planner for method in registry.resolve(name).methods)

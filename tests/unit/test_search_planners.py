@@ -1,0 +1,139 @@
+"""Planners at the end of a search: solved at the layouts of its plans, outside of its proof."""
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from rematbench.cli.app import command_line
+from rematbench.host.console import CommandError
+from rematbench.plugins.registry import MethodError
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.planners import MOST_LAYOUTS, Planned, solved
+from rematbench.search.space import Fixed
+from rematbench.search.trial import Tried
+from rematbench.spec.problemspec import ProblemSpec
+
+RUN = CliRunner()
+app = command_line()
+SEARCHED = ("balanced_checkpointing",)
+WORDS = (
+    "search --model gpt-1.3b --cluster a800-80gb --gpus 4 --seq-len 2048 --global-batch 8 "
+    "--micro-batch 1 --system rematbench --method balanced_checkpointing --processes 1"
+)
+TEMPLATE = '''
+"""{name}: a planner of a user's own."""
+from typing import ClassVar
+from msgspec import Struct
+from rematbench.plan import Plan, Unsupported
+from rematbench.problem import Problem
+
+
+class Own(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A planner."""
+
+    name: ClassVar[str] = "{name}"
+    planner: ClassVar[bool] = True
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The base's plan, or none."""
+        {body}
+'''
+BODIES = {
+    "ends": "import os; os._exit(1)",
+    "never": "return Unsupported('not here')",
+    "needs_tp": "return base if problem.layout.tp > 1 else Unsupported('needs tp > 1')",
+    "raises": "raise KeyError('x')",
+    "spins": "while True: pass",
+}
+
+
+def asked(*more: str, folder: Path | None = None, tp: int | None = None) -> Asked:
+    spec = ProblemSpec(
+        model="gpt-1.3b", cluster="a800-80gb", system="rematbench", gpus=4, seq_len=2048,
+        global_batch=8,
+    )  # fmt: skip
+    fixed = Fixed(micro_batch=1, tp=tp)
+    folders = (folder,) if folder else ()
+    return Asked(spec=spec, fixed=fixed, only=(*SEARCHED, *more), folders=folders)
+
+
+def found(job: Asked) -> tuple[Tried, ...]:
+    *_, end = rounds(job, processes=1)
+    return end.found
+
+
+def own(folder: Path) -> Asked:
+    for name, body in BODIES.items():
+        (folder / f"{name}.py").write_text(TEMPLATE.format(name=name, body=body))
+    return asked(*BODIES, folder=folder)
+
+
+def test_each_planner_ends_with_a_plan_or_a_reason(tmp_path: Path) -> None:
+    """A planner goes on to the next layout where it has no plan, but not after its time is up; one
+    that dies takes no other with it."""
+    made = SearchJob(own(tmp_path))
+    assert made.planners == tuple(BODIES)
+    best = {tp: found(asked(tp=tp))[0] for tp in (1, 2, 4)}
+    layouts = (best[1], best[1], best[2], best[4])  # a layout twice is one layout
+    ends = {end.method: end for end in solved(made, layouts, limit_s=1, processes=2)}
+    assert ends.keys() == BODIES.keys()
+    plan = ends["needs_tp"].tried
+    assert plan is not None
+    assert plan.choice == best[2].choice
+    assert plan.step_s > 0.0
+    assert ends["never"].reason == "no plan: not here"
+    assert ends["spins"].reason.startswith("not planned within 1 CPU seconds")
+    assert "KeyError" in ends["raises"].reason
+    assert ends["ends"].reason == "its process died"
+
+
+def test_no_more_layouts_than_are_declared(tmp_path: Path) -> None:
+    """A planner that needs the fourth layout is not solved there; without layouts nothing is."""
+    made = SearchJob(replace(own(tmp_path), only=(*SEARCHED, "needs_tp")))
+    plans = found(replace(asked(), fixed=Fixed(micro_batch=1, tp=1)))
+    deep = list({one.choice: one for one in plans}.values())
+    assert len(deep) >= MOST_LAYOUTS
+    last = found(asked(tp=2))[0]
+    ends = list(solved(made, [*deep[:MOST_LAYOUTS], last], limit_s=4, processes=1))
+    assert ends == [Planned(method="needs_tp", reason="no plan: needs tp > 1")]
+    assert not list(solved(made, [], limit_s=4, processes=1))
+
+
+def test_planners_are_said_apart_and_run_again(tmp_path: Path) -> None:
+    """Lynx follows the proof, has no place in the table, and its line simulates to its step."""
+    target, words = tmp_path / "found.csv", f"{WORDS} --tp 2 --pp 2 --method lynx_heu"
+    told = RUN.invoke(app, [*shlex.split(words), "--top", "2", "-o", str(target)])
+    assert told.exit_code == 0, told.output
+    assert "outside of the proof: lynx_heu (planners" in told.output
+    before, after = told.output.split("planner: lynx_heu at tp 2")
+    assert "proved gap" in before
+    assert "than the first row" in after
+    *rows, planner = csv.DictReader(target.open())
+    assert [row["place"] for row in rows] == ["1", "2"]
+    assert (planner["place"], planner["bound_s"], planner["name"]) == ("", "", "lynx_heu")
+    again = RUN.invoke(app, [*shlex.split(planner["run_with"])[1:], "--json"])
+    assert f'"step_s": {float(planner["step_s"])}' in again.output
+
+
+def test_who_asks_for_none_gets_none() -> None:
+    """`--limit 0`, and methods that are no planners."""
+    words = [*shlex.split(WORDS), "--tp", "2", "--json", "--top", "1"]
+    answer = json.loads(RUN.invoke(app, words).output)
+    assert (answer["planners"], answer["planners_without_plan"]) == ([], {})
+    answer = json.loads(RUN.invoke(app, [*words, "--method", "lynx_heu", "--limit", "0"]).output)
+    assert (answer["planners"], answer["planners_without_plan"]) == ([], {})
+
+
+def test_a_planner_alone_is_no_search() -> None:
+    """Its layouts are those of other plans."""
+    with pytest.raises(MethodError, match="lynx_heu: a planner enters at the layouts of other"):
+        SearchJob(replace(asked(), only=("lynx_heu",)))
+    told = RUN.invoke(app, [*shlex.split(WORDS), "--method", "lynx_opt", "--find", "memory"])
+    assert isinstance(told.exception, CommandError)
+    assert str(told.exception) == "--method lynx_opt: a planner, which only a search solves"
