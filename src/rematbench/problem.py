@@ -1,6 +1,6 @@
 """One planning problem, frozen: workload, cluster, system, layout, sites and costs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
@@ -83,6 +83,10 @@ class Problem:
             self.calibration.kernels.attention(self.cluster.generation, self.kernel)
         check_layout(self.layout, self.workload, self.cluster, self.system)
 
+    def __getstate__(self) -> dict[str, object]:
+        """The problem for another process, which makes its own chunks."""
+        return {key: value for key, value in self.__dict__.items() if key != "chunks"}
+
     @property
     def kernel(self) -> AttentionBackend:
         """The attention kernel that runs."""
@@ -99,6 +103,11 @@ class Problem:
         found = self.calibration
         network = found.network_entry(self.cluster.constants)
         return self.cluster.generation, network, found.system_entry(self.system.constants)
+
+    @cached_property
+    def chunks(self) -> dict[Hashable, object]:
+        """The chunks of the problem that lowering knows (`ChunkOps.of`)."""
+        return {}
 
     @cached_property
     def non_torch_bytes(self) -> int:

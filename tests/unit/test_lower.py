@@ -1,5 +1,6 @@
 """What a plan becomes: literal issue orders, what each rule adds, and what is refused by name."""
 
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from rematbench.lowering.lower import lower
 from rematbench.plan import (
     Group,
+    MiniSequence,
     Offload,
     Plan,
     PlanError,
@@ -303,3 +305,17 @@ def test_composition_touches_only_what_the_base_kept() -> None:
     assert all(
         a.allocs[0].name.endswith(HOST) for a in actions(lower(plan, given), Kind.D2H)
     )  # fmt: skip
+
+
+def test_a_problem_in_another_process_makes_its_own_chunks() -> None:
+    """What lowering knows of a problem's chunks stays where it was made."""
+    p = problem()
+    plan = p.base_plan.with_rules(BALANCED)
+    plan = replace(plan, mini_sequences=(MiniSequence(ops=("fc1", "act", "mul", "fc2"), count=4),))
+    here = lower(plan, p)
+    assert p.chunks
+    sent = pickle.loads(pickle.dumps(p))
+    assert not sent.chunks
+    assert lower(plan, sent) == here
+    sent.chunks.update(p.chunks)  # also of tables that are equal and not the same
+    assert lower(plan, sent) == here

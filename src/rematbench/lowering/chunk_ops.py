@@ -1,12 +1,12 @@
 """A rank's model chunk as a list of units and operators, with storage names and fates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from rematbench.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site
 from rematbench.lowering.mini import MiniRun, mini_runs
-from rematbench.operators.ops import Activation, OpTable, holding, without
+from rematbench.operators.ops import Activation, OpTable, Part, holding, without
 from rematbench.plan import MiniSequence, PlanError
 from rematbench.problem import Problem, head_parameters
 from rematbench.program.action import KEPT, OFFLOADED
@@ -49,6 +49,7 @@ class ChunkOps:
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         self._names: dict[str, dict[str, str]] = {}  # by unit and activation
+        self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
         self.units: list[Unit] = []
         if self.first:
             self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
@@ -63,11 +64,31 @@ class ChunkOps:
             head = without(problem.head, "logits_held") if pieces else problem.head
             self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
 
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        stage: int,
+        chunk: int,
+        layers: tuple[int, ...],
+        mini_sequences: tuple[MiniSequence, ...] = (),
+        held: tuple[str, ...] = (),
+        *,
+        at_once: bool = False,
+    ) -> "ChunkOps":
+        """The chunk, made once for all plans of the problem that have it."""
+        key = (stage, chunk, layers, mini_sequences, held, at_once)
+        found = problem.chunks.get(key)
+        if not isinstance(found, cls):
+            found = cls(problem, stage, chunk, layers, mini_sequences, held, at_once=at_once)
+            problem.chunks[key] = found
+        return found
+
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
         """The chunk with only its layers at some places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
-        return ChunkOps(
+        return ChunkOps.of(
             self.problem, self.stage, self.chunk, layers, pieces, held, at_once=self.at_once
         )
 
@@ -99,10 +120,14 @@ class ChunkOps:
 
     def storage(self, unit: Unit, activation: str) -> str:
         """The local storage name of an activation; a layer's output is the next layer's input."""
-        names = self._names.setdefault(unit.prefix, {})
-        if activation not in names:
-            names[activation] = self._storage(unit, activation)
-        return names[activation]
+        return self.names(unit)[activation]
+
+    def names(self, unit: Unit) -> dict[str, str]:
+        """The local storage names of a unit's activations."""
+        if unit.prefix not in self._names:
+            named = {name: self._storage(unit, name) for name in unit.table.activations}
+            self._names[unit.prefix] = named
+        return self._names[unit.prefix]
 
     def _storage(self, unit: Unit, activation: str) -> str:
         match unit.table.part, activation:
@@ -145,13 +170,13 @@ class ChunkOps:
 
     def runs(self, unit: Unit) -> dict[str, MiniRun]:
         """The unit's mini-sequence runs, by first operator."""
-        return self._runs[id(unit.table)] if self.mini_sequences else {}
+        return self._runs[unit.table.part, unit.variant] if self.mini_sequences else {}
 
     @cached_property
-    def _runs(self) -> dict[int, dict[str, MiniRun]]:
+    def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
         """The runs of each operator table, cached because every operator looks them up and layers
         share few tables."""
-        tables = {id(unit.table): unit.table for unit in self.units}
+        tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
         return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
@@ -181,6 +206,17 @@ class ChunkOps:
             StoredPart(run.piece_name(storage, piece), piece_bytes(tensor, piece.fraction), False)
             for piece in run.pieces
         ]
+
+    def stored(self, fates: Mapping[Site, Resolved]) -> dict[Site, list["StoredPart"]]:
+        """The storages of every saved tensor, as in `parts`; those of the last fates are kept."""
+        if self._stored[0] is not fates:
+            found = {
+                site: self.parts(unit, name, fates[site])
+                for unit in self.units
+                for name, _, site in self.saved(unit)
+            }
+            self._stored = (fates, found)
+        return self._stored[1]
 
     @cached_property
     def layer_unit(self) -> dict[int, Unit]:

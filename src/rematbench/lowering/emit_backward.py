@@ -158,10 +158,11 @@ class BackwardEmitter:
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
         saved = [self.recomputer.ensure(unit, name) for name in op.saves]
-        outputs = dict.fromkeys(self.recomputer.name(unit, n) for n in op.outputs)
+        names = self.recomputer.names(unit)
+        outputs = dict.fromkeys([names[n] for n in op.outputs])
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
-            self.grads[self.recomputer.name(unit, name)] = incoming[0]
+            self.grads[names[name]] = incoming[0]
         if op.exchanges:
             self._exchange(unit, op, incoming)
             self.rebuild.settle()
@@ -276,17 +277,17 @@ class BackwardEmitter:
 
     def _accumulated(self, unit: Unit, op: Op) -> list[str]:
         """Existing gradients that this operator adds to in place (residual branches, slices)."""
-        names = [self.recomputer.name(unit, name) for name in op.inputs]
-        return [self.grads[n] for n in names if n in self.grads]
+        names, grads = self.recomputer.names(unit), self.grads
+        return [grads[names[n]] for n in op.inputs if names[n] in grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
         """The gradients that this operator is the first to write.  With a reduce-scatter the
         collective makes all of them except the query's gradient, because the query was never
         gathered."""
-        tensors = unit.table.activations
+        tensors, names = unit.table.activations, self.recomputer.names(unit)
         fresh: dict[str, Alloc] = {}
         for name in op.inputs:
-            storage = self.recomputer.name(unit, name)
+            storage = names[name]
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue

@@ -26,6 +26,7 @@ class ForwardEmitter:
         gatherer: ParameterGatherer | None,
     ) -> None:
         self.chunk, self.fates, self.transfers, self.gatherer = chunk, fates, transfers, gatherer
+        self.stored = chunk.stored(fates)
         self.w = BlockWriter()
         self.survivors: set[str] = set()
         self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
@@ -75,8 +76,8 @@ class ForwardEmitter:
             if unit is self.trailing
             else {
                 part.name: layer_slot(position, slots)
-                for name, _, site in self.chunk.saved(unit)
-                for part in self.chunk.parts(unit, name, self.fates[site])
+                for _, _, site in self.chunk.saved(unit)
+                for part in self.stored[site]
                 if (part.offload or stays) and place(part.name)[0] == unit.prefix
             }
         )
@@ -84,22 +85,22 @@ class ForwardEmitter:
     def _operators(self, unit: Unit) -> None:
         runs = self.chunk.runs(unit)
         inside = {op.name for run in runs.values() for op in run.ops}
+        storages = self.chunk.names(unit)
+        names = Names(storages, storages, {})
         for op in unit.table.ops:
             if op.name in runs:
                 emit_run(self.w, self.chunk, unit, runs[op.name], Kind.FORWARD)
             elif op.name not in inside:
-                names = {n: self.chunk.storage(unit, n) for n in (*op.inputs, *op.outputs)}
-                emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, Names(names, names, {}))
+                emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, names)
 
     def _store(self, unit: Unit) -> None:
         """Split tensors of mixed fates; with layer granularity, start the copies to the host."""
         leaving: list[tuple[str, int]] = []
-        for name, storage, site in self.chunk.saved(unit):
-            fate = self.fates[site]
-            parts = self.chunk.parts(unit, name, fate)
-            self.survivors.update(part.name for part in parts)
-            if fate.mixed:
-                self._split(storage, fate)
+        for _, storage, site in self.chunk.saved(unit):
+            parts = self.stored[site]
+            self.survivors.update([part.name for part in parts])
+            if self.fates[site].mixed:
+                self._split(storage, self.fates[site])
             leaving += [(part.name, part.nbytes) for part in parts if part.offload]
         if captured(self.chunk.problem, unit):
             self._hold_graph(unit)
@@ -110,11 +111,7 @@ class ForwardEmitter:
     def _hold_graph(self, unit: Unit) -> None:
         """Allocate the memory that a layer's CUDA graph holds, beside what the layer keeps, until
         the backward."""
-        kept = (
-            part.nbytes
-            for name, _, site in self.chunk.saved(unit)
-            for part in self.chunk.parts(unit, name, self.fates[site])
-        )
+        kept = (part.nbytes for _, _, site in self.chunk.saved(unit) for part in self.stored[site])
         share = self.chunk.problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_name(unit), int(share * sum(kept)))
         self.survivors.add(graph_name(unit))
@@ -181,22 +178,11 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
         emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
 
     def write(piece: Piece) -> None:
+        storages = run.names(chunk.names(unit), piece)
+        writes = {name: storages[name] for name in run.interior}
+        slices = {name: storages[name] for name in run.outputs}
+        names = Names(storages, writes, slices, piece.tag)
         for op in run.ops:
-            names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))
-            writes = {n: s for n, s in names.items() if n in run.interior}
-            slices = {n: s for n, s in names.items() if n in run.outputs}
-            tag, share = piece.tag, Share(piece.fraction, piece.offset)
-            emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), share)
+            emit_op(w, chunk, unit, op, kind, names, Share(piece.fraction, piece.offset))
 
     write_pieces(w, run.pieces, write)
-
-
-def piece_names(
-    chunk: ChunkOps, unit: Unit, run: MiniRun, piece: Piece, wanted: tuple[str, ...]
-) -> dict[str, str]:
-    """Storage names inside a run: by piece for interior tensors, whole for the others."""
-    names = {}
-    for name in wanted:
-        storage = chunk.storage(unit, name)
-        names[name] = run.piece_name(storage, piece) if name in run.interior else storage
-    return names

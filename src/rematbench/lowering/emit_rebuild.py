@@ -56,7 +56,7 @@ class Rebuilder:
                 and (w.op, w.direction) == (op, direction)
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
-                and maker.name(unit, name) not in maker.have
+                and maker.names(unit)[name] not in maker.have
             }
             if missing:
                 self.arrive(unit)

@@ -27,10 +27,16 @@ class Recomputer:
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
-        for unit in chunk.units:
+        self._whole = {unit.prefix: chunk.names(unit) for unit in chunk.units}
+        self._named: tuple[str, MiniRun | None, Piece | None, dict[str, str]] = ("", None, None, {})
+        self._fates = {
+            unit.prefix: {name: fates[site] for name, _, site in chunk.saved(unit)}
+            for unit in chunk.units
+        }
+        for unit in chunk.units if chunk.mini_sequences else ():
             for name, _, site in chunk.saved(unit):
                 if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
-                    self.have.update(p.name for p in chunk.parts(unit, name, fates[site]))
+                    self.have.update(part.name for part in chunk.stored(fates)[site])
 
     @property
     def noted(self) -> tuple[set[str], set[str]]:
@@ -42,16 +48,18 @@ class Recomputer:
         """The name suffix of the piece in progress; empty outside of runs."""
         return self.piece.tag if self.piece else ""
 
-    def name(self, unit: Unit, activation: str) -> str:
-        """The storage name of an activation, with the piece's suffix inside a run."""
-        storage = self.chunk.storage(unit, activation)
-        if self.run and self.piece and activation in self.run.interior:
-            return self.run.piece_name(storage, self.piece)
-        return storage
+    def names(self, unit: Unit) -> dict[str, str]:
+        """The storage names of a unit's activations, with the piece's suffix inside a run."""
+        run, piece, prefix = self.run, self.piece, unit.prefix
+        if run is None or piece is None:
+            return self._whole[prefix]
+        if self._named[:3] != (prefix, run, piece):
+            self._named = (prefix, run, piece, run.names(self._whole[prefix], piece))
+        return self._named[3]
 
     def fate(self, unit: Unit, activation: str) -> Resolved | None:
         """The fate of a saved tensor; None for a tensor that no backward needs."""
-        return self.fates.get(self.chunk.site(unit, activation))
+        return self._fates[unit.prefix].get(activation)
 
     def rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
         """Rebuild while a piece may be in progress: tensors inside the run only for this piece, all
@@ -69,7 +77,7 @@ class Recomputer:
         """Recompute the tensors `missing` by the operators that produce them."""
         if self.run is not None:
             self._whole_inputs(unit, self.run)
-        available = frozenset(n for n in unit.table.activations if self._available(unit, n))
+        available = frozenset([n for n in unit.table.activations if self._available(unit, n)])
         ops = rebuild_ops(unit.table, frozenset(missing), available)
         self.recompute(unit, ops, missing)
 
@@ -88,8 +96,8 @@ class Recomputer:
                 names += producer.inputs
 
     def _available(self, unit: Unit, name: str) -> bool:
-        storage = self.name(unit, name)
-        if storage in self.have or f"{storage}#r" in self.rebuilt:
+        storage = self.names(unit)[name]
+        if storage in self.have or (self.rebuilt and f"{storage}#r" in self.rebuilt):
             return True
         fate = self.fate(unit, name)
         return fate is not None and not fate.recompute_bytes
@@ -198,8 +206,9 @@ class Recomputer:
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, str]:
         """The storages that recomputation writes: missing tensors and inputs of later operators."""
         writes: dict[str, str] = {}
+        names = self.names(unit)
         for name in op.outputs:
-            storage = self.name(unit, name)
+            storage = names[name]
             of_run = self.run is not None and name in self.run.outputs
             if of_run or storage in self.have or self._available(unit, name):
                 continue
@@ -218,7 +227,7 @@ class Recomputer:
     def ensure(self, unit: Unit, name: str) -> str:
         """The storage of a whole saved tensor on the device; rebuilt or joined first where
         necessary.  PlanError for a tensor that is not saved or has no producer."""
-        storage = self.name(unit, name)
+        storage = self.names(unit)[name]
         if storage in self.have:
             return storage
         fate = self.fate(unit, name)

@@ -14,7 +14,8 @@ class Reloader:
     has them; the first one comes back beside the rank's pass before, into memory of its own."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
-        self.chunk, self.fates, self.transfers, self.w = chunk, fates, transfers, w
+        self.chunk, self.transfers, self.w = chunk, transfers, w
+        self.stored = chunk.stored(fates)
         self.layerwise = transfers.granularity == "layer"
         self.fetched: dict[str, str] = {}  # unit -> event of its reloads
         self.landed: set[str] = set()
@@ -33,9 +34,8 @@ class Reloader:
         """Offloaded storages (name, bytes) by unit prefix."""
         table: dict[str, list[tuple[str, int]]] = {}
         for unit in self.chunk.units:
-            for name, _, site in self.chunk.saved(unit):
-                parts = self.chunk.parts(unit, name, self.fates[site])
-                leaving = [(p.name, p.nbytes) for p in parts if p.offload]
+            for _, _, site in self.chunk.saved(unit):
+                leaving = [(p.name, p.nbytes) for p in self.stored[site] if p.offload]
                 if leaving:
                     table.setdefault(unit.prefix, []).extend(leaving)
         return table
@@ -45,8 +45,8 @@ class Reloader:
         granularity, compute first waits for all reloads."""
         arrivals: set[str] = set()
         for unit in self.chunk.units:
-            for name, _, site in self.chunk.saved(unit):
-                for part in self.chunk.parts(unit, name, self.fates[site]):
+            for _, _, site in self.chunk.saved(unit):
+                for part in self.stored[site]:
                     if not part.offload or not self.layerwise or unit.prefix == self.ahead:
                         arrivals.add(part.name)
                     if part.offload:

@@ -54,8 +54,7 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
     @property
     def mixed(self) -> bool:
         """Whether the tensor has more than one fate; its storage is then in parts."""
-        some = (self.keep_bytes > 0, self.offload_bytes > 0, self.recompute_bytes > 0)
-        return some.count(True) > 1
+        return (self.keep_bytes > 0) + (self.offload_bytes > 0) + (self.recompute_bytes > 0) > 1
 
 
 class ChunkPlace(Struct, frozen=True, kw_only=True):

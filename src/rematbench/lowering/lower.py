@@ -142,7 +142,7 @@ class _RankLowering:
         self.order = rank_orders(plan, problem)[rank]
         pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
         self.chunks = [
-            ChunkOps(problem, rank, c, layers, pieces, held, at_once=c not in apart)
+            ChunkOps.of(problem, rank, c, layers, pieces, held, at_once=c not in apart)
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []
@@ -235,11 +235,12 @@ class _RankLowering:
         if self.plan.transfers.granularity == "layer":
             last = trailing_unit(chunk, fates, self.plan.transfers)
             units = [last] if last else []
+        stored = chunk.stored(fates)
         return [
             (part.name, part.nbytes)
             for unit in units
-            for name, _, where in chunk.saved(unit)
-            for part in chunk.parts(unit, name, fates[where])
+            for _, _, where in chunk.saved(unit)
+            for part in stored[where]
             if part.offload
         ]
 

@@ -44,6 +44,11 @@ class MiniRun(NamedTuple):
         """The storage name of one piece of an interior tensor."""
         return storage + piece.tag
 
+    def names(self, whole: dict[str, str], piece: Piece) -> dict[str, str]:
+        """The storage names of a unit's activations at a piece: of interior tensors the piece, of
+        others what they are `whole`."""
+        return whole | {name: self.piece_name(whole[name], piece) for name in self.interior}
+
 
 def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:
     """The runs of an operator table, by their first operator; PlanError for operators that cannot

@@ -39,9 +39,9 @@ class BlockWriter:
 
     def add(self, action: Action) -> int:
         """Append an action; returns its index."""
-        if self.slots and any(alloc.name in self.slots for alloc in action.allocs):
-            slots = self.slots
-            allocs = tuple(Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in action.allocs)
+        slots, allocs = self.slots, action.allocs
+        if slots and allocs and any([alloc.name in slots for alloc in allocs]):
+            allocs = tuple([Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in allocs])
             action = msgspec.structs.replace(action, allocs=allocs)
         self.actions.append(action)
         return len(self.actions) - 1
@@ -212,11 +212,12 @@ class BlockWriter:
         for again in self._again:
             again.take_deaths(self.actions, frees)
         out: list[Action] = []
-        for index, action in enumerate(self.actions):
-            out.append(action)
-            if index in frees:
-                out.append(free(frees[index]))
-        inserted = sorted(frees)
+        inserted, done = sorted(frees), 0
+        for index in inserted:
+            out += self.actions[done : index + 1]
+            out.append(free(frees[index]))
+            done = index + 1
+        out += self.actions[done:]
 
         def moved(place: Place) -> Place:
             return Place(place.action + bisect_left(inserted, place.action), place.event)

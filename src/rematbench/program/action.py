@@ -147,6 +147,7 @@ _PLACE = re.compile(r"(?:(E|H|L\d+)\.)?(.*)")
 """The text of what an action works on: a part (may be missing), and an operator or tensor."""
 
 
+@lru_cache(maxsize=1 << 15)
 def place(storage: str) -> tuple[str, str]:
     """(part, tensor) of a storage name; part is empty where the name has none."""
     found = _PLACE.fullmatch(storage)

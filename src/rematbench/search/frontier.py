@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import count
 from math import inf
 
 from rematbench.packages.flags import Engines
@@ -11,7 +10,7 @@ from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.bounds import Bounds
 from rematbench.search.judge import Judge
-from rematbench.search.place import Item, Place, Stage, in_one_piece, most_pieces
+from rematbench.search.place import BEGINNING, Item, Place, Stage, in_one_piece, most_pieces
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
@@ -90,18 +89,18 @@ class Search(Judge):
     def run(self) -> Iterator[Tried | None]:
         """Work until the queue is empty.  Yields after each entry: the plan that the entry
         simulated, or None."""
-        for turn in count():
-            if not self.queue:
-                return
+        turn = 0  # of entries that are more than a comparison of bounds
+        while self.queue:
             ahead = turn % AHEAD == 0 and self.queue.ripe_bound < (1 - self.within) * self.best_s
             bound_s, item = self.queue.pop(ripe=ahead)
             shard = item.place.shard if item.place else item.shard
             assert shard is not None
-            before = shard.layers
+            own, before = item.stage not in BEGINNING, shard.layers
             found = self._take(bound_s, item)
             if not self.queue and self.best_s == self.faster_than_s == inf:  # nothing fits
                 self._measure_shortage()
-            self.work += 1 + shard.layers - before
+            turn += own
+            self.work += own + shard.layers - before
             yield found
 
     def beat(self, step_s: float) -> None:
@@ -132,8 +131,8 @@ class Search(Judge):
             self._expand(bound_s, place, item.arm)
         elif item.stage == "made":
             self._made(bound_s, place, item.arm)
-        elif item.stage == "root":
-            self._root(bound_s, place, item.arm, item.step)
+        elif item.stage in BEGINNING:
+            self._begin(bound_s, place, item)
         elif item.stage == "pieces":
             self._judge(bound_s, place, item.arm, item.pieces)
         else:
@@ -141,13 +140,22 @@ class Search(Judge):
         return None
 
     def _open(self, bound_s: float, shard: Shard) -> None:
-        """Queue the layouts of a shard whose states fit, with the roots of the tree."""
+        """Queue the layouts of a shard whose states fit.  No plan is faster than the plan there
+        that keeps everything."""
+        keep = shard.bounds(KEEP)
         for index in (shard.states_over_bytes <= 0).nonzero()[0]:
             at = int(index)
             if shard.choices[at].layout.pp >= self.least_pp:
-                place = Place(shard, at, [])
-                for root in self.tree.roots:
-                    self._root(bound_s, place, root)
+                least_s = float(keep.step_s[0, at]) if isinstance(keep, Bounds) else 0.0
+                found = Item("layout", Place(shard, at, []), None, KEEP)
+                self._push(max(bound_s, least_s), found)
+
+    def _begin(self, bound_s: float, place: Place, item: Item) -> None:
+        """Begin with the roots of the tree at a layout, or go on with one of them."""
+        for root in self.tree.roots if item.stage == "layout" else ():
+            self._root(bound_s, place, root)
+        if item.stage == "root":
+            self._root(bound_s, place, item.arm, item.step)
 
     def _root(self, bound_s: float, place: Place, arm: Arm, known: int = 0) -> None:
         """Bound an arm of several methods by the methods before its last, whose probes are cheaper:

@@ -10,11 +10,14 @@ from rematbench.search.shard import Shard
 from rematbench.search.site import Site
 from rematbench.search.space import Choice
 
-Stage = Literal["shard", "root", "expand", "made", "pieces", "closed", "tight"]
-"""The next work on an entry of the queue.  shard: read the shard's facts; root: bound an arm that
-the search begins with; expand: add a method to an arm that does not fit; made: bound an arm made
-so; pieces: bound an arm in more pieces; closed (it has a closed-form bound): bound it by the
-schedule; tight: simulate it."""
+Stage = Literal["shard", "layout", "root", "expand", "made", "pieces", "closed", "tight"]
+"""The next work on an entry of the queue.  shard: read the shard's facts; layout: begin with the
+tree's roots there; root: bound a root; expand: add a method to an arm that does not fit; made:
+bound an arm made so; pieces: bound an arm in more pieces; closed (it has a closed-form bound):
+bound it by the schedule; tight: simulate it."""
+
+BEGINNING: tuple[Stage, ...] = ("layout", "root")
+"""Stages of little work: they compare bounds that many layouts share."""
 
 
 class Place(Struct):

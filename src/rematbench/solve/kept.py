@@ -151,7 +151,7 @@ def _kinds_of_chunks(
             if kind.chunk not in made:
                 layers = plan.partition[rank][kind.chunk]
                 pieces, held = plan.mini_sequences, plan.held
-                made[kind.chunk] = ChunkOps(problem, rank, kind.chunk, layers, pieces, held)
+                made[kind.chunk] = ChunkOps.of(problem, rank, kind.chunk, layers, pieces, held)
             yield made[kind.chunk], kind.phase, item.micro_batch
 
 
