@@ -106,7 +106,7 @@ class Problem:
 
     @cached_property
     def chunks(self) -> dict[Hashable, object]:
-        """The chunks of the problem that lowering knows (`ChunkOps.of`)."""
+        """What lowering knows of the problem's chunks (`ChunkOps.of`, `ChunkOps.fates`)."""
         return {}
 
     @cached_property

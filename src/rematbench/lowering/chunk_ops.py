@@ -4,12 +4,30 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from rematbench.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site
+from rematbench.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
 from rematbench.lowering.mini import MiniRun, mini_runs
 from rematbench.operators.ops import Activation, OpTable, Part, holding, without
-from rematbench.plan import MiniSequence, PlanError
+from rematbench.plan import MiniSequence, Phase, Plan, PlanError
 from rematbench.problem import Problem, head_parameters
 from rematbench.program.action import KEPT, OFFLOADED
+
+LATELY = 64
+"""The most answers of `ChunkOps.fates` that a problem keeps."""
+
+Fated = tuple[dict[Site, Resolved], frozenset[int]]
+"""The fates of a chunk's sites, and the rules that matched a site."""
+
+
+class Lately(dict[tuple[object, ...], Fated]):
+    """The fates of a problem's chunks that were resolved lately."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Lately":
+        """Those of a problem."""
+        found = problem.chunks.get("lately")
+        if not isinstance(found, cls):
+            found = problem.chunks["lately"] = cls()
+        return found
 
 
 class Unit(NamedTuple):
@@ -48,6 +66,7 @@ class ChunkOps:
         self.at_once = at_once  # each backward of the chunk directly follows its own forward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
+        self._logits = True
         self._names: dict[str, dict[str, str]] = {}  # by unit and activation
         self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
         self.units: list[Unit] = []
@@ -62,6 +81,7 @@ class ChunkOps:
             # Logits computed in pieces are no model output that a training loop could hold.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without(problem.head, "logits_held") if pieces else problem.head
+            self._logits = not pieces
             self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
 
     @classmethod
@@ -156,6 +176,20 @@ class ChunkOps:
             },
             layers=self.layers,
         )
+
+    def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> Fated:
+        """The fates of the chunk's sites, as in `resolve`.  The last ones are kept: methods,
+        bounds and lowering ask for those of a plan one after the other."""
+        rules, known = plan.rules, Lately.of(self.problem)
+        windows = any(rule.select.micro_batches is not None for rule in rules)
+        when = (phase if phased(rules) else "", micro_batch if windows else 0)
+        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= LATELY:
+                known.clear()
+            found = known[key] = resolve(plan, self.sites, phase, micro_batch)
+        return found
 
     def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
         """(activation, storage, site) of a unit's saved tensors."""

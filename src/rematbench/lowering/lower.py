@@ -10,7 +10,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.lowering.fates import check_names, covered, phased, resolve, said, unmatched
+from rematbench.lowering.fates import check_names, covered, phased, said, unmatched
 from rematbench.lowering.graphs import uncaptured
 from rematbench.lowering.late import late_tensors
 from rematbench.lowering.mini import unused
@@ -221,7 +221,7 @@ class _RankLowering:
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside)
         if key not in classes:
-            fates, matched = resolve(self.plan, chunk.sites, kind.phase, item.micro_batch)
+            fates, matched = chunk.fates(self.plan, kind.phase, item.micro_batch)
             number = self.shared.number((chunk.shape, tuple(fates.values())))
             classes[key] = (PassClass(number, fates, self._leaving(chunk, fates)), matched)
         found, matched = classes[key]

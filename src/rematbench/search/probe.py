@@ -116,6 +116,7 @@ class Prober:
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
+        self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
@@ -227,20 +228,32 @@ class Prober:
         """A method's plan with `sizes` layers on the ranks."""
         key = (method.text, sizes)
         if key not in self.plans:
-            self.plans[key] = self._plan(method, self._small(sizes))
+            self.plans[key] = self._plan(method, sizes)
         return self.plans[key]
 
-    def _plan(self, method: Composition, small: Small) -> Plan | Refused:
+    def _plan(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
         try:
-            plan = method.plan(small.problem, small.base)
+            plan = self._on_plan_before(method, sizes)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
-        least = len(small.base.partition[0][0])
+        least = sizes[0]
         if least < (layers := _rhythm(plan.transfers)):
             return Refused(f"copies by layer have no rhythm yet after {least}", layers)
         return plan
+
+    def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:
+        """A method's plan.  The plan that its last part changes is made once for all such parts."""
+        before, small = Composition(method.methods[:-1]), self._small(sizes)
+        if not before.methods:
+            return method.plan(small.problem, small.base)
+        key = (before.text, sizes)
+        if key not in self._before:
+            self._before[key] = self._on_plan_before(before, sizes)
+        base = self._before[key]
+        last = Composition(method.methods[-1:])
+        return base if isinstance(base, Unsupported) else last.plan(small.problem, base)
 
     def _measured(
         self, method: Composition, sizes: tuple[int, ...], ranks: Sequence[int] = ()

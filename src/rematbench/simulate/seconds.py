@@ -63,9 +63,9 @@ class ActionCosts:
             if kind in STILL:
                 return Timing(0.0, 0.0, held) if held else NOTHING
             return Timing(self(action, rank), self.issue_s(action, rank), held)
-        beside = action.beside
-        where = (action.part[:1], action.variant, action.op, rank if beside else 0, beside)
-        key = (kind, where, action.fraction, action.columns, action.offset > 0.0)
+        beside = (action.beside, rank) if action.beside else None
+        rows = (action.fraction, action.columns, action.offset > 0.0)
+        key = (kind, action.part[:1], action.variant, action.op, beside, rows)
         if (found := self._timings.get(key)) is None:
             issue = self.issue_s(action, rank)
             found = self._timings[key] = Timing(self(action, rank), issue, self.held(action))

@@ -120,7 +120,7 @@ def resolved(problem: Problem, plan: Plan, *, apart: bool = False) -> list[Chunk
         if of is problem and how == apart and known == content:
             return found
     found = [
-        (ops, *resolve(plan, ops.sites, phase, micro_batch))
+        (ops, *ops.fates(plan, phase, micro_batch))
         for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart)
     ]
     _LATELY.append((problem, content, apart, found))
