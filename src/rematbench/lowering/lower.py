@@ -45,8 +45,8 @@ def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
     """Expand a plan into the actions of every rank; PlanError names what cannot be lowered.
-    `only`: the ranks that are lowered; the others stay empty.  `partly`: some rules may match
-    nothing on these ranks."""
+    `only`: the ranks whose passes are lowered; the others stay empty, and what follows the last
+    pass is left out.  `partly`: some rules may match nothing on these ranks."""
     _check_plan(plan, problem)
     shared = BlockCache()
     every = range(problem.layout.pp)
@@ -55,7 +55,9 @@ def lower(
     empty = RankProgram(rank=0, blocks=(), steps=())
     program = Program(
         ranks=tuple(
-            lowerings[rank].run() if rank in lowerings else replace(empty, rank=rank)
+            lowerings[rank].run(whole=only is None)
+            if rank in lowerings
+            else replace(empty, rank=rank)
             for rank in every
         ),
         planned=plan.addresses == "planned",
@@ -159,13 +161,14 @@ class _RankLowering:
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise = parameter.gather == "layer" and peers
 
-    def run(self) -> RankProgram:
-        """The rank's program for one optimizer step."""
+    def run(self, *, whole: bool) -> RankProgram:
+        """The rank's program for one optimizer step; not `whole`: for the step's passes."""
         found = rank_steps(self._facts())
         for key in found.keys:
             self._place(key, partial(self._block, key))
         self.steps += found.steps
-        emit_step_end(self, self.plan, self.problem)
+        if whole:
+            emit_step_end(self, self.plan, self.problem)
         return RankProgram(
             rank=self.rank,
             blocks=tuple(self.blocks),
