@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -84,8 +84,9 @@ class Problem:
         check_layout(self.layout, self.workload, self.cluster, self.system)
 
     def __getstate__(self) -> dict[str, object]:
-        """The problem for another process, which makes its own chunks."""
-        return {key: value for key, value in self.__dict__.items() if key != "chunks"}
+        """The problem for another process, which makes its own chunks and costs."""
+        own = ("chunks", "_costs")
+        return {key: value for key, value in self.__dict__.items() if key not in own}
 
     @property
     def kernel(self) -> AttentionBackend:
@@ -119,10 +120,25 @@ class Problem:
         """Device bytes that the framework's allocator may reserve."""
         return self.cluster.hbm_bytes - self.non_torch_bytes
 
-    @cached_property
+    @property
     def cost(self) -> "CostFacade":
         """Read-only costs: seconds and bytes of operators, links, states, and of whole plans."""
-        return CostFacade(self)
+        return CostFacade(self, self._costs)
+
+    @cached_property
+    def _costs(self) -> dict[str, Any]:
+        """What all costs of the problem know.  It names no problem: a problem that nothing uses is
+        freed at once, and waits for no collection."""
+        return vars(
+            CostModel(
+                cluster=self.cluster,
+                system=self.system,
+                layout=self.layout,
+                workload=self.workload,
+                calibration=self.calibration,
+                attention=self.kernel,
+            )
+        )
 
     @cached_property
     def embedding(self) -> OpTable:
@@ -264,17 +280,13 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods."""
+    """The cost formulas of a problem, and evaluations of whole plans for methods.  `known`: the
+    facts of the problem's CostModel, which all of the problem's facades share."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(
-            cluster=problem.cluster,
-            system=problem.system,
-            layout=problem.layout,
-            workload=problem.workload,
-            calibration=problem.calibration,
-            attention=problem.kernel,
-        )
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: Problem, known: dict[str, Any]) -> None:
+        self.__dict__ = known
         self._problem = problem
 
     def evaluate(self, plan: Plan) -> Evaluation:

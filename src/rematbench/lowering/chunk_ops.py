@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
+from weakref import ProxyType, proxy
 
 from rematbench.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
 from rematbench.lowering.mini import MiniRun, mini_runs
@@ -28,6 +29,11 @@ class Lately(dict[tuple[object, ...], Fated]):
         if not isinstance(found, cls):
             found = problem.chunks["lately"] = cls()
         return found
+
+
+def _weak(problem: Problem) -> Problem:
+    """The problem for a chunk that the problem knows, without a cycle of references."""
+    return problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
 
 
 class Unit(NamedTuple):
@@ -100,7 +106,7 @@ class ChunkOps:
         key = (stage, chunk, layers, mini_sequences, held, at_once)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(problem, stage, chunk, layers, mini_sequences, held, at_once=at_once)
+            found = cls(_weak(problem), stage, chunk, layers, mini_sequences, held, at_once=at_once)
             problem.chunks[key] = found
         return found
 
