@@ -169,16 +169,18 @@ def peak_bound(
     rest = Total(middle, c.fewest)
     least = np.maximum(rest.kept_bytes, 0.0)
     waiting = waiting or Waiting(np.minimum(least, ending.kept_bytes), 0.0)
-    final, more_bytes = ending.kept_bytes, 0.0 * c.count  # more_bytes: of other last chunks
-    if c.waits.any():
-        final = np.where(c.waits, np.maximum(0.0, waiting.kept_bytes), final)
-        more_bytes = np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - least), 0.0)
-    others = np.minimum(least, final)
+    final, more_bytes = _of_last(c, ending.kept_bytes, waiting.kept_bytes, least)
+    others, still = np.minimum(least, final), _still(facts)
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
 
     def peak(rank: int, chunk: Total, others: Array, own: Array) -> Array:
         """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
         are being copied, and the highest point of the running pass."""
+        high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
+        inside = states[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
+        if still:
+            backward = own + np.maximum(0.0, high)
+            return np.asarray(inside + np.maximum(backward, chunk.forward_high_bytes))
         copying = holding[rank]
         each = (
             np.minimum(chunk.copied_bytes, inner.copied_bytes) if rank < 2 else inner.copied_bytes
@@ -187,7 +189,6 @@ def peak_bound(
         if rank < 2:  # the last rank's last forward copies nothing
             copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
-        high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
         by_layer = moves.granularity == "layer"
         if by_layer:
             pools = np.where(_fills_slots(c, chunk), chunk.base.pool_bytes, 0.0)
@@ -203,12 +204,29 @@ def peak_bound(
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         backward = own + copied + np.maximum(0.0, high)
         passing = np.maximum(backward, copying * each + chunk.forward_high_bytes)
-        return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
+        return np.asarray(inside + pools + passing)
 
     ends = np.maximum(peak(0, opening, lower, lower), peak(2, ending, others, final) + more_bytes)
     return np.where(
         c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends
     )
+
+
+def _of_last(columns: Columns, kept: Any, waiting: Any, least: Array) -> tuple[Array, Array]:
+    """Bytes that a pass of the model's last chunk keeps, and by how much those of all its other
+    passes exceed `least`, where these wait.  `kept`: by its probe; `waiting`: where it waits."""
+    c = columns
+    if not c.waits.any():
+        return kept, 0.0 * c.count
+    final = np.where(c.waits, np.maximum(0.0, waiting), kept)
+    return final, np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - least), 0.0)
+
+
+def _still(facts: Facts) -> bool:
+    """Whether no device bytes wait for a copy, and staging pools hold none."""
+    costs = [cost for line in facts for cost in (line.base, line.slope)]
+    numbers = [number for cost in costs for number in (cost.released_bytes, cost.pool_bytes)]
+    return not any(isinstance(number, np.ndarray) or number for number in numbers)
 
 
 def _fills_slots(columns: Columns, chunk: Total) -> NDArray[np.bool_]:

@@ -174,16 +174,18 @@ def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
         issued_s = max(issued_s, of("compute_s"), of("called_s"))
         return (of("compute_s") + slower, issued_s, of("host_s"))
 
+    known: dict[tuple[int, int], Stage] = {}  # without copies, by the role and layers of a stage
+    kinds = [(id(role), n) for role, n in zip(made.lines, made.sizes, strict=True)]
+    for kind, role in zip(kinds, made.lines, strict=True):
+        if kind not in known:
+            n = kind[1]
+            landed_s = at(role, lambda c: c.backward.landed_s, n)
+            forward, backward = passed(role, "forward", n), passed(role, "backward", n)
+            known[kind] = Stage(forward, backward, landed_s, 0.0, 0.0)
     outs, backs = copied(lambda c: c.out_s, "d2h"), copied(lambda c: c.back_s, "h2d")
     return [
-        Stage(
-            passed(role, "forward", n),
-            passed(role, "backward", n),
-            at(role, lambda c: c.backward.landed_s, n),
-            out_s,
-            back_s,
-        )
-        for role, n, out_s, back_s in zip(made.lines, made.sizes, outs, backs, strict=True)
+        known[kind]._replace(out_s=out_s, back_s=back_s)
+        for kind, out_s, back_s in zip(kinds, outs, backs, strict=True)
     ]
 
 
