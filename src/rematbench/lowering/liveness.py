@@ -45,10 +45,11 @@ def _ends(
             else:  # not before a collective beside the kernel has allocated its output
                 safe = begun.get(action.begin, index) if action.begin else index
             for alloc in allocs:
-                if alloc.name in born and alloc.name in last:
-                    earlier.append((last[alloc.name], alloc.name))
-                born.add(alloc.name)
-                last[alloc.name] = safe
+                name = alloc.name
+                if name in born and name in last:
+                    earlier.append((last[name], name))
+                born.add(name)
+                last[name] = safe
             for name in reads:
                 if last.get(name, -1) < safe:
                     last[name] = safe

@@ -86,7 +86,7 @@ class BlockWriter:
         return action.begin
 
     def wait(self, stream: str, event: str) -> None:
-        self.add(Action(kind=Kind.WAIT, stream=stream, wait=event))
+        self.actions.append(Action(kind=Kind.WAIT, stream=stream, wait=event))
 
     def compute(
         self,

@@ -89,8 +89,9 @@ def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) 
     else:
         rows, busy = _rows(block.written, rank, timing)
         parts = [RowPart(tuple(rows))]
-    receives = tuple(dict.fromkeys(row.wait for row in rows if row.wait.startswith("recv_")))
-    shared = tuple(dict.fromkeys(e for row in rows if (e := row.event) and not is_local(e)))
+    waits, events = dict.fromkeys([r.wait for r in rows]), dict.fromkeys([r.event for r in rows])
+    receives = tuple([name for name in waits if name.startswith("recv_")])
+    shared = tuple([name for name in events if name and not is_local(name)])
     return RowBlock(tuple(parts), receives, shared, tuple(busy))
 
 

@@ -56,13 +56,20 @@ class ActionCosts:
 
     def timing(self, action: Action, rank: int) -> Timing:
         """What an action takes on its stream and of the host.  A kernel's timing is kept for all
-        layers and micro-batches, and for all ranks unless a collective runs beside the kernel."""
+        layers and micro-batches, and for all ranks unless a collective runs beside the kernel; that
+        of a copy or a collective for its rank."""
         kind = action.kind
         if kind not in DIRECTION:
             held = self._holds and self.held(action)
             if kind in STILL:
                 return Timing(0.0, 0.0, held) if held else NOTHING
-            return Timing(self(action, rank), self.issue_s(action, rank), held)
+            if held or self._begins or kind is Kind.STALL:  # its place decides too
+                return Timing(self(action, rank), self.issue_s(action, rank), held)
+            what = (kind, action.stream, action.op, action.nbytes, action.comm, rank)
+            if (found := self._timings.get(what)) is None:
+                found = Timing(self(action, rank), self.issue_s(action, rank), held)
+                self._timings[what] = found
+            return found
         beside = (action.beside, rank) if action.beside else None
         rows = (action.fraction, action.columns, action.offset > 0.0)
         key = (kind, action.part[:1], action.variant, action.op, beside, rows)
