@@ -103,7 +103,7 @@ class BlockWriter:
         """Append a forward, backward or recomputation on the compute stream; returns its index."""
         forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
-        if op.parameters and part in self.parameters:
+        if self.parameters and op.parameters and part in self.parameters:
             reads = [*reads, *self.parameters[part]]
         return self.add(
             Action(

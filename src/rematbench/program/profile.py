@@ -174,7 +174,7 @@ def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Pro
                 device += nbytes
         if (high := device + action.scratch) > device_high:
             device_high = high
-        if action.allocs:
+        if host > host_high or pinned > pinned_high:
             host_high, pinned_high = max(host_high, host), max(pinned_high, pinned)
         for name in action.frees:
             if name not in sizes:

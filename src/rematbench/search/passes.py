@@ -206,8 +206,9 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
     timed: list[Timing] = []
 
     def timing(action: Action, rank: int) -> Timing:
-        timed.append(costs.timing(action, rank))
-        return timed[-1]
+        found = costs.timing(action, rank)
+        timed.append(found)
+        return found
 
     macro = macro_of(rows_with(block, rank, timing))
     kernels: list[float] = []
