@@ -22,10 +22,11 @@ from rematbench.cli.matrix import declared
 from rematbench.matrix.best import WITHIN, Worker
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import Bounds
+from rematbench.search.cut import key
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe
-from rematbench.search.shard import Shard, key
+from rematbench.search.shard import Shard
 from rematbench.search.space import Choice
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -1,23 +1,16 @@
 """The search: it returns what trying everything returns, its bounds' schedule is legal, and it says
 what it proved."""
 
-import csv
 import itertools
-import json
 import math
-import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
-from typer import BadParameter
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.cli.options import percents
 from rematbench.lowering.schedule import passes
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
@@ -31,10 +24,8 @@ from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
 from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
-from rematbench.simulate.breakdown import PARTS
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 
 RUN = CliRunner()
@@ -179,165 +170,8 @@ def test_what_is_asked_wrongly_is_one_line() -> None:
         _ = SearchJob(replace(asked(global_batch=3), fixed=Fixed(micro_batch=2))).space
     with pytest.raises(MethodError, match="did you mean 'memo'"):
         SearchJob(replace(asked(), only=("memmo",)))
-
-
-WORDS = (
-    "--model gpt-1.3b --cluster a800-80gb --gpus 4 --seq-len 2048 --global-batch 8 --tp 1 "
-    "--micro-batch 1 --method balanced_checkpointing --processes 1 --system rematbench"
-)
-
-
-def test_each_line_runs_again(tmp_path: Path) -> None:
-    """The CSV has the job, and its command simulates to the same step."""
-    target = tmp_path / "found.csv"
-    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
-    assert answer.exit_code == 0, answer.output
-    assert "proved gap: no plan of the space is faster" in answer.output
-    kernels = "attention fa2, norm fused, loss in place, on ampere"
-    told = f"{kernels}; constants of cluster a800-80gb, stack default"
-    assert f"assumes: {told}" in " ".join(answer.output.split())
-    rows = list(csv.DictReader(target.open()))
-    assert len(rows) == 3
-    for row in rows:
-        assert row["assumes"] == told
-        words = shlex.split(row["run_with"])
-        again = RUN.invoke(app, [*words[1:], "--json"])
-        assert again.exit_code == 0, again.output
-        assert f'"step_s": {float(row["step_s"])}' in again.output
-
-
-def test_two_plans_are_explained_by_parts_that_add_up() -> None:
-    """`--explain` names the terms of the difference; a place that is not there is one line."""
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "2"])
-    assert told.exit_code == 0, told.output
-    table = told.output.split("part of the step")[1]
-    cells = [line.split("|") for line in table.splitlines() if line.count("|") == 3]
-    terms = {cell[1].strip(): float(cell[2]) for cell in cells}
-    assert sum(terms.values()) - terms["step"] == pytest.approx(terms["step"], abs=1e-3)
-    wrong = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "9"])
-    assert "--explain: places of 1 to 2" in str(wrong.exception)
-
-
-def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
-    """NOTHING FITS, and the bytes that the leanest plan lacks."""
-    small = ["--hbm-bytes", str(8 * GIB)]
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), *small])
-    assert told.exit_code == 0, told.output
-    assert "NOTHING FITS: every plan is at least" in told.output
-
-
-def ask(*words: str) -> str:
-    """What `search` prints of the small job."""
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])
-    assert told.exit_code == 0, (told.output, told.exception)
-    return told.output
-
-
-def test_an_engine_is_kept_to() -> None:
-    """Megatron-core has options for keeping everything and for recomputing whole layers only; the
-    best of what it has is not faster than the best of all."""
-    every = json.loads(ask("--json", "--top", "1", "--method", "full_recompute"))
-    mine = json.loads(
-        ask("--json", "--top", "1", "--method", "full_recompute", "--engine", "megatron_core")
-    )
-    assert mine["rows"][0]["step_s"] >= every["rows"][0]["step_s"]
-    assert "balanced" not in mine["rows"][0]["name"]
-    assert mine["fell"].get("no options of megatron_core", 0) >= 0
     with pytest.raises(MethodError, match="unknown engine 'megatron'"):
         SearchJob(replace(asked(), engine="megatron"))
-
-
-def test_percents_may_have_their_sign() -> None:
-    """`--within 1%` asks what `--within 1` asks; what is no share of half at most is refused."""
-    assert percents("1%") == percents("1 %") == percents("1") == percents(1.0) == 1.0
-    assert ask("--within", "20%", "--json") == ask("--within", "20", "--json")
-    for text in ("-1", "51%", "nan", "a", "%"):
-        with pytest.raises(BadParameter, match=f"'{text}' is not a percentage from 0 to 50"):
-            percents(text, 50)
-    assert percents("200%") == 200.0  # a plan may take three times as long: `--lose 200`
-    with pytest.raises(BadParameter, match="'inf' is not a percentage of 0 or more"):
-        percents("inf")
-
-
-def test_the_least_memory_is_bisected() -> None:
-    """Of what is tried, all above the answer reach the speed and all below do not."""
-    lines = ask("--find", "memory", "--lose", "1").splitlines()
-    tried = [(float(line.split()[0]), "no plan" in line) for line in lines[1:-1]]
-    answer = float(lines[-1].removeprefix("ANSWER: ").split()[0])
-    assert all(answer <= value for value, short in tried if not short)
-    assert all(answer > value for value, short in tried if short)
-    assert any(short for _, short in tried)
-
-
-@pytest.mark.full
-def test_the_longest_context_is_doubled_then_bisected() -> None:
-    """A multiple of the granule, no shorter than the job's own."""
-    small = ("--pp", "1", "--cp", "1", "--hbm-bytes", str(13 * GIB))
-    answer = ask("--find", "context", *small).splitlines()[-1]
-    assert answer.startswith("ANSWER: ")
-    length = int(answer.split()[1].replace(",", ""))
-    assert length >= 2048
-    assert length % 1024 == 0
-
-
-def test_the_fewest_gpus_make_the_speed() -> None:
-    """Twice as many each time; a speed that nothing reaches is said."""
-    assert "NOTHING reaches that" in ask("--find", "gpus", "--speed", "1e12")
-    few = ask("--find", "gpus", "--speed", "1000").splitlines()
-    assert few[-1].startswith("ANSWER: 1 GPU: ")
-
-
-@pytest.mark.full
-def test_price_tags_only_buy() -> None:
-    """More memory or a faster link makes no step longer by more than the gap."""
-    lines = [line.split("|") for line in ask("--price-tags", "--within", "0").splitlines()]
-    steps = {cell[1].strip(): float(cell[2]) for cell in lines if len(cell) == 5 and "." in cell[2]}
-    first = steps.pop("as it is")
-    assert {"+16 GiB of device memory", "+10 % of NVLink"} <= set(steps)
-    assert all(step <= first * (1 + 1e-3) for step in steps.values())
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--find", "speed"), "--find: one of gpus, context, batch, memory, not 'speed'"),
-        (("--find", "gpus"), "say the tokens/s of all GPUs with --speed"),
-        (("--find", "batch"), "say the seconds of a step with --step"),
-        (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
-        (("--find", "context", "--json"), "--json: not with --find"),
-        (("--find", "context", "-o", "answer.csv"), "-o: not with --find"),
-        (("--price-tags", "--explain", "1", "2"), "--explain: not with --price-tags"),
-        (("--price-tags", "--find", "context"), "--price-tags: not with --find"),
-        (("--json", "--explain", "1", "2"), "--explain: not with --json"),
-        (("--speed", "100"), "--speed: only with --find gpus"),
-        (("--find", "gpus", "--step", "3"), "--step: only with --find batch"),
-    ],
-)
-def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
-    """What is allowed is said, and nothing that is asked for is left out in silence."""
-    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])
-    assert answer.exit_code in (1, 2)
-    assert told in f"{answer.exception} {answer.output}"
-
-
-def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A hundred columns hold every layout and step whole; what has no room is named."""
-    monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 240)
-    wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
-    monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 100)
-    narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
-    assert "no room for: " in narrow
-    assert "no room for: " not in wide
-    rows = [line.split("|") for line in wide.splitlines() if re.match(r"\| [1-4] ", line)]
-    assert len(rows) == 4
-    for row in rows:
-        assert any(
-            {row[10].strip(), row[11].strip()} <= {*text.split()} for text in narrow.splitlines()
-        )
-    table = narrow[narrow.index("step s") : narrow.index("no room for")]
-    assert max(map(len, table.splitlines())) <= 100
 
 
 def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
@@ -380,54 +214,6 @@ def test_the_fewest_gpus_are_whole_nodes_with_a_layout(monkeypatch: pytest.Monke
     list(questions.fewest_gpus(fixed, 1e3, 1))
     assert 40 not in tried
     assert tried[-1] == 48
-
-
-def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C loses no answer, and the exit code says that it is not proved."""
-    whole = questions.longest_context
-
-    def stopped(one: Asked, processes: int) -> Iterator[questions.Answer]:
-        yield next(whole(one, processes))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rematbench.cli.inverse.longest_context", stopped)
-    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--find", "context"])
-    assert answer.exit_code == 130
-    assert answer.output.startswith("assumes: attention fa2, ")
-    assert "best so far: " in answer.output
-    assert "ANSWER" not in answer.output
-
-
-def test_a_search_interrupted_at_once_counts_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first round nobody knows how many joint plans there are."""
-
-    def stopped(*_: Any, **__: Any) -> Iterator[Progress]:
-        yield from ()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rematbench.cli.search.rounds", stopped)
-    answer = RUN.invoke(app, ["search", *shlex.split(WORDS)])
-    assert answer.exit_code == 130
-    assert "stopped before anything was bounded or simulated" in answer.output
-    assert "0 of 0" not in answer.output
-
-
-@pytest.mark.full
-def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
-    """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
-    target = tmp_path / "layouts.csv"
-    sheet = data_dir("published") / "runs.csv"
-    told = RUN.invoke(app, ["layouts", str(sheet), "--table", "AE minimum demo", "-o", str(target)])
-    assert told.exit_code == 0, (told.output, told.exception)
-    rows = list(csv.DictReader(target.open()))
-    assert rows
-    for row in (row for row in rows if row.get("loss")):
-        loss = 1.0 - float(row["step_s"]) / float(row["pred_step_s"])
-        assert float(row["loss"]) == pytest.approx(loss)
-        assert float(row["gap"]) <= 0.005
-        assert row["decides"] in PARTS
-    wrong = RUN.invoke(app, ["layouts", str(sheet), "--table", "Figure 99", "-o", str(target)])
-    assert "no row of table 'Figure 99'" in str(wrong.exception)
 
 
 def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
@@ -522,9 +308,6 @@ def test_the_simplest_plan_of_the_tie_is_named() -> None:
     assert answer.simplest([best, slower, simple]) is simple
     assert answer.simplest([best, slower]) is None
     assert answer.simplest([]) is None
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS)]).output
-    assert re.search(r"\nFASTEST: balanced_checkpointing at dp 4, [\d,]+ tokens/s/GPU \(", told)
-    assert "runs on: M megatron_core" in told
 
 
 def test_a_number_of_gpus_without_a_layout_reaches_nothing(
@@ -533,12 +316,3 @@ def test_a_number_of_gpus_without_a_layout_reaches_nothing(
     """The error stays in this process; a worker's would read as a lack of memory."""
     assert questions.reached(asked(gpus=11), math.inf, processes=2) is None
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_the_default_stack_of_an_engine_is_its_own() -> None:
-    """DeepSpeed runs no stack of Megatron; a stack that is given stays."""
-    job = "--model gpt-1.3b --cluster a800-80gb --gpus 2 --seq-len 2048 --global-batch 4 --top 1"
-    words = ["search", *shlex.split(job), "--engine", "deepspeed", "--processes", "1"]
-    assert "(a800-80gb), stack deepspeed" in RUN.invoke(app, words).output
-    given = RUN.invoke(app, [*words, "--system", "huggingface-deepspeed"]).output
-    assert "stack huggingface-deepspeed" in given

@@ -23,10 +23,11 @@ from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
 from rematbench.search.arms import Arm, Given, Single, Tree, rebuilds, singles
+from rematbench.search.cut import key
 from rematbench.search.fits import AnyFit
 from rematbench.search.frontier import Search
 from rematbench.search.probe import Probe
-from rematbench.search.shard import Shard, key
+from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed, Space, space
 from rematbench.spec.cluster import Cluster

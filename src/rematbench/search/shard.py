@@ -1,14 +1,11 @@
-"""A shard: all layouts that cut a layer's tensors and the micro-batches alike, and their bounds."""
+"""A shard: the layouts of a cut, and their bounds under the arms of a search."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace as replaced
 from functools import cached_property, partial
-from math import fsum
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import proxy
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematbench.cost.copies import ALONE
 from rematbench.plugins.registry import Composition, MethodError, Registry
@@ -24,18 +21,15 @@ from rematbench.search.bounds import (
     peak_bound,
     step_bound,
 )
-from rematbench.search.columns import Array, Columns
-from rematbench.search.contention import CopyBound, hidden, least_crowd, sent_bytes, stages
-from rematbench.search.end import after_passes, host_update_s
-from rematbench.search.highs import chord, no_cost
-from rematbench.search.kernels import layer_cost
+from rematbench.search.columns import Array
+from rematbench.search.contention import CopyBound, hidden, least_crowd, stages
+from rematbench.search.cut import Cut
+from rematbench.search.highs import chord
 from rematbench.search.least import LeastBytes
-from rematbench.search.probe import Facts, Floor, Found, Line, Probe, Prober, Refused
+from rematbench.search.probe import Facts, Floor, Found, Probe, Prober, Refused
 from rematbench.search.shared import Shared
-from rematbench.search.site import Site
 from rematbench.search.skeleton import tightened
 from rematbench.search.space import Choice
-from rematbench.spec.layout import Layout
 
 LINEAR = 0.9999
 """Factor on a bound by the schedule: seconds of a chunk are not exactly linear in its layers, since
@@ -45,32 +39,8 @@ SHARED = 0.998
 """The factor for an arm with a line or pieces: tensors are split at whole rows."""
 
 
-class Key(NamedTuple):
-    """What the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose passes
-    gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
-
-    tp: int
-    sp: bool
-    cp: int
-    ulysses: int
-    micro_batch: int
-    single: bool
-    hosted: bool
-    zero: tuple[int, int]
-
-
-def key(choice: Choice) -> Key:
-    """The key of a choice's shard."""
-    lay = choice.layout
-    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
-    alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch)
-    return Key(*alike, lay.pp == 1, choice.hosted, zero)
-
-
-class Shard:
-    """The layouts of one key.  `problem` has one of them; `shared`: what other shards,
-    and searches on other clusters, have lowered; `reserving`: gives a problem the reserve of its
-    layout (None: that of `problem`)."""
+class Shard(Cut):
+    """The layouts of a cut with their bounds under every arm of a registry."""
 
     def __init__(
         self,
@@ -80,80 +50,11 @@ class Shard:
         shared: Shared | None = None,
         reserving: Callable[[Problem], Problem] | None = None,
     ) -> None:
-        self.problem, self.registry, self._reserving = problem, registry, reserving or _same
-        self.choices, self._shared = choices, shared or Shared({})
-        self.columns = Columns(choices, problem)
-        self._prober = Prober(problem, self._shared.probes)
+        super().__init__(choices, problem, shared, reserving)
+        self.registry = registry
+        self._prober = Prober(problem, self.shared.probes)
         self._probes: dict[str, Probe | Refused] = {}
-        self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
-        self._sites: dict[int, Site] = {}
-
-    def _at(self, layout: Layout) -> Problem:
-        """The problem at one of the shard's layouts, without its reserve."""
-        return replaced(self.problem, layout=layout, _memo={}, _weights={})
-
-    @cached_property
-    def send_s(self) -> Array:
-        """Seconds of a message between neighbouring stages, on the fastest link of any layout."""
-        cost, lay = self.problem.cost, self.problem.layout
-        nbytes = self.problem.layer_kinds[0].activations["layer_input"].nbytes
-        nbytes = nbytes if lay.sp or lay.tp == 1 else nbytes // lay.tp
-        rate = max(cost.nvlink_bytes_per_s, cost.nic_bytes_per_s)
-        seconds = nbytes / rate * self.problem.system.scales.communication
-        return np.full(len(self.choices), seconds)
-
-    @cached_property
-    def end_s(self) -> Array:
-        """Least seconds after a rank's last pass: one gradient reduction and one parameter gather,
-        where nothing hides them, and the update of states in host memory."""
-        layer = min(table.parameters for table in self.problem.layer_kinds)
-        counts = layer * np.minimum(self.columns.first, self.columns.last)
-        found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
-        return np.array(found)
-
-    def _end_s(self, layout: Layout, count: int) -> float:
-        key = (layout.dp, layout.pp, layout.zero_stage, count)
-        if key not in self._ends_s:
-            problem = self._at(layout)
-            comms_s = (problem.cost.comm_s(comm, 0) for comm in after_passes(problem, count))
-            self._ends_s[key] = fsum((*comms_s, host_update_s(problem, count)))
-        return self._ends_s[key]
-
-    @cached_property
-    def sent_bytes(self) -> Array:
-        """Bytes of each layout's messages to other nodes in a micro-batch."""
-        known: dict[tuple[int, int, int], float] = {}
-        for lay in (choice.layout for choice in self.choices):
-            if (lay.pp, lay.dp, lay.vpp) not in known:
-                known[lay.pp, lay.dp, lay.vpp] = sent_bytes(self._at(lay))
-        return np.array([known[c.layout.pp, c.layout.dp, c.layout.vpp] for c in self.choices])
-
-    @cached_property
-    def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that each layout may reserve: without its communicators and the reserve."""
-        known: dict[tuple[int, int], int] = {}
-        for lay in (choice.layout for choice in self.choices):
-            if (lay.pp, lay.dp) not in known:
-                at = self._reserving(replaced(self.problem, layout=lay))
-                known[lay.pp, lay.dp] = at.usable_bytes - at.reserve_bytes
-        return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
-
-    def site(self, index: int) -> "Site":
-        """What all searches know of the layout at `index`."""
-        if index not in self._sites:
-            choice = self.choices[index]
-            problem = self._reserving(self._at(choice.layout))
-            self._sites[index] = Site(choice, problem, self._shared.programs)
-        return self._sites[index]
-
-    @cached_property
-    def kernels_s(self) -> Array:
-        """A first bound of the arm that keeps everything, in seconds, from the operator tables."""
-        kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
-        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
-        line = Line(0, no_cost(), layer)
-        return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
 
     @property
     def layers(self) -> int:
@@ -329,11 +230,6 @@ class Shard:
         return float(found) * (SHARED if arm.line or arm.pieces else LINEAR)
 
     @cached_property
-    def states_over_bytes(self) -> Array:
-        """Bytes by which the states of the fullest device exceed what the device may hold."""
-        return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
-
-    @cached_property
     def least(self) -> LeastBytes:
         """The bytes that plans need at least, known before probes of these plans."""
         return LeastBytes(proxy(self))
@@ -358,7 +254,3 @@ def _at_end(arm: Arm, pieces: int) -> str:
     """The text of an arm in a number of pieces, at the last step of its line."""
     line = arm.line.scalar if arm.line else None
     return arm.text(line.steps or 1 << 20 if line else 0, pieces)
-
-
-def _same(problem: Problem) -> Problem:
-    return problem
