@@ -114,8 +114,11 @@ def resolve(
         budget = plan.rules[index].fate
         assert isinstance(budget, ByteBudget)
         table |= _spend(budget, {site: where.sites[site] for site in sites})
-    _check_groups(where, table)
-    return {site: table[site] for site in where.sites}, frozenset(matched)
+    if any(isinstance(f, Recompute | Split) and isinstance(f.scope, Group) for f in fates):
+        _check_groups(where, table)
+    if budgets:
+        table = {site: table[site] for site in where.sites}
+    return table, frozenset(matched)
 
 
 def _winners(

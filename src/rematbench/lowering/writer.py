@@ -13,6 +13,9 @@ from rematbench.operators.ops import Comm, Op
 from rematbench.program.action import COMM_KIND, COMPUTE, STALL, Action, Alloc, Kind, local_event
 from rematbench.program.program import Block
 
+# Looking up an Enum's member takes as long as the rest of a line, and every action asks for these.
+WAIT, UNTIMED, AHEAD = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD, Kind.RECOMPUTE)
+
 
 class Share(NamedTuple):
     """The rows an action works on, as shares of its operator's rows."""
@@ -68,7 +71,7 @@ class BlockWriter:
         """An event that is recorded when all work issued so far on `stream` is done."""
         for index in range(len(self.actions) - 1, -1, -1):
             action = self.actions[index]
-            if action.stream == stream and action.kind not in (Kind.FREE, Kind.ALLOC):
+            if action.stream == stream and action.kind not in UNTIMED:
                 if not action.event:
                     action = msgspec.structs.replace(action, event=self.new_event())
                     self.actions[index] = action
@@ -86,7 +89,7 @@ class BlockWriter:
         return action.begin
 
     def wait(self, stream: str, event: str) -> None:
-        self.actions.append(Action(kind=Kind.WAIT, stream=stream, wait=event))
+        self.actions.append(Action(kind=WAIT, stream=stream, wait=event))
 
     def compute(
         self,
@@ -101,7 +104,7 @@ class BlockWriter:
         beside: str = "",
     ) -> int:
         """Append a forward, backward or recomputation on the compute stream; returns its index."""
-        forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
+        forward = kind in AHEAD
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
             reads = [*reads, *self.parameters[part]]

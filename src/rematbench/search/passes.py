@@ -163,6 +163,9 @@ class Chunk:
 
 COPIES = (Kind.D2H, Kind.H2D)
 
+ENTRIES = (COMPUTE, HOST, "h2d")
+"""The paths of a PassCost begin when compute or the host is free, or when copies are back."""
+
 
 def _least(costs: Iterator[PassCost]) -> PassCost:
     found = next(costs)
@@ -210,7 +213,7 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
         timed.append(found)
         return found
 
-    macro = macro_of(rows_with(block, rank, timing))
+    macro = macro_of(rows_with(block, rank, timing), asked=ENTRIES)
     kernels: list[float] = []
     _, called_s = _issued(block.parts, 1, iter(timed), kernels)
     ends = {target: dict(terms) for target, terms in macro.streams}

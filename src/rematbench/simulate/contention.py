@@ -64,11 +64,7 @@ def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int
 def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
     """The labels of the passes that copies of a kind run beside: their own, or both where some
     copies have blocks of their own."""
-    labels = {
-        block.label
-        for block, _ in program.block_runs
-        if any(_by_layer(action, kind) for action, _ in block.counted())
-    }
+    labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
 
@@ -120,8 +116,7 @@ def _moved(program: Program, kind: Kind) -> int:
     return sum(
         action.nbytes * count * runs
         for block, runs in program.block_runs
-        for action, count in block.counted()
-        if _by_layer(action, kind)
+        for action, count in _copies(block, kind)
     )
 
 
@@ -174,19 +169,19 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 
 def trailing_bytes(block: Block) -> int:
     """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
-    copies = [pair for pair in block.counted() if _by_layer(pair[0], Kind.D2H)]
+    copies = _copies(block, Kind.D2H)
     parts = {action.part for action, _ in copies if action.event == "d2h"}
     return sum(action.nbytes * n for action, n in copies if action.part in parts)
 
 
 def copied_bytes(block: Block, kind: Kind) -> int:
     """Bytes of a block's copies of activations of a kind."""
-    return sum(action.nbytes * n for action, n in block.counted() if _by_layer(action, kind))
+    return sum([action.nbytes * n for action, n in _copies(block, kind)])
 
 
-def _by_layer(action: Action, kind: Kind) -> bool:
-    """Whether an action is a copy of a kind of an activation, and not of states."""
-    return action.kind is kind and bool(action.part)
+def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
+    """The copies of a kind of activations, and not of states, and how often each occurs."""
+    return [pair for pair in block.counted() if pair[0].kind is kind and pair[0].part]
 
 
 def _block_bytes(rank: RankProgram, block: int) -> int:

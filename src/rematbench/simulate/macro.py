@@ -6,7 +6,7 @@ waits for.  So a block is a small (max, +) matrix, computed once.  (Baccelli, Co
 1992, Synchronization and Linearity, for the algebra.)
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -100,10 +100,12 @@ def _frozen(value: Shifted) -> AffineTerms:
 
 
 class _Run:
-    """The symbolic run of blocks: when streams and the host are free, and the events so far."""
+    """The symbolic run of blocks: when streams and the host are free, and the events so far.
+    `asked`: the streams and outside events of which the times at entry count (None: all do)."""
 
-    def __init__(self) -> None:
-        self.free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
+    def __init__(self, asked: Container[int | str] | None = None) -> None:
+        self.asked = asked
+        self.free = [self._input(index, index) for index in range(HOST + 1)]
         self.touched: set[int] = set()
         self.externals: dict[str, int] = {}
         self.events: dict[str, Shifted] = {}
@@ -183,14 +185,17 @@ class _Run:
         """The time of an event; a new external input where no earlier row recorded the event."""
         if event not in seen:
             self.externals[event] = HOST + 1 + len(self.externals)
-            seen[event] = ({self.externals[event]: 0.0}, 0.0)
+            seen[event] = self._input(event, self.externals[event])
         return seen[event]
 
+    def _input(self, name: int | str, index: int) -> Shifted:
+        return ({index: 0.0} if self.asked is None or name in self.asked else {}, 0.0)
 
-def macro_of(*blocks: RowBlock) -> Macro:
+
+def macro_of(*blocks: RowBlock, asked: Container[int | str] | None = None) -> Macro:
     """The macro of blocks that are issued one after the other.  Local events are known only inside
-    their block."""
-    run = _Run()
+    their block.  `asked`: the streams and outside events whose times at entry count (None: all)."""
+    run = _Run(asked)
     seen: dict[str, Shifted] = {}
     for block in blocks:
         seen = {name: value for name, value in seen.items() if not is_local(name)}

@@ -22,6 +22,7 @@ from rematbench.program.action import (
 from rematbench.program.program import Block, Part, Periods
 from rematbench.simulate.timing import TIMELESS, Timing
 
+SEND = Kind.SEND  # looking up an Enum's member takes as long as the rest of a line
 NO_STREAM = -1
 NEVER = float("-inf")
 """The identity of max: a time before every time."""
@@ -193,7 +194,7 @@ def _rows(
             issued += issue
             late = max(late, issued - total)
         total += taken
-        event, send = action.event, action.op if action.kind is Kind.SEND else ""
+        event, send = action.event, action.op if action.kind is SEND else ""
         if event or held or send or begin:
             rows.append(Row(open_stream, total, issued, late, held, wait, begin, event, send))
             open_stream = NO_STREAM
