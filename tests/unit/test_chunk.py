@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
+from rematbench.plan import MiniSequence, Offload
 from rematbench.program.action import STREAM_INDEX, Action
 from rematbench.program.program import parse_program
 from rematbench.simulate.macro import macro_of
@@ -13,7 +14,7 @@ from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.rows import rows_with
 from rematbench.simulate.step import HOST, DeadlockError, simulate
 from rematbench.simulate.timing import timings
-from tests.problems import layers, problem, slots
+from tests.problems import layers, problem, rule, slots
 
 
 def whimsical(action: Action, rank: int) -> float:
@@ -52,6 +53,30 @@ def test_a_block_is_a_max_plus_map() -> None:
     assert [(name, dict(terms)) for name, terms in macro.events] == [
         ("d2h", {d2h: 4.0, compute: 5.0})
     ]
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_what_is_not_asked_for_leaves_the_other_paths(count: int) -> None:
+    """Of the times at entry only those that are asked for are terms, with equal constants; also
+    where pieces repeat."""
+    given = problem(pp=2, global_batch=4, tp=2)
+    plan = given.base_plan.with_rules(rule(Offload(), "fc2_in"))
+    pieces = MiniSequence(ops=("fc1", "act", "mul", "fc2"), count=count)
+    plan = plan if count == 1 else replace(given.base_plan, mini_sequences=(pieces,))
+    program = lower(plan, given)
+    blocks = [block for rank in program.ranks for block in rank.blocks]
+    assert any(block.periods for block in blocks) == (count > 1)
+    asked = (STREAM_INDEX["compute"], HOST, "h2d")
+    for block in blocks:
+        rows = rows_with(block, 0, timings(whimsical))
+        whole, some = macro_of(rows), macro_of(rows, asked=asked)
+        left = {STREAM_INDEX["compute"], HOST}
+        left |= {HOST + 1 + at for at, name in enumerate(whole.waits) if name == "h2d"}
+        assert some.waits == whole.waits
+        fewer = {target: dict(terms) for target, terms in some.streams}
+        for target, terms in whole.streams:
+            same = {target: 0.0} if target in left else {}  # of a stream that nothing moves
+            assert fewer.get(target, same) == {at: value for at, value in terms if at in left}
 
 
 def test_linear_in_micro_batches() -> None:
