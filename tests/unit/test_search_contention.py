@@ -22,7 +22,7 @@ from rematbench.search.bounds import Bounds
 from rematbench.search.contention import least_crowd, stages
 from rematbench.search.events import NONE, Copies, Turns, events, shortened
 from rematbench.search.job import Asked, SearchJob
-from rematbench.search.passes import behind_embedding
+from rematbench.search.passes import behind_embedding, further
 from rematbench.search.probe import Probe, Prober, Refused
 from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
@@ -199,7 +199,7 @@ def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
     found = shard.probe(Arm((Single("", text),)))
     assert isinstance(found, Probe)
     known = found._made
-    assert tuple(known.ranks) == (1, 2, 3)
+    assert known.ranks[0] == 1
     whole = Measured(known.small, known.plan, known.small.ranks)
     keep = Prober(shard.problem, {})._keeping
     for crowd in (None, ALONE):
@@ -214,6 +214,42 @@ def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
         assert first[2:] == pytest.approx(real[2:], rel=1e-9)
         facts = found.nbytes if crowd is None else found.facts
         assert facts.first.base == first
+
+
+OFFLOAD = "pp_offload:alpha=1.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "spared"),
+    [
+        (OFFLOAD, True),
+        (f"balanced_checkpointing+{OFFLOAD}", True),
+        (f"balanced_checkpointing+{OFFLOAD}+mst:mlp_chunks=2,head_chunks=2", False),
+        ("balanced_checkpointing+memo:alpha=1.0", False),
+        ("balanced_checkpointing", False),
+    ],
+)
+def test_a_last_rank_that_copies_nothing_is_that_of_the_plan_without_copies(
+    text: str, spared: bool
+) -> None:
+    """It is not lowered again, and its seconds and bytes are those of its own blocks."""
+    shard, _ = even(job(tp=2, pp=4, vpp=1))
+    method = shard.registry.resolve(text, None, shard.problem)
+    found, prober = shard.probe(Arm((Single("", text),))), Prober(shard.problem, {})
+    assert isinstance(found, Probe)
+    known = found._made
+    assert (3 in known.ranks) != spared
+    whole = Measured(known.small, known.plan, known.small.ranks)
+    ended = prober._measured(method, (1, 1, 1, 2), ranks=(3,))
+    for crowd in (None, ALONE):
+        facts = found.nbytes if crowd is None else found.facts
+        assert facts.last.base == whole.cost(3, crowd)
+        if spared:
+            assert isinstance(ended, Measured)
+            slope, real = facts.last.slope, further(ended.cost(3, crowd), whole.cost(3, crowd))
+            for one, other in zip(slope[:2], real[:2], strict=True):
+                assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+                assert one.net_bytes == other.net_bytes
 
 
 def test_a_first_rank_that_a_plan_treats_otherwise_is_lowered() -> None:

@@ -160,19 +160,20 @@ class Prober:
     def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
         sizes = _sizes(least)
         ends = sizes[-1]
-        made = self._measured(method, sizes)
+        same = self._same_end(method, sizes)
+        made = self._measured(method, sizes, end=same is None)
         if isinstance(made, Refused):
             return made
         ended = made
-        copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
-        if made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]:
+        if same is None and _spares_end(made):
             more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
             if isinstance(more, Refused):
                 return more
             ended = more
 
         def lines(crowd: Crowd | None) -> Facts:
-            middle, deeper, last = (made.cost(rank, crowd) for rank in (1, 2, 3))
+            middle, deeper = (made.cost(rank, crowd) for rank in (1, 2))
+            last = (same or made).cost(3, crowd)
             if 0 in made.ranks:
                 first = made.cost(0, crowd)
             else:
@@ -181,11 +182,25 @@ class Prober:
             slope = ending = further(deeper, middle)
             if ended is not made:  # no copies of the last rank's chunk
                 ending = further(ended.cost(3, crowd), last)
+            if same is not None:
+                ending = further(same.cost(2, crowd), same.cost(1, crowd))
             return Facts(
                 Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
             )
 
         return Probe(made, made.pinned, lines)
+
+    def _same_end(self, method: Composition, sizes: tuple[int, ...]) -> Measured | None:
+        """The plan that a method's last part was added to, where the part copies chunks but changes
+        nothing of the last rank's: then both plans have equal blocks there."""
+        plan, before = self._planned(method, sizes), Composition(method.methods[:-1])
+        if isinstance(plan, Refused) or plan.transfers.granularity != "chunk" or not copies(plan):
+            return None
+        base = self._planned(before, sizes)
+        if isinstance(base, Refused) or not self._small(sizes).ends_alike(plan, base):
+            return None
+        found = self._measured(before, sizes)
+        return None if isinstance(found, Refused) else found
 
     def _floor_of_one(self, method: Composition, least: int) -> Floor | Refused:
         made, more = (self._planned(method, (layers,)) for layers in (least, least + 1))
@@ -256,21 +271,33 @@ class Prober:
         return base if isinstance(base, Unsupported) else last.plan(small.problem, base)
 
     def _measured(
-        self, method: Composition, sizes: tuple[int, ...], ranks: Sequence[int] = ()
+        self,
+        method: Composition,
+        sizes: tuple[int, ...],
+        ranks: Sequence[int] = (),
+        *,
+        end: bool = True,
     ) -> Measured | Refused:
         """A method's plan with `sizes` layers on the ranks.  Of a pipeline's ranks the given ones
-        are lowered, else all but a first rank that is like the second but for the embedding."""
+        are lowered, else all but a first rank that is like the second but for the embedding; with
+        `end` False not the last one either."""
         small, plan = self._small(sizes), self._planned(method, sizes)
         if isinstance(plan, Refused):
             return plan
         if not ranks:
             spared = not self.single and plan != small.base and small.alike(plan)
-            ranks = small.ranks[1:] if spared else small.ranks
+            ranks = small.ranks[int(spared) : None if end else -1]
         self.layers += sum(sizes[rank] for rank in ranks)
         try:
             return Measured(small, plan, ranks)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
+
+
+def _spares_end(made: Measured) -> bool:
+    """Whether a plan copies chunks, but not that of the last rank."""
+    copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
+    return made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
 
 
 def _sizes(least: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from msgspec.json import encode
 from msgspec.structs import replace
@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.cost.copies import ALONE, Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import ChunkPlace, covered, resolve
+from rematbench.lowering.fates import ChunkPlace, covered, phased, resolve
 from rematbench.lowering.lower import lower
-from rematbench.plan import Plan
+from rematbench.plan import Phase, Plan
 from rematbench.problem import Problem
 from rematbench.program.profile import program_profiles
 from rematbench.program.program import Program
-from rematbench.search.floor import Stored, stored
+from rematbench.search.floor import Stored, copies, stored
 from rematbench.search.kernels import placed_alike
 from rematbench.search.passes import Chunk, ChunkCost
 from rematbench.search.pinned import Pinned, leaves, pinned_of
@@ -63,8 +63,8 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count)
-    for copies in range(1, gpus_per_node + 1):
-        dp = layout.ulysses * copies
+    for models in range(1, gpus_per_node + 1):
+        dp = layout.ulysses * models
         gpus = layout.tp * layout.cp * pp * dp
         if gpus <= gpus_per_node or gpus % gpus_per_node == 0:
             break
@@ -74,7 +74,7 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
         vpp=1,
         dp=dp,
         zero_stage=1,
-        global_batch=micro_batches * copies * layout.micro_batch,
+        global_batch=micro_batches * models * layout.micro_batch,
     )
 
 
@@ -114,6 +114,21 @@ class Small(NamedTuple):
             for rank, own in enumerate(layers)
         ]
         return len(layers[0]) == len(layers[1]) and reached[0] == reached[1]
+
+    def ends_alike(self, plan: Plan, base: Plan) -> bool:
+        """Whether a plan differs from its base in rules and copies alone, and neither copies
+        anything of the last rank's chunk, whose fates are equal under both."""
+        if replace(plan, rules=base.rules, transfers=base.transfers, fit=base.fit) != base:
+            return False
+        rules = (*plan.rules, *base.rules)
+        if copies(base) or any(rule.select.micro_batches is not None for rule in rules):
+            return False
+        pp, pieces, held = self.problem.layout.pp, plan.mini_sequences, plan.held
+        chunk = ChunkOps.of(self.problem, pp - 1, 0, plan.partition[-1][0], pieces, held)
+        return all(
+            chunk.fates(plan, phase, 0)[0] == chunk.fates(base, phase, 0)[0]
+            for phase in (get_args(Phase) if phased(rules) else ("steady",))
+        )
 
 
 NO_COMMUNICATION = 1e-9
@@ -178,7 +193,8 @@ class Measured:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
         content = (self.same, tuple(ranks))
         if content not in small.known.lowered:
-            program = lower(plan, small.problem, ranks, partly=ranks[0] > 1)
+            few = ranks[0] > 1 or ranks[-1] < small.ranks[-1]
+            program = lower(plan, small.problem, ranks, partly=few)
             small.known.lowered[content] = Lowered(program)
         self._lowered = small.known.lowered[content]
         self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
