@@ -16,7 +16,7 @@ from rematbench.choose.candidates import (
     first_candidates,
     same_plan,
 )
-from rematbench.choose.entry import Compared, Entry, as_made
+from rematbench.choose.entry import Compared, Entry, Status, as_made, lost_reason
 from rematbench.choose.variants import best_variants
 from rematbench.host.workers import Lost, Pool
 from rematbench.plan import Plan
@@ -140,7 +140,7 @@ class Comparing:
         return answer if isinstance(answer, Entry) else _lost(candidate, answer, self.limit_s)
 
     def _planned(self, candidate: Candidate) -> bool:
-        return any(self.registry.methods[name].planner for name in candidate.methods)
+        return self.registry.has_planner(candidate.methods)
 
 
 class _Tree:
@@ -181,10 +181,8 @@ def _candidate(task: Task) -> Candidate:
 
 
 def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
-    if why == "died":
-        return Entry(candidate=candidate, status="failed", reason="its process died")
-    reason = f"not planned within {limit_s} CPU seconds (--limit SECONDS allows more)"
-    return Entry(candidate=candidate, status="timed out", reason=reason)
+    status: Status = "failed" if why == "died" else "timed out"
+    return Entry(candidate=candidate, status=status, reason=lost_reason(why, limit_s))
 
 
 def _without_repeats(entries: Sequence[Entry], asked: Container[str]) -> tuple[list[Entry], int]:

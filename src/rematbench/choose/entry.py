@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from rematbench.choose.candidates import TUNED, Candidate, Made, changed_kinds
 from rematbench.choose.outcome import Retries, Verdict
+from rematbench.host.workers import Lost
 from rematbench.plan import Plan
 from rematbench.simulate.evaluate import PlanEvaluation
 
@@ -67,6 +68,13 @@ class Compared(Struct, frozen=True, kw_only=True):
     entries: tuple[Entry, ...]
     repeated: int
     unavailable: dict[str, str]
+
+
+def lost_reason(why: Lost, limit_s: int) -> str:
+    """Why a worker gave no answer about a candidate, which had `limit_s` CPU seconds."""
+    if why == "died":
+        return "its process died"
+    return f"not planned within {limit_s} CPU seconds (--limit SECONDS allows more)"
 
 
 def as_made(base: Plan, entry: Entry) -> Made:

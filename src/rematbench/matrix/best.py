@@ -109,9 +109,8 @@ def runs(arm: Arm, seq_len: int) -> bool:
 def searched(arm: Arm, seq_len: int, registry: Registry) -> bool:
     """Whether the best layout of an arm is searched: the arm runs at this length, and its plan is
     known without solving (planners are tried at the cell's one layout only)."""
-    methods = arm.resolved(registry).methods
-    planned = any(registry.methods[method.name].planner for method in methods)
-    return not planned and runs(arm, seq_len)
+    names = [method.name for method in arm.resolved(registry).methods]
+    return not registry.has_planner(names) and runs(arm, seq_len)
 
 
 class Answers:

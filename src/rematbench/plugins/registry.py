@@ -3,7 +3,7 @@
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
@@ -163,6 +163,10 @@ class Registry(Struct, frozen=True):
     methods: dict[str, MethodEntry]
     broken: dict[str, str]
     policies: dict[str, Policy] = {}
+
+    def has_planner(self, names: Iterable[str]) -> bool:
+        """Whether any of some methods is a planner."""
+        return any(self.methods[name].planner for name in names)
 
     def resolve(
         self,

@@ -152,10 +152,11 @@ class Search(Judge):
 
     def _begin(self, bound_s: float, place: Place, item: Item) -> None:
         """Begin with the roots of the tree at a layout, or go on with one of them."""
-        for root in self.tree.roots if item.stage == "layout" else ():
-            self._root(bound_s, place, root)
         if item.stage == "root":
             self._root(bound_s, place, item.arm, item.step)
+            return
+        for root in self.tree.roots:
+            self._root(bound_s, place, root)
 
     def _root(self, bound_s: float, place: Place, arm: Arm, known: int = 0) -> None:
         """Bound an arm of several methods by the methods before its last, whose probes are cheaper:

@@ -253,4 +253,4 @@ def _registry(asked: Asked) -> Registry:
 
 def _planned(registry: Registry, name: str) -> bool:
     """Whether a method, as it is typed, is a planner or is composed with one."""
-    return any(registry.methods[method.name].planner for method in registry.resolve(name).methods)
+    return registry.has_planner(method.name for method in registry.resolve(name).methods)

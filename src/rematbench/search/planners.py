@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from rematbench.choose.entry import lost_reason
 from rematbench.host.workers import Lost, Pool
 from rematbench.packages.flags import Engines
 from rematbench.search.job import Asked, SearchJob
@@ -67,11 +68,8 @@ def solved(
 
 
 def _end(method: str, answer: Tried | Lost, limit_s: int) -> Planned:
-    if answer == "late":
-        more = "--limit SECONDS allows more"
-        return Planned(method=method, reason=f"not planned within {limit_s} CPU seconds ({more})")
     if isinstance(answer, str):
-        return Planned(method=method, reason="its process died")
+        return Planned(method=method, reason=lost_reason(answer, limit_s))
     if answer.evaluation is None:
         return Planned(method=method, reason=answer.reason.replace(f"{method}: ", "", 1))
     return Planned(method=method, tried=answer)

@@ -180,10 +180,10 @@ class Prober:
                 keep = self._keeping
                 first = behind_embedding(middle, keep.cost(0, crowd), keep.cost(1, crowd))
             slope = ending = further(deeper, middle)
-            if ended is not made:  # no copies of the last rank's chunk
-                ending = further(ended.cost(3, crowd), last)
             if same is not None:
                 ending = further(same.cost(2, crowd), same.cost(1, crowd))
+            elif ended is not made:  # no copies of the last rank's chunk
+                ending = further(ended.cost(3, crowd), last)
             return Facts(
                 Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
             )

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.cost.copies import ALONE, Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import ChunkPlace, covered, phased, resolve
+from rematbench.lowering.fates import ChunkPlace, covered, phased
 from rematbench.lowering.lower import lower
 from rematbench.plan import Phase, Plan
 from rematbench.problem import Problem
@@ -115,6 +115,11 @@ class Small(NamedTuple):
         ]
         return len(layers[0]) == len(layers[1]) and reached[0] == reached[1]
 
+    def last_chunk(self, plan: Plan) -> ChunkOps:
+        """The model's last chunk under a plan."""
+        layers, pieces = plan.partition[-1][-1], plan.mini_sequences
+        return ChunkOps.of(self.problem, len(self.ranks) - 1, 0, layers, pieces, plan.held)
+
     def ends_alike(self, plan: Plan, base: Plan) -> bool:
         """Whether a plan differs from its base in rules and copies alone, and neither copies
         anything of the last rank's chunk, whose fates are equal under both."""
@@ -123,8 +128,7 @@ class Small(NamedTuple):
         rules = (*plan.rules, *base.rules)
         if copies(base) or any(rule.select.micro_batches is not None for rule in rules):
             return False
-        pp, pieces, held = self.problem.layout.pp, plan.mini_sequences, plan.held
-        chunk = ChunkOps.of(self.problem, pp - 1, 0, plan.partition[-1][0], pieces, held)
+        chunk = self.last_chunk(plan)
         return all(
             chunk.fates(plan, phase, 0)[0] == chunk.fates(base, phase, 0)[0]
             for phase in (get_args(Phase) if phased(rules) else ("steady",))
@@ -213,10 +217,8 @@ class Measured:
             return (0,)
         if any(select.phases or select.micro_batches for select in selects):
             return (0,)  # other passes may keep less
-        problem, plan = self.small.problem, self.plan
-        last = plan.partition[-1][-1]
-        chunk = ChunkOps(problem, problem.layout.pp - 1, 0, last, plan.mini_sequences, plan.held)
-        fates, _ = resolve(plan, chunk.sites, "steady", 0)
+        chunk = self.small.last_chunk(self.plan)
+        last, (fates, _) = chunk.layers, chunk.fates(self.plan, "steady", 0)
         kept = [0] * (len(last) + 1)  # of the head, and of the layers from the last one on
         for (part, layer, _), fate in fates.items():
             kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes

@@ -58,8 +58,8 @@ def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):
-        before, _ = resolve(base, ops.sites, phase, micro_batch)
-        after, _ = resolve(plan, ops.sites, phase, micro_batch)
+        before, _ = ops.fates(base, phase, micro_batch)
+        after, _ = ops.fates(plan, phase, micro_batch)
         for site, fate in before.items():
             if site[0] == "layer" and fate.changed and after[site] != fate:
                 return site[2]
