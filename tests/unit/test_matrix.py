@@ -298,6 +298,21 @@ def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(
     assert tuned["headroom_bytes"] >= reserve_bytes(tuned["usable_bytes"])
 
 
+def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() -> None:
+    spec = small(arms=tuple(arm for arm in declared().arms if arm.name == "memo"))
+    cell = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared({}))
+    answers = Answers(cell, spec, REGISTRY, {})
+    found = answers.best("memo")
+    assert found.choice is not None
+    site = cell.site(found.choice)
+    assert site.choice == found.choice
+    tried, method = site.trials.tried, answers.methods["memo"].text
+    before = len(tried)
+    own = tried_plan(site.choice, site.problem, method, 0.0, REGISTRY, known=site.trials)
+    assert len(tried) == before > 1
+    assert found.step_s == min(own.step_s, *(one.step_s for one in tried.values()))
+
+
 def test_the_outcome_is_counted_from_the_best_layouts(
     ran: list[Line],
 ) -> None:

@@ -186,8 +186,10 @@ class Answers:
         search = cell.search_of(arms_of(method, self.registry), least_pp)
         found = _answer(cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0))
         if found.choice and any(chooses(one, self.registry) for one in method.methods):
-            problem = cell.problem(found.choice)
-            own = tried_plan(found.choice, problem, method.text, 0.0, self.registry)
+            site, registry = cell.site(found.choice), self.registry
+            own = tried_plan(
+                site.choice, site.problem, method.text, 0.0, registry, known=site.trials
+            )
             if own.step_s < found.step_s:
                 return structs.replace(found, name=method.text, step_s=own.step_s)
         return found

@@ -29,6 +29,7 @@ from rematbench.search.frontier import Search
 from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
+from rematbench.search.site import Site
 from rematbench.search.space import Choice, Fixed, Space, space
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
@@ -208,6 +209,11 @@ class SearchJob:
                 partial(_reserving, self.asked.reserve_gib),
             )
         return self._shards[index]
+
+    def site(self, choice: Choice) -> Site:
+        """What the job's searches know of a layout."""
+        cut = next(index for index, one in enumerate(self._cuts) if key(one[0]) == key(choice))
+        return self._shard(cut).site(self._cuts[cut].index(choice))
 
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job's problem at one layout, with the given names of model, cluster and system."""

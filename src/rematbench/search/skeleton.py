@@ -58,12 +58,14 @@ class _End:
         ]
         peers = problem.layout.state_shards > 1
         self.overlap_reduce = problem.system.reduce_overlap and peers
+        self.known: dict[tuple[object, ...], Block] = {}
         self.blocks: list[Block] = []
 
-    def add(self, key: tuple[object, ...], build: object, item: Pass) -> None:
-        """Collect the block that `build` returns."""
-        assert callable(build)
-        self.blocks.append(build())
+    def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
+        """Collect the block that `build` returns, which is one for all steps with its key."""
+        if key not in self.known:
+            self.known[key] = build()
+        self.blocks.append(self.known[key])
 
 
 def frame(problem: Problem, plan: Plan) -> Frame:
@@ -109,7 +111,9 @@ def frame(problem: Problem, plan: Plan) -> Frame:
 
 def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
     """Seconds by which some blocks move the compute clock of a rank."""
-    macro = macro_of(*(rows_with(block, rank, costs.timing) for block in blocks))
+    once = {id(block): block for block in blocks}
+    rows = {which: rows_with(block, rank, costs.timing) for which, block in once.items()}
+    macro = macro_of(*(rows[id(block)] for block in blocks))
     ends = dict(macro.streams)
     return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
 
