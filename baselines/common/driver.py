@@ -235,6 +235,7 @@ def _as_rank(
             write(runner, job, path, *outcome, found)
     if failed:
         os._exit(1)  # another rank may never come to a barrier
+    dist.barrier()  # rank 0 has the store, which another rank may still need to join
     dist.destroy_process_group()
     return 0
 

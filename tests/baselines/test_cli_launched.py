@@ -41,6 +41,19 @@ if any(word.endswith("baselines/run.py") for word in sys.orig_argv):
 """
 """Loaded as a process starts: it ends after its steps, where ranks bring their answers together."""
 
+LATE = """
+import sys
+if any(word.endswith("baselines/run.py") for word in sys.orig_argv):
+    import time, torch.distributed
+    from torch.distributed import distributed_c10d, init_process_group
+    def late(*given, **named):
+        init_process_group(*given, **named)
+        time.sleep(5)
+        distributed_c10d._get_default_store().add("late", 1)
+    torch.distributed.init_process_group = late
+"""
+"""Loaded as a process starts: it needs the store of rank 0 for longer than the other ranks."""
+
 
 def started(given: dict[str, str], *words: str, code: str = RUN) -> "subprocess.Popen[str]":
     """A process with these variables, and no others of a launcher."""
@@ -72,11 +85,16 @@ def places() -> list[dict[str, str]]:
     return [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
 
+def changed(folder: Path, code: str) -> dict[str, str]:
+    """The variables of a process that loads this code as it starts."""
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
 def after_a_death(tmp_path: Path, dies: int, end: str) -> tuple[Record, list[str]]:
     """The record of two ranks of which one ends so, and what each said."""
     out = tmp_path / "record.json"
-    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(end=ENDS[end]))
-    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    path = changed(tmp_path, BROKEN.format(end=ENDS[end]))
     ranks = [
         started(place | (path if rank == dies else {}), *WORDS, "--out", str(out))
         for rank, place in enumerate(places())
@@ -108,13 +126,16 @@ def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_is_refused_is_refused_once(tmp_path: Path) -> None:
-    """By all ranks alike: rank 0 says it, and ends as what did not run."""
+@pytest.mark.parametrize("code", ["", LATE], ids=["together", "late"])
+def test_what_is_refused_is_refused_once(tmp_path: Path, code: str) -> None:
+    """By all ranks alike: rank 0 says it, and ends as what did not run.  No rank ends while another
+    one still joins."""
     out, modules = tmp_path / "record.json", "attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm"
     words = (*WORDS, "--out", str(out), "--set", f"offload_modules={modules}")
-    ranks = [started(place, *words) for place in places()]
-    (code, said, _), (other_code, silent, _) = map(ended, ranks)
-    assert (code, other_code, silent) == (1, 0, "")
+    first, second = places()
+    ranks = [started(first, *words), started(second | changed(tmp_path, code), *words)]
+    (exit_code, said, _), (other_code, silent, _) = map(ended, ranks)
+    assert (exit_code, other_code, silent) == (1, 0, "")
     assert said.startswith("UNSUPPORTED: ")
     assert read_record(out).status == "unsupported"
 
