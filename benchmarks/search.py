@@ -5,12 +5,14 @@ benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to s
 Targets, two cores: llama-175b on 256 H800 (Yuan et al., USENIX ATC 2024), the whole space: a proved
 gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations, 2 GB of all processes;
 bounds of 10^6 layouts a second; a cell of the matrix, all its questions to 1 %, in 4 CPU seconds.
+On a machine that others load these take up to twice as long: a loop that is timed first says so.
 Others print, for searches of their own: Calculon 600 evaluations a second and core, Astra 1.27 s,
 Aceso 92 configurations a second.
 """
 
 import argparse
 import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from rematbench.cli.doctor import cpu_name
 from rematbench.cli.matrix import declared
 from rematbench.matrix.best import WITHIN, Worker
 from rematbench.search.arms import KEEP, Arm
@@ -32,8 +35,23 @@ from rematbench.spec.problemspec import ProblemSpec
 
 GAPS = (0.02, 0.005)
 LAYOUTS = 100_000
+ROUNDS, ADDITIONS = 9, 2_000_000
 CELLS = [("llama3-8b", 4096), ("llama3-8b", 131072), ("llama-175b", 4096), ("llama-175b", 131072)]
 """Models and lengths of the matrix; each has a cell on every cluster, and these share programs."""
+
+
+def quiet() -> None:
+    """Print this Python, the processor, and how evenly a loop of additions runs on it."""
+    taken = []
+    for _ in range(ROUNDS):
+        start, total = time.process_time(), 0
+        for number in range(ADDITIONS):
+            total += number
+        taken.append(time.process_time() - start)
+    sys.stdout.write(
+        f"CPython {platform.python_version()}, {cpu_name()}; {ADDITIONS / 1e6:.0f} million "
+        f"additions take {min(taken):.3f} to {max(taken):.3f} CPU seconds (quiet: within 10 %)\n"
+    )
 
 
 def job(small: bool) -> Asked:
@@ -134,6 +152,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--matrix", action="store_true")
     chosen = parser.parse_args(arguments)
+    quiet()
     if chosen.matrix:
         cells(())
         return

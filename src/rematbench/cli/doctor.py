@@ -51,7 +51,7 @@ def _facts() -> Table:
     table.add_row("python", f"{platform.python_version()} on {platform.system()}")
     for package in PACKAGES:
         table.add_row(package, _version(package))
-    table.add_row("CPU", f"{_cpu_name()}, {os.cpu_count()} logical cores")
+    table.add_row("CPU", f"{cpu_name()}, {os.cpu_count()} logical cores")
     table.add_row("host memory", f"{host_bytes() / 2**30:.1f} GiB")
     gpus = nvidia_gpus()
     table.add_row("GPUs", f"{len(gpus)} x {gpus[0][0]}" if gpus else "none found by nvidia-smi")
@@ -81,7 +81,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor of this machine, as its system names it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
