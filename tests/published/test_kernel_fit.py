@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
-from rematbench.cost.kernel_rates import (
-    OPERATORS,
-    SOURCES,
-    attention_share,
-    fitted_parameters,
-    load_kernel_rates,
-)
+from rematbench.cost.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
+from rematbench.cost.kernel_seconds import attention_share
 from rematbench.cost.kernels import Attention
 from rematbench.published import kernel_attention
 from rematbench.published.kernel_attention import attention_fraction

@@ -17,14 +17,16 @@ from rematbench.cost.kernel_rates import (
     GemmRates,
     RateError,
     UnfusedAttention,
+    fitted_parameters,
+    load_kernel_rates,
+)
+from rematbench.cost.kernel_seconds import (
     attention_s,
     attention_share,
     bytes_s,
-    fitted_parameters,
     gemm_s,
     gemm_share,
     head_dim_factor,
-    load_kernel_rates,
     named_bytes,
     unfused_attention_s,
     unfused_passes,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from rematbench.cost import formulas, kernel_rates
+from rematbench.cost import formulas, kernel_seconds
 from rematbench.cost.constants import (
     Calibration,
     CommonConstants,
@@ -14,7 +14,7 @@ from rematbench.cost.constants import (
     NetworkConstants,
     SystemConstants,
 )
-from rematbench.cost.kernel_rates import AttentionBackend
+from rematbench.cost.kernel_rates import AttentionBackend, AttentionRates, Device
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
 from rematbench.operators.ops import Op
 from rematbench.spec.cluster import Cluster
@@ -111,7 +111,7 @@ class KernelCosts:
         """Busy seconds of a named operator by published rates: its bytes over the published HBM
         rate."""
         rates = self.calibration.kernels.named(kernel)
-        moved = kernel_rates.named_bytes(rates, kernel, backward=direction != "forward")
+        moved = kernel_seconds.named_bytes(rates, kernel, backward=direction != "forward")
         return moved / float(self._published_device.hbm_bytes_per_s)
 
     def _memory_s(self, nbytes: float) -> formulas.Quantity:
@@ -125,7 +125,7 @@ class KernelCosts:
             own = self._eager_attention_s if eager else self._unfused_attention_s
             return own(kernel, forward)
         rates, device = self._fused_attention
-        return kernel_rates.attention_s(
+        return kernel_seconds.attention_s(
             rates,
             device,
             backward=not forward,
@@ -136,17 +136,17 @@ class KernelCosts:
         )
 
     @cached_property
-    def _published_device(self) -> kernel_rates.Device:
+    def _published_device(self) -> Device:
         """The GPU as the rows of config/kernels see it: HBM at its published share."""
         rates = self.calibration.kernels.generation(self.cluster.generation)
-        return kernel_rates.Device(
+        return Device(
             peak_flop_per_s=self.cluster.peak_flop_per_s,
             hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * rates.hbm.value,
             sm_count=rates.sm_count,
         )
 
     @cached_property
-    def _fused_attention(self) -> tuple[kernel_rates.AttentionRates, kernel_rates.Device]:
+    def _fused_attention(self) -> tuple[AttentionRates, Device]:
         """The attention backend's rates on this GPU generation, and the GPU as kernels see it."""
         rates = self.calibration.kernels.attention(self.cluster.generation, self.attention)
         hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
@@ -181,10 +181,10 @@ class KernelCosts:
         width = self.workload.element_bytes
         shapes = [(q, kv, d), *[(q, d, kv)] * (1 if forward else 3)]
         gemms = fsum(
-            float(kernel_rates.gemm_s(rates, device, *shape, many, element_bytes=width))
+            float(kernel_seconds.gemm_s(rates, device, *shape, many, element_bytes=width))
             for shape in shapes
         )
-        passes = kernel_rates.unfused_passes(
+        passes = kernel_seconds.unfused_passes(
             kernels.operators.unfused_attention, backward=not forward, masked=True
         ) + (formulas.DROPOUT_PASSES if self.workload.model.dropout > 0 else 0.0)
         return gemms + passes * many * q * kv * width / device.hbm_bytes_per_s

@@ -16,9 +16,8 @@ from rematbench.cost.kernel_rates import (
     AttentionRates,
     Evidence,
     Share,
-    attention_share,
-    head_dim_factor,
 )
+from rematbench.cost.kernel_seconds import attention_share, head_dim_factor
 from rematbench.published.kernel_rows import PASSES, KernelRow, measured
 from rematbench.published.kernel_sources import Array, Rows, Sources, evidence, rounded, solve
 

@@ -17,10 +17,8 @@ from rematbench.cost.kernel_rates import (
     GemmRates,
     OperatorRates,
     UnfusedAttention,
-    bytes_s,
-    gemm_s,
-    unfused_attention_s,
 )
+from rematbench.cost.kernel_seconds import bytes_s, gemm_s, unfused_attention_s
 from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
 from rematbench.published.kernel_sources import (
     Array,

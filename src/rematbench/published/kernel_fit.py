@@ -22,9 +22,9 @@ from rematbench.cost.kernel_rates import (
     KernelRates,
     Share,
     evidence_of,
-    gemm_share,
     load_kernel_rates,
 )
+from rematbench.cost.kernel_seconds import gemm_share
 from rematbench.published.kernel_attention import fit_attention, fit_half_waves
 from rematbench.published.kernel_bytes import fit_operators
 from rematbench.published.kernel_rows import KernelRow, Match, measured, read_kernel_rows

@@ -1,0 +1,156 @@
+"""Seconds of kernels from their rates.  The functions are pure and broadcast over NumPy arrays.
+Units: FLOP, bytes, seconds.
+"""
+
+from math import fsum
+
+import numpy as np
+
+from rematbench.cost.kernel_rates import (
+    AttentionPass,
+    AttentionRates,
+    ByteRates,
+    Device,
+    GemmRates,
+    Quantity,
+    UnfusedAttention,
+)
+from rematbench.cost.kernels import Named
+
+ATTENTION_TILE_ROWS = 128
+"""Query rows of a thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
+(Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
+FLASH_BACKWARD_FLOP = 2.5
+"""FLOPs of the backward over the forward's: five GEMMs to two (Dao 2023)."""
+UNFUSED_BACKWARD_SHARE = 0.6
+"""Share of a softmax's passes that are in its backward: three of five."""
+REFERENCE_ELEMENT_BYTES = 2
+"""Bytes per element in the rows behind operators.yaml (bf16 and fp16)."""
+
+
+def saturation(size: Quantity, half: Quantity) -> Quantity:
+    """size / (size + half) (Hockney & Jesshope 1981, the n_1/2 law)."""
+    return size / (size + half)
+
+
+def attention_share(
+    rates: AttentionPass, rows: Quantity, heads: Quantity, sm_count: Quantity
+) -> Quantity:
+    """Share of the peak at head dimension 128: e r/(r + half_rows) w/(w + half_waves).
+
+    r: rows of each sequence; `heads`: of all sequences; w = heads r / (128 SMs): waves of tiles.
+    Source of the form: diagonal blocks and a block's prologue cost the same at every row length
+    (half_rows); the last, partly filled wave costs one block's time (half_waves).
+    """
+    waves = heads * rows / (ATTENTION_TILE_ROWS * sm_count)
+    return (
+        rates.efficiency * saturation(rows, rates.half_rows) * saturation(waves, rates.half_waves)
+    )
+
+
+def head_dim_factor(rates: AttentionRates, head_dim: Quantity) -> Quantity:
+    """Factor on the speed: linear in log2(head_dim) between published values, constant outside."""
+    known = sorted(rates.head_dims)
+    factors = [rates.head_dims[dim] for dim in known]
+    return np.interp(np.log2(head_dim), np.log2(known), factors)
+
+
+def attention_s(
+    rates: AttentionRates,
+    device: Device,
+    *,
+    backward: bool,
+    heads: Quantity,
+    head_dim: Quantity,
+    q_rows: Quantity,
+    pairs: Quantity,
+) -> Quantity:
+    """Seconds of fused attention of `heads` heads (of all sequences), each with q_rows queries and
+    `pairs` (query, key) pairs: 4 head_dim pairs heads FLOPs, 2.5 times that backward (Dao 2023).
+
+    The row length in the saturation is twice the mean keys of a query, 2 pairs / q_rows (s for a
+    causal square, twice the window for a window), and at most q_rows.
+    """
+    flop = 4.0 * head_dim * pairs * heads * (FLASH_BACKWARD_FLOP if backward else 1.0)
+    rows = np.minimum(q_rows, 2.0 * np.asarray(pairs) / q_rows)
+    one = rates.backward if backward else rates.forward
+    share = attention_share(one, rows, heads, device.free_sms)
+    return flop / (device.free_flop_per_s * share * head_dim_factor(rates, head_dim))
+
+
+def gemm_share(
+    rates: GemmRates,
+    m: Quantity,
+    n: Quantity,
+    k: Quantity,
+    batch: Quantity,
+    sm_count: Quantity,
+) -> Quantity:
+    """Share of the peak: e k/(k + half_k) w / (tail ceil(w) + (1 - tail) w), w waves of tiles.
+
+    Source: tile and wave quantisation, NVIDIA DU-09798.  tail 1: kernels with one tile size lose
+    all idle SMs of the last wave; tail 0: no SM is lost.
+    """
+    waves = np.asarray(m * n * batch) / (rates.tile_rows * rates.tile_columns * sm_count)
+    filled = waves / (rates.tail * np.ceil(waves) + (1.0 - rates.tail) * waves)
+    share: Quantity = rates.efficiency * saturation(k, rates.half_k) * filled
+    return share
+
+
+def gemm_s(
+    rates: GemmRates,
+    device: Device,
+    m: Quantity,
+    n: Quantity,
+    k: Quantity,
+    batch: Quantity = 1.0,
+    *,
+    element_bytes: Quantity,
+    accumulate: bool = False,
+) -> Quantity:
+    """Seconds of `batch` GEMMs (m x k) @ (k x n): the longer of arithmetic and traffic (roofline,
+    Williams et al. 2009); `accumulate` adds into an fp32 result."""
+    factor = rates.accumulate if accumulate else 1.0
+    share = gemm_share(rates, m, n, k, batch, device.free_sms) * factor
+    arithmetic = 2.0 * m * n * k * batch / (device.free_flop_per_s * share)
+    traffic = element_bytes * batch * (m * k + k * n + m * n) / device.hbm_bytes_per_s
+    seconds: Quantity = np.maximum(arithmetic, traffic)
+    return seconds
+
+
+def named_bytes(rates: ByteRates, kernel: Named, *, backward: bool) -> float:
+    """Bytes that an operator moves at the reached HBM rate, in proportion to its element size."""
+    each = rates.backward_bytes if backward else rates.forward_bytes
+    return kernel.elements * each * kernel.element_bytes / REFERENCE_ELEMENT_BYTES
+
+
+def bytes_s(
+    rates: ByteRates, elements: Quantity, *, backward: bool, hbm_bytes_per_s: Quantity
+) -> Quantity:
+    """Seconds of a memory-bound operator: bytes / reached HBM rate + fixed seconds."""
+    if backward:
+        return elements * rates.backward_bytes / hbm_bytes_per_s + rates.backward_fixed_s
+    return elements * rates.forward_bytes / hbm_bytes_per_s + rates.forward_fixed_s
+
+
+def unfused_passes(rates: UnfusedAttention, *, backward: bool, masked: bool) -> float:
+    """Passes over the score matrix in one direction. The published rows have both together: parted
+    2 to 3 as a softmax's own (read, write; read two, write one), and the mask forward, as the
+    gradient of a sum moves nothing. The parting is ours."""
+    if backward:
+        return rates.passes * UNFUSED_BACKWARD_SHARE
+    return rates.passes * (1.0 - UNFUSED_BACKWARD_SHARE) + (rates.mask_passes if masked else 0.0)
+
+
+def unfused_attention_s(
+    rates: UnfusedAttention,
+    gemms_s: Quantity,
+    scores: Quantity,
+    element_bytes: Quantity,
+    hbm_bytes_per_s: Quantity,
+    *,
+    masked: bool,
+) -> Quantity:
+    """Seconds, forward and backward: six GEMMs (`gemms_s`), and passes over `scores` elements."""
+    passes = fsum(unfused_passes(rates, backward=way, masked=masked) for way in (False, True))
+    return gemms_s + passes * scores * element_bytes / hbm_bytes_per_s
