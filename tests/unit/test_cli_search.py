@@ -128,6 +128,54 @@ def test_the_fewest_gpus_make_the_speed() -> None:
     assert few[-1].startswith("ANSWER: 1 GPU: ")
 
 
+def test_degrees_that_leave_no_replica_are_refused() -> None:
+    """More Ulysses ranks than there are in a data-parallel group make no layout."""
+    some = ask("--ulysses", "2", "--system", "deepspeed", "--method", "full_recompute", "--json")
+    assert "dp is no multiple of ulysses" in json.loads(some)["refused"]
+    none = RUN.invoke(app, ["search", *shlex.split(WORDS), "--ulysses", "4", "--pp", "2"])
+    assert "gpus 4 must be a multiple of the degrees given = 8" in str(none.exception)
+
+
+def test_a_package_without_options_for_a_few_layouts_has_them_for_others() -> None:
+    """DeepSpeed runs none of the first, the middle and the last layout; with more GPUs, of which
+    the search for what would fit makes jobs of its own, nothing is an error either."""
+    words = (
+        "search --model llama-65b --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 "
+        "--engine deepspeed --processes 1"
+    )
+    told = RUN.invoke(app, shlex.split(words))
+    assert told.exit_code == 0, (told.output, told.exception)
+    assert "NOTHING FITS" in told.output
+    assert "would fit" in told.output
+
+
+def test_a_plan_in_a_line_is_whole() -> None:
+    """Uneven ends and micro-batches too: the line alone names one plan."""
+    words = ("--pp", "4", "--global-batch", "7", "--limit", "0")
+    line = next(line for line in ask(*words).splitlines() if line.startswith("FASTEST"))
+    best = json.loads(ask(*words, "--json"))["rows"][0]
+    assert ("--partition" in best["run_with"]) == ("--partition" in line)
+    assert "pp 4" in line
+    text = ask(*words)
+    assert "outside of the proof: lynx" not in text or "solved last" not in text
+    assert "other rows: up to 10.0 % slower" in text
+
+
+def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C loses none of them."""
+
+    def stopped(*_: Any) -> Iterator[questions.Price]:
+        yield questions.Price("as it is", 2.0)
+        yield questions.Price("+1 GiB of device memory", 1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rematbench.cli.inverse.prices", stopped)
+    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--price-tags"])
+    assert told.exit_code == 130
+    assert "50.0" in told.output
+    assert "stopped before" in told.output
+
+
 @pytest.mark.full
 def test_price_tags_only_buy() -> None:
     """More memory or a faster link makes no step longer by more than the gap."""
@@ -241,5 +289,5 @@ def test_the_default_stack_of_an_engine_is_its_own() -> None:
 def test_the_first_lines_name_the_fastest_plan() -> None:
     """With its layout and speed; the notes name the packages that run the plans."""
     told = RUN.invoke(app, ["search", *shlex.split(WORDS)]).output
-    assert re.search(r"\nFASTEST: balanced_checkpointing at dp 4, [\d,]+ tokens/s/GPU \(", told)
+    assert re.search(r"\nFASTEST: balanced_checkpointing at dp 4 zero \d, [\d,]+ tokens/s/GPU \(", told)
     assert "runs on: M megatron_core" in told

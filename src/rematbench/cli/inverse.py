@@ -21,6 +21,7 @@ from rematbench.search.questions import (
 )
 from rematbench.search.trial import Tried
 
+NOTHING = ("NOTHING reaches that", "NOTHING FITS, at --seq-len either")
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 
 
@@ -33,14 +34,22 @@ class Inverse(Struct, frozen=True, kw_only=True):
     step: float
     lose: float
 
+    def check(self) -> None:
+        """CommandError for an unknown quantity, or a target that is missing."""
+        if self.find and self.find not in get_args(Question):
+            known = ", ".join(get_args(Question))
+            raise CommandError(f"--find: one of {known}, not {self.find!r}")
+        if self.find == "gpus" and self.speed <= 0:
+            raise CommandError("--find gpus: say the tokens/s of all GPUs with --speed")
+        if self.find == "batch" and self.step <= 0:
+            raise CommandError("--find batch: say the seconds of a step with --step")
+
 
 def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
     """Print each answer once it is known; after Ctrl-C, the best so far and exit code 130."""
     if not inverse.find:
         _prices(out, asked, processes)
         return
-    if inverse.find not in get_args(Question):
-        raise CommandError(f"--find: one of {', '.join(get_args(Question))}, not {inverse.find!r}")
     best: Answer | None = None
     ended = False
     try:
@@ -54,7 +63,7 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
-        out.print(plain("NOTHING reaches that"), style="bold")
+        out.print(plain(NOTHING[inverse.find == "context"]), style="bold")
     if not ended:
         raise Exit(130)
 
@@ -62,12 +71,8 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
 def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]:
     match inverse.find:
         case "gpus":
-            if inverse.speed <= 0:
-                raise CommandError("--find gpus: say the tokens/s of all GPUs with --speed")
             return fewest_gpus(asked, inverse.speed, processes)
         case "batch":
-            if inverse.step <= 0:
-                raise CommandError("--find batch: say the seconds of a step with --step")
             return largest_batch(asked, inverse.step, processes)
         case "context":
             return longest_context(asked, processes)
@@ -92,11 +97,22 @@ def told(tried: Tried) -> str:
 
 
 def _prices(out: Console, asked: Asked, processes: int) -> None:
+    """Print the table of price tags; after Ctrl-C, of those found by then, with exit code 130."""
     table = grid("change", "step s", "shorter by %")
-    first = None
-    for price in prices(asked, processes):
-        first = price.step_s if first is None else first
-        gain = f"{100 * (1 - price.step_s / first):.1f}" if isfinite(first) else "-"
-        table.add_row(price.change, f"{price.step_s:.4g}" if isfinite(price.step_s) else "-", gain)
+    first, ended = None, False
+    try:
+        for price in prices(asked, processes):
+            first = price.step_s if first is None else first
+            gain = f"{100 * (1 - price.step_s / first):.1f}" if isfinite(first) else "-"
+            table.add_row(
+                price.change, f"{price.step_s:.4g}" if isfinite(price.step_s) else "-", gain
+            )
+        ended = True
+    except KeyboardInterrupt:
+        pass
     out.print(table)
-    out.print(plain(f"each step within {100 * asked.within:g} % of the best there is"))
+    within = f"{100 * asked.within:g} %"
+    out.print(plain(f"each step within {within} of the best there is: less than that is no gain"))
+    if not ended:
+        out.print(plain("stopped before the other changes were searched"))
+        raise Exit(130)

@@ -62,7 +62,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Option(min=0, metavar="G", help="Device memory to leave free (else: errors of peaks)."),
     ] = None,
     within: Within = 0.5,
-    top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Plans to show.")] = 10,
+    top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Most plans to show.")] = 10,
     explain: Annotated[
         tuple[int, int] | None,
         Option(metavar="A B", help="Why the plan of place B is slower than that of place A."),
@@ -96,8 +96,10 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
     Layouts are all that the stack can run on so many GPUs (degrees that are given stay as they
     are); plans are every method that is no planner, in its grid, composed as `compare` does.  No
-    plan of the space is faster than the first row by more than the gap.  Planners, whose plan no
-    bound covers, are solved last, at the layouts of the first rows.  Ctrl-C prints the best so far.
+    plan of the space is faster than the first row by more than the gap.  The other rows are up to
+    10 percent slower; where a plan fits a layout, plans that add a method to it are left out.
+    Planners, whose plan no bound covers, are solved last, at the layouts of the first rows.
+    Ctrl-C prints the best so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
@@ -133,6 +135,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
                 f"--method {made.planners[0]}: a planner, which only a search solves"
             )
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
+        inverse.check()
         show_assumed(console(), made)
         ask(console(), asked, inverse, processes)
         return
@@ -141,7 +144,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         show_space(out, made)
     at, ended = _run(asked, top, processes)
     told = Told(out, made, at, top, ended=ended)
-    told.table()
+    told.table(solved=limit > 0)
     told.more(limit, processes)
     if json:
         typer.echo(told.json())

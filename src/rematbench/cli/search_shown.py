@@ -22,6 +22,7 @@ from rematbench.host.console import (
 )
 from rematbench.published.bands import ratio_band
 from rematbench.search.answer import Found, difference, line, simplest
+from rematbench.search.frontier import SHOWN
 from rematbench.search.halves import Progress
 from rematbench.search.job import SearchJob
 from rematbench.search.planners import Planned
@@ -35,6 +36,8 @@ HEADS = (
     Head("fits", words=True, given_up=3), Head("runs\non", words=True, given_up=2),
     Head("what binds", words=True, given_up=1),
 )  # fmt: skip
+
+SOLVED = ", solved last, at the first rows' layouts"
 
 ALIKE = 0.0005
 """Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
@@ -52,7 +55,8 @@ def show_space(out: Console, made: SearchJob) -> None:
     )
     show_assumed(out, made)
     layouts, plans = len(made.space.choices), len(made.singles)
-    text = f"space: {layouts:,} layouts, each with {plans} methods and what is made of them"
+    many = "s" if layouts > 1 else ""
+    text = f"space: {layouts:,} layout{many}, each with {plans} methods and what is made of them"
     out.print(plain(text))
     out.print()
 
@@ -100,6 +104,11 @@ def _said(found: Found) -> str:
     """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
     lay, row = found.tried.choice.layout, line(0, found)
     degrees = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
+    degrees += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
+    degrees += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
+    degrees += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
+    degrees += [*found.tried.choice.words]
+    degrees += ["optimizer on host"] if found.tried.choice.hosted else []
     low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
     return (
         f"{row['name']} at {' '.join(degrees) or '1 GPU'}, {speed} tokens/s/GPU "
@@ -123,14 +132,21 @@ def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     yield from (found.fits, " ".join(name[0].upper() for name in found.runs_on) or "-", found.binds)
 
 
-def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
-    """Lines on the proved gap, and on what excluded the other plans."""
+def notes(
+    made: SearchJob, at: Progress, found: list[Found], *, ended: bool, solved: bool
+) -> Iterator[str]:
+    """Lines on the proved gap, and on what excluded the other plans.  `ended`: not after Ctrl-C;
+    `solved`: planners are solved next."""
     yield ""
     stopped = "" if ended else "stopped: "
     if found:
         yield (
             f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
             f"{100 * at.gap:.2f} % ({at.simulations} of {at.plans:,} joint plans simulated)"
+        )
+        yield (
+            f"other rows: up to {percent(SHOWN - 1)} slower; where a plan fits a layout, no plan "
+            "that adds a method to it"
         )
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
@@ -155,7 +171,7 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
         yield f"what was excluded for device memory lacked {gib(at.short_bytes)} GiB or more"
     if made.planners:
         names = ", ".join(made.planners)
-        yield f"outside of the proof: {names} (planners, solved last, at the first rows' layouts)"
+        yield f"outside of the proof: {names} (planners{SOLVED if found and solved else ''})"
     outside = dict.fromkeys(word for one in found for word in one.band.outside.values())
     if outside:
         yield f"outside of what was published: {'; '.join(outside)}"

@@ -30,12 +30,13 @@ class Told:
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
 
-    def table(self) -> None:
-        """Print the plans, the proof and what was excluded."""
+    def table(self, *, solved: bool) -> None:
+        """Print the plans, the proof and what was excluded; `solved`: planners are solved next."""
         if self.out is None:
             return
         show_plans(self.out, self.made, self.found)
-        for text in notes(self.made, self.at, self.found, self.ended):
+        solved = solved and self.ended
+        for text in notes(self.made, self.at, self.found, ended=self.ended, solved=solved):
             self.out.print(plain(text), soft_wrap=True)
 
     def more(self, limit_s: int, processes: int) -> None:
@@ -56,8 +57,8 @@ class Told:
             self._say(f"would fit {self.changes[-1]}")
 
     def _planners(self, limit_s: int, processes: int) -> None:
-        best = self.found[0]
-        for end in solved(self.made, self.at.found, limit_s=limit_s, processes=processes):
+        best, shown = self.found[0], [one.tried for one in self.found]
+        for end in solved(self.made, shown, limit_s=limit_s, processes=processes):
             one = None
             if end.tried is None:
                 self.without[end.method] = end.reason

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import cached_property, partial
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ class SearchJob:
     @cached_property
     def singles(self) -> list[Single]:
         """The methods to try, alone and composed; with an engine only the methods that the engine
-        has options for on at least one of three sample layouts."""
+        has options for on at least one of three sample layouts.  Where it has none there for the
+        plan that keeps everything, the sample is a layout of the first kind where it has some."""
         found = singles(self.registry, load_compare(), self._only)
         if not self.asked.engine:
             return found
@@ -112,8 +114,14 @@ class SearchJob:
         some = (*alone[:1], choices[len(choices) // 2], choices[-1])
         engines = [Engines(self.problem(one), self.asked.engine) for one in some]
         if not self._runs(IDENTITY, engines):
+            kinds = {_kind(choice): choice for choice in choices}.values()
+            others = (Engines(self.problem(one), self.asked.engine) for one in kinds)
+            engines = list(islice((one for one in others if self._runs(IDENTITY, [one])), 1))
+        if not engines:
             name = self.asked.engine
-            raise MethodError(f"engine {name} has no options for stack {self.system.name} here")
+            raise MethodError(
+                f"engine {name} has no options for stack {self.system.name} on any layout here"
+            )
         return [one for one in found if self._runs(one.at(1), engines)]
 
     @cached_property
@@ -233,6 +241,14 @@ class SearchJob:
             weigher = partial(Programs.weigh, proxy(self.shared.programs))
             problem = replaced(problem, weigher=weigher)
         return _reserving(self.asked.reserve_gib, problem)
+
+
+def _kind(choice: Choice) -> tuple[object, ...]:
+    """What of a layout decides whether a package has options for it."""
+    lay = choice.layout
+    degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
+    above = [degree > 1 for degree in degrees]
+    return (*above, lay.zero_stage, choice.even, choice.hosted)
 
 
 def _reserving(reserve_gib: float | None, problem: Problem) -> Problem:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.plugins.registry import MethodError
 from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.trial import Tried
@@ -124,7 +125,7 @@ def _with_gpus(asked: Asked, gpus: int) -> Asked:
 def _has_layout(asked: Asked) -> bool:
     try:
         SearchJob(asked).ready()
-    except LayoutError:
+    except (LayoutError, MethodError):  # no layout, or no options of the engine there
         return False
     return True
 

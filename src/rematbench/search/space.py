@@ -116,7 +116,10 @@ def layouts(
         if rest or dp == 0:
             continue
         for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
-            replicas = dp // ulysses
+            replicas, rest = divmod(dp, ulysses)
+            if rest or not replicas:
+                refused["dp is no multiple of ulysses"] += 1
+                continue
             if spec.global_batch % replicas:
                 refused["global batch is no multiple of the replicas"] += 1
                 continue

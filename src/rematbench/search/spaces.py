@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rematbench.plan import Fraction
 from rematbench.runs.suite import NamedProblem
@@ -22,10 +23,12 @@ Space = Literal["all", "megatron_core", "deepspeed"]
 
 class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A problem with open degrees.  `published_mfu`: the MFU by space (a fraction), for the spaces
-    of which the source prints an MFU."""
+    of which the source prints an MFU; `stacks`: the stack by space, where a package does not run
+    the problem's own."""
 
     source: str
     published_mfu: dict[Space, Fraction] = field(default_factory=dict)
+    stacks: dict[Space, str] = field(default_factory=dict)
 
 
 class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,8 +47,9 @@ def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Itera
     """A line for each job and space.  Plans may fill the device, as published plans do."""
     for job in declared.jobs:
         for space in declared.spaces:
+            stack = job.stacks.get(space, job.system)
             asked = Asked(
-                spec=job,
+                spec=replace(job, system=stack),
                 engine="" if space == "all" else space,
                 reserve_gib=0.0,
                 within=within,
@@ -54,6 +58,7 @@ def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Itera
                 "job": job.name,
                 "source": job.source,
                 "space": space,
+                "system": stack,
                 "published_mfu": job.published_mfu.get(space),
                 **_best(asked, processes),
             }

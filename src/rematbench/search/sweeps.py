@@ -14,6 +14,9 @@ from rematbench.search.halves import MINUTE, rounds
 from rematbench.search.job import SearchJob
 from rematbench.search.trial import Tried
 
+MOST_ROUNDS = 10 * MINUTE
+"""Rounds after which the search of a sweep ends with the gap that is proved by then."""
+
 
 def searched_sweeps(
     rows: Sequence[Row], *, within: float, processes: int
@@ -33,7 +36,7 @@ def searched_sweeps(
             yield {**said, "reason": str(error)}
             continue
         asked = asked_of(case, within, reserve_gib=None)
-        *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MINUTE)
+        *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
         if not end.found:
             yield {**said, "reason": "no plan fits"}
             continue

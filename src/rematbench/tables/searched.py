@@ -23,9 +23,15 @@ NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WOR
 NEEDED += ("precision", "attention", "run_with")
 """Columns that a line needs so that its plan can be simulated again."""
 
+FILLING = (
+    "Plans may fill the device, as published plans do: a search by command leaves a reserve free "
+    "(--reserve-gib 0: none). "
+)
+
 SIMULATED = (
     "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
-    "plan of the space is faster than the best by more. Layouts are tp-cp-pp-vpp-dp, with what is "
+    "plan of the space is faster than the best by more; the space has the shares of a grid, and a "
+    "published plan may have one between two of them. Layouts are tp-cp-pp-vpp-dp, with what is "
     "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers "
     "of uneven ends."
 )
@@ -95,10 +101,10 @@ def layout_table(rows: Sequence[Row]) -> Table:
         ),
         rows=_rows(rows),
         note=(
-            f"{SIMULATED} decides: the part of the step that the published layout has more of. its "
-            "rank: 1 and the other layouts, each division of layers counted, with a plan that is "
-            "faster than the published one (all, or those found in a fixed amount of work: at "
-            "least)."
+            f"{FILLING}{SIMULATED} decides: the part of the step that the published layout has "
+            "more of. its rank: 1 and the other layouts, each division of layers counted, with a "
+            "plan that is faster than the published one (all, or those found in a fixed amount of "
+            "work: at least)."
         ),
     )
 
@@ -143,6 +149,7 @@ def space_table(rows: Sequence[Row]) -> Table:
         title="The whole space beside what a package alone can run (simulated)",
         columns=(
             *(Column(key, key) for key in ("job", "space")),
+            Column("system", "stack"),
             *BEST,
             Column("mfu_causal", "MFU causal %", percent),
             Column("mfu_dense", "MFU dense %", percent),
@@ -154,7 +161,7 @@ def space_table(rows: Sequence[Row]) -> Table:
             *(Column(key, "") for key in ("source", "step_s", "run_with")),
         ),
         rows=_rows(rows),
-        note=SIMULATED,
+        note=FILLING + SIMULATED,
     )
 
 
