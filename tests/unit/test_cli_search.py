@@ -289,5 +289,7 @@ def test_the_default_stack_of_an_engine_is_its_own() -> None:
 def test_the_first_lines_name_the_fastest_plan() -> None:
     """With its layout and speed; the notes name the packages that run the plans."""
     told = RUN.invoke(app, ["search", *shlex.split(WORDS)]).output
-    assert re.search(r"\nFASTEST: balanced_checkpointing at dp 4 zero \d, [\d,]+ tokens/s/GPU \(", told)
+    assert re.search(
+        r"\nFASTEST: balanced_checkpointing at dp 4 zero \d, [\d,]+ tokens/s/GPU \(", told
+    )
     assert "runs on: M megatron_core" in told

@@ -1,6 +1,7 @@
 """The bounds of plans with copies: where copies begin and must have ended, what pinned blocks hold
 beyond their tensors, and trials that searches of one job share."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
 from rematbench.search.space import Choice, Fixed
 from rematbench.search.trial import planned_at
-from rematbench.spec.load import load_model
+from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
 
 NAMES = {FETCH: "H2D", FREE: "free_d2h"}
@@ -195,3 +196,46 @@ def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(
     assert [one.step_s for one in first] == [one.step_s for one in second]
     assert {one.method for one in second} == {again.text()}
     assert discover().methods.keys() == made.registry.methods.keys()
+
+
+def test_copies_make_a_bound_where_a_faster_link_lowers_it() -> None:
+    """Which bounds the link to the host makes is told beside the counts of what is slower."""
+    slow = replace(load_cluster("a800-80gb"), pcie_bytes_per_s=2e9)
+    fast = replace(slow, pcie_bytes_per_s=1e15, dram_bytes_per_s=1e16)
+    told: set[bool] = set()
+    by_cluster = []
+    for cluster in (slow, fast):
+        spec = ProblemSpec(
+            model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=8, seq_len=4096,
+            global_batch=16,
+        )  # fmt: skip
+        made = SearchJob(Asked(spec=spec, only=("pp_offload", "balanced_checkpointing")))
+        by_cluster.append((made, made.search().shards))
+    (made, shards), (_, others) = by_cluster
+    arms = [Arm((one,)) for one in made.singles]
+    for shard, other in zip(shards, others, strict=True):
+        for arm in arms:
+            found, without = shard.bounds(arm), other.bounds(arm)
+            if not isinstance(found, Bounds) or not isinstance(without, Bounds):
+                continue
+            lower = without.step_s < (1 - 1e-9) * found.step_s
+            for (step, at), less in np.ndenumerate(lower):
+                assert shard.by_copies(arm, step + 1, 1, at) == less
+                told.add(bool(less))
+    assert told == {True, False}
+
+
+def test_what_is_slower_is_counted_by_reason() -> None:
+    """What was never begun, and what copies or kernels make slow."""
+    cluster = replace(load_cluster("a800-80gb"), pcie_bytes_per_s=2e9)
+    spec = ProblemSpec(
+        model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=8, seq_len=4096,
+        global_batch=16, hbm_bytes=14 << 30,
+    )  # fmt: skip
+    search = SearchJob(Asked(spec=spec, only=("pp_offload", "full_recompute"))).search()
+    assert not search.slower  # nothing fits yet, so nothing is slower
+    tried = [one for one in search.run() if one is not None]
+    assert any(one.evaluation for one in tried)
+    assert not search.queue
+    assert search.slower["slower by their bound: copies over the host link"] > 0
+    assert search.slower["layouts slower even where everything is kept"] > 0

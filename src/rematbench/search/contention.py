@@ -156,6 +156,11 @@ class CopyBound:
         nbytes = self.opening.out_bytes + self.rest.out_bytes
         return np.where(self.sure, self.columns.count * nbytes * self.byte_s, 0.0)
 
+    def outlast(self) -> NDArray[np.bool_]:
+        """Whether a layer's copies to the host take longer than the kernels of its forward."""
+        layer = self.facts.middle.slope
+        return np.asarray(layer.out_bytes * self.byte_s > layer.forward.kernel_s)
+
     def reloads(self) -> Array:
         """Seconds by which compute waits for copies by layer that come back beside the pass before
         their backward: in the steady state a forward of another micro-batch or chunk."""

@@ -47,6 +47,7 @@ class Search(Judge):
         self.queue: Queue[Item] = Queue()
         self.work = 0
         self.best_s = self._states_short_bytes = inf
+        self._dropped: Counter[str] = Counter()
         for shard in shards:
             over = shard.states_over_bytes
             held = over <= 0
@@ -113,6 +114,15 @@ class Search(Judge):
         counting = self.faster_than_s < inf
         if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
+        else:
+            self._dropped[_slower(item)] += 1
+
+    @property
+    def slower(self) -> Counter[str]:
+        """Counts of the layouts and plans that are no faster than the best step by their bounds, by
+        what makes them slow."""
+        waiting = (item for bound_s, item in self.queue.waiting() if bound_s >= self.best_s)
+        return self._dropped + Counter(map(_slower, waiting))
 
     def _take(self, bound_s: float, item: Item) -> Tried | None:
         place = item.place
@@ -282,3 +292,13 @@ class Search(Judge):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         elif not found:
             self._push(bound_s, Item("expand", place, None, arm))
+
+
+def _slower(item: Item) -> str:
+    """What makes an entry of the queue slow, as far as its bound says."""
+    if item.stage in ("shard", "layout"):
+        return "layouts slower even where everything is kept"
+    place = item.place
+    if place and place.shard.by_copies(item.arm, item.step, item.pieces, place.index):
+        return "slower by their bound: copies over the host link"
+    return "slower by their bound: kernels and messages"

@@ -45,7 +45,7 @@ class Round(Struct, frozen=True):
 
 class State(Struct, frozen=True, kw_only=True):
     """The answer of a process after a round: the plans simulated in the round, and `bound_s`,
-    `short_bytes`, `fell` and `plans` of its Search."""
+    `short_bytes`, `fell` (with what is `slower`) and `plans` of its Search."""
 
     tried: tuple[Tried, ...]
     bound_s: float
@@ -80,7 +80,7 @@ def _state(search: Search, tried: Sequence[Tried]) -> State:
         tried=tuple(tried),
         bound_s=search.bound_s,
         short_bytes=search.short_bytes,
-        fell=dict(search.fell),
+        fell=dict(search.fell + search.slower),
         plans=search.plans,
     )
 

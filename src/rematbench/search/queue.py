@@ -1,6 +1,7 @@
 """A queue in the order of bounds, whose ripe (nearly done) entries may be taken out of turn."""
 
 import heapq
+from collections.abc import Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -28,6 +29,10 @@ class Queue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def waiting(self) -> Iterator[tuple[float, T]]:
+        """The entries with their bounds, in no order."""
+        return ((bound, item) for bound, number, item in self._all if number in self._waiting)
 
     @property
     def bound(self) -> float:

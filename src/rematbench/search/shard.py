@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import proxy
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rematbench.cost.copies import ALONE
 from rematbench.plugins.registry import Composition, MethodError, Registry
@@ -31,6 +32,8 @@ from rematbench.search.shared import Shared
 from rematbench.search.skeleton import tightened
 from rematbench.search.space import Choice
 
+Number = TypeVar("Number", np.float64, np.bool_)
+
 LINEAR = 0.9999
 """Factor on a bound by the schedule: seconds of a chunk are not exactly linear in its layers, since
 the first kernel of a kind may wait for its launch."""
@@ -55,6 +58,7 @@ class Shard(Cut):
         self._prober = Prober(problem, self.shared.probes)
         self._probes: dict[str, Probe | Refused] = {}
         self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
+        self._by_copies: dict[tuple[Arm, int], NDArray[np.bool_]] = {}
 
     @property
     def layers(self) -> int:
@@ -110,7 +114,7 @@ class Shard(Cut):
         step_s = partial(Shard._step_s, proxy(self), arm, pieces)  # no cycle of references
         return Bounds(peak_bytes, self._wide(arm, host_bytes - rounding), step_s)
 
-    def _wide(self, arm: Arm, found: Array) -> Array:
+    def _wide(self, arm: Arm, found: NDArray[Number]) -> NDArray[Number]:
         """An array [steps of an arm's line, layouts], also where all steps are equal."""
         return np.broadcast_to(found, (self.steps(arm), len(self.choices)))
 
@@ -122,10 +126,21 @@ class Shard(Cut):
         if not one.copies:
             return self._wide(arm, step_bound(self.columns, timed, self.send_s) + self.end_s)
         copies = CopyBound(self.columns, timed, self.problem.cost, self.sent_bytes)
-        layerwise = one.transfers.granularity == "layer" and arm.line is None
-        waits_s = copies.reloads() if layerwise else 0.0
-        found = step_bound(self.columns, timed, self.send_s, waits_s)
-        return self._wide(arm, np.maximum(found, copies.outwards()) + self.end_s)
+        layerwise = one.transfers.granularity == "layer"
+        kernels_s = found = step_bound(self.columns, timed, self.send_s)
+        if layerwise and arm.line is None:
+            found = step_bound(self.columns, timed, self.send_s, copies.reloads())
+        found = np.maximum(found, copies.outwards())
+        waits = found > kernels_s
+        if layerwise:
+            waits = waits | copies.outlast()
+        self._by_copies[arm, pieces] = self._wide(arm, waits)
+        return self._wide(arm, found + self.end_s)
+
+    def by_copies(self, arm: Arm, step: int, pieces: int, index: int) -> bool:
+        """Whether copies over the host link make the bound of a step's seconds."""
+        known = self._by_copies.get((arm, pieces))
+        return known is not None and bool(known[step - 1, index])
 
     def _more_pinned(self, arm: Arm, layers: Any) -> Array:
         """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed its tensors,
