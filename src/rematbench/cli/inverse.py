@@ -21,7 +21,7 @@ from rematbench.search.questions import (
 )
 from rematbench.search.trial import Tried
 
-NOTHING = ("NOTHING reaches that", "NOTHING FITS, at --seq-len either")
+NOTHING = ("NOTHING reaches that", "NOTHING FITS, not even at --seq-len")
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 
 

@@ -115,14 +115,14 @@ class Search(Judge):
         if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
         else:
-            self._dropped[_slower(item)] += 1
+            self._dropped += _slower(item)
 
     @property
     def slower(self) -> Counter[str]:
         """Counts of the layouts and plans that are no faster than the best step by their bounds, by
         what makes them slow."""
         waiting = (item for bound_s, item in self.queue.waiting() if bound_s >= self.best_s)
-        return self._dropped + Counter(map(_slower, waiting))
+        return sum(map(_slower, waiting), self._dropped)
 
     def _take(self, bound_s: float, item: Item) -> Tried | None:
         place = item.place
@@ -294,11 +294,12 @@ class Search(Judge):
             self._push(bound_s, Item("expand", place, None, arm))
 
 
-def _slower(item: Item) -> str:
-    """What makes an entry of the queue slow, as far as its bound says."""
-    if item.stage in ("shard", "layout"):
-        return "layouts slower even where everything is kept"
+def _slower(item: Item) -> Counter[str]:
+    """How many layouts or plans an entry of the queue has, by what makes them slow."""
     place = item.place
-    if place and place.shard.by_copies(item.arm, item.step, item.pieces, place.index):
-        return "slower by their bound: copies over the host link"
-    return "slower by their bound: kernels and messages"
+    if place is None or item.stage == "layout":
+        held = int((item.shard.states_over_bytes <= 0).sum()) if item.shard else 1
+        return Counter({"layouts slower even where everything is kept": held})
+    if place.shard.by_copies(item.arm, item.step, item.pieces, place.index):
+        return Counter({"slower by their bound: copies over the host link": 1})
+    return Counter({"slower by their bound: kernels and messages": 1})
