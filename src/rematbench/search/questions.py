@@ -249,7 +249,7 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
             yield Change(f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found)
     for times in (2, 4):
         if found := fits(gpus=times * spec.gpus):
-            yield Change(f"on {times * spec.gpus} GPUs", found)
+            yield Change(f"on {times * spec.gpus} GPUs, or fewer", found)
             return
 
 
