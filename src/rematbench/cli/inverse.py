@@ -21,7 +21,6 @@ from rematbench.search.questions import (
 )
 from rematbench.search.trial import Tried
 
-NOTHING = ("NOTHING reaches that", "NOTHING FITS, not even at --seq-len")
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 
 
@@ -63,7 +62,9 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
-        out.print(plain(NOTHING[inverse.find == "context"]), style="bold")
+        longest = inverse.find == "context"
+        none = "NOTHING FITS, not even at --seq-len" if longest else "NOTHING reaches that"
+        out.print(plain(none), style="bold")
     if not ended:
         raise Exit(130)
 

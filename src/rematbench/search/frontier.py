@@ -115,14 +115,17 @@ class Search(Judge):
         if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
         else:
-            self._dropped += _slower(item)
+            _count(self._dropped, item)
 
     @property
     def slower(self) -> Counter[str]:
         """Counts of the layouts and plans that are no faster than the best step by their bounds, by
         what makes them slow."""
-        waiting = (item for bound_s, item in self.queue.waiting() if bound_s >= self.best_s)
-        return sum(map(_slower, waiting), self._dropped)
+        found = self._dropped.copy()
+        for bound_s, item in self.queue.waiting():
+            if bound_s >= self.best_s:
+                _count(found, item)
+        return found
 
     def _take(self, bound_s: float, item: Item) -> Tried | None:
         place = item.place
@@ -294,12 +297,13 @@ class Search(Judge):
             self._push(bound_s, Item("expand", place, None, arm))
 
 
-def _slower(item: Item) -> Counter[str]:
-    """How many layouts or plans an entry of the queue has, by what makes them slow."""
+def _count(slower: Counter[str], item: Item) -> None:
+    """Count the layouts or plans of an entry of the queue by what makes them slow."""
     place = item.place
     if place is None or item.stage == "layout":
         held = int((item.shard.states_over_bytes <= 0).sum()) if item.shard else 1
-        return Counter({"layouts slower even where everything is kept": held})
-    if place.shard.by_copies(item.arm, item.step, item.pieces, place.index):
-        return Counter({"slower by their bound: copies over the host link": 1})
-    return Counter({"slower by their bound: kernels and messages": 1})
+        slower["layouts slower even where everything is kept"] += held
+    elif place.shard.by_copies(item.arm, item.step, item.pieces, place.index):
+        slower["slower by their bound: copies over the host link"] += 1
+    else:
+        slower["slower by their bound: kernels and messages"] += 1
