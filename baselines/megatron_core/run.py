@@ -59,13 +59,15 @@ def environment(job: PackageJob) -> dict[str, str]:
     """Environment variables of Megatron-LM's launch scripts.
 
     One hardware queue: kernels then start in the order of their issue, and a collective before the
-    GEMM that it overlaps with. For offloading also TransformerEngine's older implementation, which
-    Megatron-LM asks for beside its own.
+    GEMM that it overlaps with. A rank compiles its few small kernels on one thread: ranks, and the
+    runs of an agreement, do so side by side. For offloading also TransformerEngine's older
+    implementation, which Megatron-LM asks for beside its own.
     """
     if job.device != "cuda":
         return {}
     moves = {"NVTE_CPU_OFFLOAD_V1": "1"} if _policy(job).offload_modules else {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **moves}
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return own | moves
 
 
 def _label(parts: tuple[str, ...], device: str) -> str:

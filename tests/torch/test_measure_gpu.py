@@ -167,24 +167,27 @@ def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: 
 def test_an_engine_that_breaks_takes_no_other_engines_records(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU engines run one after another, and the first that breaks ends it."""
+    """On a CPU engines run one after another, and the first that breaks ends it; on GPUs rows run
+    side by side, each in a process of its own."""
     asked: list[str] = []
 
-    def engine(name: str, precision: str, *_: object) -> dict[str, Any]:
-        asked.append(name)
+    def engine(name: str, precision: str, rows: Any, *_: object) -> dict[str, Any]:
+        asked.extend(f"{name}-{row.name}" for row in rows)
         if name == "megatron_core":
             raise BaselineError("no")
-        return {f"{name}-{precision}": None}
+        return {f"{name}-{row.name}-{precision}": None for row in rows}
 
     monkeypatch.setattr(agreement, "_engine", engine)
     found: list[str] = []
     with pytest.raises(BaselineError, match="no"):
         found.extend(name for name, _ in agreement_records(device, 1))
-    wanted = {"cpu": ["executor-fp32"], "cuda": [
-        *(f"{name}-{kind}" for name in ("deepspeed", "executor") for kind in ("bf16", "fp32"))
-    ]}  # fmt: skip
-    assert sorted(found) == wanted[device]
-    assert len(asked) == {"cpu": 2, "cuda": 6}[device]
+    here = [
+        f"{row}-{kind}"
+        for row in ("deepspeed-one-tiled", "deepspeed-zero1", "executor-one")
+        for kind in ("bf16", "fp32")
+    ]
+    assert sorted(found) == {"cpu": ["executor-one-fp32"], "cuda": here}[device]
+    assert len(asked) == {"cpu": 8, "cuda": 12}[device]
 
 
 def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rematbench.tables.gpu_runtime import actions_table
 from rematbench.torch.spent import WITHOUT_WORK, TimedExecutor, between, by_key
 from rematbench.torch.turns import Turns
 from rematbench.worlds import spent
-from rematbench.worlds.layers import load_layers
+from rematbench.worlds.layer_suite import load_layers
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 
@@ -89,8 +89,8 @@ def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(
             raise MemoryError("full")
         return real(cell, *rest)
 
-    def refusal(line: Prediction) -> str:
-        return "pins too much" if "memo" in line.cell else refused(line)
+    def refusal(line: Prediction, cell: Any) -> str:
+        return "pins too much" if "memo" in line.cell else refused(line, cell)
 
     monkeypatch.setattr(spent, "_lines", lines)
     monkeypatch.setattr(spent, "refusal", refusal)

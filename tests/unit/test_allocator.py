@@ -156,7 +156,7 @@ def big(m: int = 8, **kwargs: object) -> tuple[object, ...]:
 
 def test_reserved_lies_above_allocated_and_above_the_ledger() -> None:
     _, _, program, evaluation = big()
-    reserved = unpressed(program, evaluation.ranks).reserved_bytes  # type: ignore[arg-type, attr-defined]
+    reserved = unpressed(program, 0, evaluation.ranks[0]).reserved_bytes  # type: ignore[arg-type, attr-defined]
     peak = max(evaluation.peak_device_bytes)  # type: ignore[attr-defined]
     assert peak < reserved < 1.25 * peak
 
@@ -177,5 +177,5 @@ def test_twice_the_way_to_the_peak_tells_the_whole_step() -> None:
     held = evaluation.ranks[0]  # type: ignore[attr-defined]
     resident = (held.parameter, held.gradient, held.optimizer, held.pools)
     whole = replay(program.ranks[0], resident, None)  # type: ignore[attr-defined]
-    found = unpressed(program, evaluation.ranks)  # type: ignore[arg-type, attr-defined]
+    found = unpressed(program, 0, held)  # type: ignore[arg-type, attr-defined]
     assert found.reserved_bytes == whole.reserved_bytes

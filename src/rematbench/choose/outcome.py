@@ -201,7 +201,8 @@ class Lowered:
     @cached_property
     def peaks(self) -> AllocatorPeaks:
         """The allocator's peaks on a device with unlimited memory."""
-        return unpressed(self.program, self.ranks)
+        rank = fullest_rank(self.ranks)
+        return unpressed(self.program, rank, self.ranks[rank])
 
 
 _LATELY: deque[tuple[Problem, bytes, Lowered]] = deque(maxlen=8)
@@ -236,10 +237,9 @@ def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:
     return replace(found, reserved_bytes=held.nbytes, pressed=held.pressed)
 
 
-def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
-    """The allocator peaks of the fullest rank on a device with unlimited memory."""
-    rank = fullest_rank(ranks)
-    return _replayed(program, rank, ranks[rank], None)
+def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
+    """The allocator peaks of a rank on a device with unlimited memory."""
+    return _replayed(program, rank, held, None)
 
 
 def _replayed(

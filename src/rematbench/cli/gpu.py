@@ -16,7 +16,8 @@ from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_
 from rematbench.tables.gpu_runtime import actions_table, checks_table
 from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
-from rematbench.worlds.layers import PREDICTED, layer_cells, load_layers, predict, write_predictions
+from rematbench.worlds.layer_suite import HandCell, layer_cells, load_layers
+from rematbench.worlds.predicted import PREDICTED, predict, write_predictions
 
 SuiteFile = Annotated[
     Path | None, Option(metavar="SUITE.yaml", help="Problems (default: of each part in config/).")
@@ -99,7 +100,8 @@ def predict_gpu(
     Example:
       rematbench predict-gpu -o results/measured/gpu
     """
-    found = [predict(cell) for cell in layer_cells(load_layers(suite or _own("layers")))]
+    every = layer_cells(load_layers(suite or _own("layers")))
+    found = [predict(cell) for cell in every if not isinstance(cell, HandCell)]
     need_folder("-o", output)
     typer.echo(write_predictions(found, output / PREDICTED, anew=anew))
 

@@ -4,7 +4,7 @@ The executor runs one layout; the baselines run layouts that differ in degrees o
 one batch and one seed, so every row is compared with the executor's row of the same precision.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,19 +83,25 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
 
 def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[str, Record]]:
     """The records of every engine in every precision, with their file names without suffix, an
-    engine as soon as it has ended; on CUDA all engines run at once.  Needs torch and the packages.
+    engine as soon as it has ended; on CUDA all rows run at once.  Needs torch and the packages.
     On CUDA, layouts that need more than `gpus` GPUs are left out.  An engine without records raises
     its BaselineError; on CUDA after the records of the others."""
-    asked = [(engine, precision) for precision in PRECISIONS for engine in ROWS]
     if device == "cpu":
-        for one in asked:
-            yield from _engine(*one, device, gpus).items()
+        for precision in PRECISIONS:
+            for engine, rows in ROWS.items():
+                yield from _engine(engine, precision, rows, device).items()
         return
     discover()  # once, before threads ask for it
     baselines()
+    asked = [
+        (engine, precision, [row], device)
+        for precision in PRECISIONS
+        for engine in ROWS
+        for row in _rows(engine, device, gpus)
+    ]
     broken: list[BaselineError] = []
     with ThreadPoolExecutor(len(asked)) as pool:
-        for run in as_completed([pool.submit(_engine, *one, device, gpus) for one in asked]):
+        for run in as_completed([pool.submit(_engine, *one) for one in asked]):
             try:
                 yield from run.result().items()
             except BaselineError as error:
@@ -119,9 +125,10 @@ def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
     return [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
 
 
-def _engine(engine: str, precision: Precision, device: Device, gpus: int) -> dict[str, Record]:
-    """The records of one engine in one precision, by file name."""
-    rows = _rows(engine, device, gpus)
+def _engine(
+    engine: str, precision: Precision, rows: Sequence[Row], device: Device
+) -> dict[str, Record]:
+    """The records of rows of one engine in one precision, by file name."""
     if engine == EXECUTOR:
         records = [executor_record(problem({}, precision), device)]
     else:

@@ -71,7 +71,7 @@ class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One turn of a cell: `step_s` of its timed steps after a warm-up, seconds in which the host
     issued each, the allocators' peaks, and the GPU's state during the warm-up.  `round` and `place`
     say when: every cell has one turn in a round, in a random order.  A cell that its prediction
-    refuses has one line in round 0."""
+    refuses has one line in round 0.  A step written by hand has an empty `plan_hash`."""
 
     cell: str
     run_id: str

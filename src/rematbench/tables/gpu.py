@@ -17,7 +17,9 @@ from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_line
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.worlds.layers import PREDICTED, LayerSuite, layer_names, ratio
+from rematbench.worlds.layer_suite import LayerSuite, by_hand_names, layer_names
+from rematbench.worlds.layers import ratio
+from rematbench.worlds.predicted import PREDICTED
 from rematbench.worlds.speed import measured_speed, same_gpu
 
 TIME_BAR, BYTES_BAR = 0.05, 0.005
@@ -170,15 +172,17 @@ def _row_seconds(row: KernelRow, rate: Rate) -> float:
 
 
 def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """A row for each cell that has a turn (or a refusal), beside its prediction."""
+    """A row for each cell that has a turn (or a refusal), beside its prediction if it has one.  A
+    rank that runs alone has no MFU."""
     known = {line.cell: line for line in read_lines(folder / PREDICTED, Prediction)}
-    labels, found = layer_names(suite), by_cell(turns)
+    labels, found, by_hand = layer_names(suite), by_cell(turns), by_hand_names(suite)
     problems = {spec.name: spec.problem() for spec in suite.problems}
     rows = []
     for name, label in labels.items():
-        if name not in found or name not in known:
+        line = known.get(name)
+        if name not in found or (line is None and name not in by_hand):
             continue
-        problem, line, last = problem_of(name), known[name], found[name][-1]
+        problem, last = problem_of(name), found[name][-1]
         row: dict[str, Any] = {"problem": problem, "method": label}
         row |= {"status": _status(last), "reason": last.reason}
         row |= {"context": problems[problem].workload.seq_len, "device": last.provenance.device}
@@ -186,12 +190,11 @@ def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[d
         reference = f"{problem}.{suite.references[problem]}"
         if row["step_s"]:
             row |= _ratios(found[name], found.get(reference, ()), line, known[reference])
+        if row["step_s"] and problem not in suite.alone:
             speed = measured_speed(problems[problem], [row["step_s"]], row["device"])
             row |= {"mfu_causal": speed.mfu_causal, "mfu_dense": speed.mfu_dense}
-        row |= {
-            "against": labels[reference],
-            "predicted_first": last.provenance.written >= line.provenance.written,
-        }
+        first = line is None or last.provenance.written >= line.provenance.written
+        row |= {"against": labels[reference], "predicted_first": first}
         rows.append(row)
     return rows
 
@@ -202,7 +205,7 @@ def _status(turn: Turn) -> str:
     return f"refused: {short}" if turn.status == "refused" else turn.status
 
 
-def _beside(line: Prediction, turns: Sequence[Turn]) -> dict[str, Any]:
+def _beside(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
     """Measured and predicted numbers of a cell with their errors; medians of its turns' seconds,
     peaks of all its turns."""
     steps = [statistics.median(turn.step_s) for turn in turns if turn.step_s]
@@ -211,16 +214,16 @@ def _beside(line: Prediction, turns: Sequence[Turn]) -> dict[str, Any]:
     for key in ("allocated_bytes", "reserved_bytes", "pinned_bytes"):
         got[key] = max(getattr(turn, key) for turn in turns) or None
     for key, value in got.items():
-        want = getattr(line, key)
+        want = getattr(line, key) if line else None
         found |= {key: value, f"predicted_{key}": want, f"{key}_error": _error(value, want)}
     return found
 
 
 def _ratios(
-    turns: Sequence[Turn], reference: Sequence[Turn], line: Prediction, other: Prediction
+    turns: Sequence[Turn], reference: Sequence[Turn], line: Prediction | None, other: Prediction
 ) -> dict[str, Any]:
-    found = ratio(turns, reference)
-    predicted = other.step_s / line.step_s if other.step_s and line.step_s else None
+    found, step_s = ratio(turns, reference), line.step_s if line else None
+    predicted = other.step_s / step_s if other.step_s and step_s else None
     if found is None:
         return {"predicted_ratio": predicted}
     half = found.half_width if math.isfinite(found.half_width) else None

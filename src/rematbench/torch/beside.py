@@ -59,7 +59,7 @@ def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) 
         executor.issue_step()
         issued.append(time.perf_counter() - start)
 
-    kinds: tuple[Callable[[], object], ...] = (issue, PlainLoop(model, RULE).step)
+    kinds: tuple[Callable[[], object], ...] = (issue, PlainLoop(model, RULE).issue_step)
     times: list[list[float]] = [[], []]
     for _ in range(WARM + rounds):
         for run, seconds in zip(kinds, times, strict=True):

@@ -2,16 +2,21 @@
 
 Model, weights, sums and update are the executor's. The step runs through autograd on one stream;
 weight gradients are added to their wide buffers inside the product, as in a loop written for speed.
-The loop has one rank and Llama blocks.
+What torch itself offers against the memory of activations can be switched on for each layer. The
+loop has one rank and Llama blocks.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
+from rematbench.runs.by_hand import Means
 from rematbench.torch import kernels
 from rematbench.torch.model import NotExecutable, RankModel
 from rematbench.torch.parameters import AdamW
@@ -45,15 +50,17 @@ class _Linear(torch.autograd.Function):
 class PlainLoop:
     """Training steps of one rank's model; gradients add up in the parameters' own wide buffers."""
 
-    def __init__(self, model: RankModel, rule: AdamW) -> None:
+    def __init__(self, model: RankModel, rule: AdamW, means: Means = "nothing") -> None:
         kind, lay = model.kind, model.problem.layout
         if (kind.mlp, kind.norm, kind.position) != ("swiglu", "rmsnorm", "rope") or lay.gpus > 1:
             raise NotExecutable("the hand-written loop is one rank's, of Llama blocks")
-        self.model, self.rule = model, rule
+        self.model, self.rule, self.means = model, rule, means
         self.steps = 0
+        self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
 
-    def step(self) -> Tensor:
-        """One optimizer step over the model's micro-batches; the sum of its losses."""
+    def issue_step(self) -> None:
+        """One optimizer step over the model's micro-batches; the sum of its losses stays a
+        tensor."""
         self.steps += 1
         for parameter in self.model.parameters.values():
             parameter.grad_flat.zero_()
@@ -71,7 +78,7 @@ class PlainLoop:
             total += loss.detach()
         for parameter in self.model.parameters.values():
             parameter.update(self.rule, self.steps)
-        return total
+        self.loss = total
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, kernels.NORM_EPS)
@@ -85,16 +92,34 @@ class PlainLoop:
         kind = self.model.kind
         x = F.embedding(ids, weights["embedding.weight"])
         for layer in range(kind.num_layers):
-            at = f"layers.{layer}"
-            h = self._norm(x, weights[f"{at}.attn_norm.weight"])
-            x = x + self._linear(self._attention(h, at), f"{at}.proj")
-            h = self._norm(x, weights[f"{at}.mlp_norm.weight"])
-            h = F.silu(self._linear(h, f"{at}.gate_out")) * self._linear(h, f"{at}.up_out")
-            x = x + self._linear(h, f"{at}.fc2")
+            with self._where_saved():
+                x = self._kept(x, f"layers.{layer}", weights)
         head = "embedding" if kind.tied_embeddings else "lm_head"
         logits = self._linear(self._norm(x, weights["final_norm.weight"]), head)
         wide = logits.to(kernels.wide(logits.dtype))
         return F.cross_entropy(wide, labels, ignore_index=kernels.IGNORED, reduction="sum")
+
+    def _where_saved(self) -> AbstractContextManager[object]:
+        if "save_on_cpu" not in self.means:
+            return nullcontext()
+        return save_on_cpu(pin_memory=self.model.device.type == "cuda")
+
+    def _kept(self, x: Tensor, at: str, weights: dict[str, Tensor]) -> Tensor:
+        """A layer's result; under checkpointing only its input is saved.  Nothing is random, so no
+        state of a generator is kept."""
+        if "checkpoint" not in self.means:
+            return self._layer(x, at, weights)
+        made: Tensor = checkpoint(
+            self._layer, x, at, weights, use_reentrant=False, preserve_rng_state=False
+        )
+        return made
+
+    def _layer(self, x: Tensor, at: str, weights: dict[str, Tensor]) -> Tensor:
+        h = self._norm(x, weights[f"{at}.attn_norm.weight"])
+        x = x + self._linear(self._attention(h, at), f"{at}.proj")
+        h = self._norm(x, weights[f"{at}.mlp_norm.weight"])
+        h = F.silu(self._linear(h, f"{at}.gate_out")) * self._linear(h, f"{at}.up_out")
+        return x + self._linear(h, f"{at}.fc2")
 
     def _rotated(self, x: Tensor) -> Tensor:
         cos, sin = self.model.cos[:, None], self.model.sin[:, None]

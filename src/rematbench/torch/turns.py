@@ -1,7 +1,8 @@
 """Steps of several plans in one process, by turns: one model's weights, a new executor each turn.
 
 Clocks and heat are then equal, and weights are drawn once.  The weights change from turn to turn;
-a step's work does not.
+a step's work does not.  A step written by hand has turns as an executor has; of a pipeline the
+first rank runs, without its neighbours.
 """
 
 import math
@@ -15,6 +16,8 @@ from rematbench.host.gpu_state import GpuState
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.runs.by_hand import Means
+from rematbench.torch.alone import Alone
 from rematbench.torch.batch import make_batch, micro_batches
 from rematbench.torch.devices import pin_exactly, pinned_peak
 from rematbench.torch.executor import Executor
@@ -22,13 +25,16 @@ from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.groups import Groups
 from rematbench.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.torch.parameters import AdamW, Parameter
+from rematbench.torch.plain import PlainLoop
+from rematbench.torch.streams import make_streams
 from rematbench.torch.worker import forget
 
 RULE = AdamW(lr=1e-4)
 SEED = 7
 MOST_STEPS = 5
-TIMED_S = 2.0
-"""Seconds of timed steps of a turn: one step if it takes longer, at most MOST_STEPS."""
+TIMED_S = 1.0
+"""Seconds of timed steps of a turn: one step if it takes longer, at most MOST_STEPS.  More turns
+say more than more steps of a turn, because rounds differ by more than the steps of a turn do."""
 
 
 class Seen(NamedTuple):
@@ -45,20 +51,24 @@ class Seen(NamedTuple):
 
 
 class Turns:
-    """Runs turns on one device; all problems have the same model."""
+    """Runs turns on one device."""
 
     def __init__(self, device: torch.device, state: Callable[[], GpuState]) -> None:
         """`state` asks for the GPU's state."""
         torch.set_num_threads(1)  # as in a rank's process
         self.device, self.state = device, state
         self.parameters: dict[str, Parameter] = {}
+        self.whose: object = None
         if device.type == "cuda":
             pin_exactly()
 
-    def turn(self, problem: Problem, plan: Plan) -> tuple[str, str, dict[str, Any]]:
-        """The status of a turn, the reason of a failure, and the fields of `Seen`."""
+    def turn(
+        self, problem: Problem, plan: Plan, means: Means | None = None
+    ) -> tuple[str, str, dict[str, Any]]:
+        """The status of a turn, the reason of a failure, and the fields of `Seen`.  `means`: the
+        step written by hand with these means of torch, in place of the plan's executor."""
         try:
-            return "ok", "", self._turn(problem, plan)._asdict()
+            return "ok", "", self._turn(problem, plan, means)._asdict()
         except Exception as error:
             return *failure(error), {}
         finally:
@@ -69,22 +79,29 @@ class Turns:
         if self.device.type == "cuda":
             forget(self.device)
 
-    def _turn(self, problem: Problem, plan: Plan) -> Seen:
-        executor = self.executor(problem, plan)
+    def _turn(self, problem: Problem, plan: Plan, means: Means | None) -> Seen:
+        run: Executor | PlainLoop
+        if means is None:
+            run = self.executor(problem, plan)
+            pinned = run.movers.host
+        else:
+            run, pinned = PlainLoop(self._model(problem, plan), RULE, means), None
         self.forget()  # peaks of drawing weights are no part of training
-        stop = executor.streams.clock()
-        executor.issue_step()
+        clock = make_streams(self.device).clock
+        stop = clock()
+        run.issue_step()
         state = self.state()  # while the device works
         warm_s = stop()
         steps, issued = [], []
         for _ in range(max(1, min(MOST_STEPS, math.ceil(TIMED_S / warm_s)))):
-            start, stop = time.perf_counter(), executor.streams.clock()
-            executor.issue_step()
+            start, stop = time.perf_counter(), clock()
+            run.issue_step()
             issued.append(time.perf_counter() - start)
             steps.append(stop())
-        if not math.isfinite(float(executor.loss)):
-            raise NotFinite(f"the loss is {float(executor.loss)}")
-        return Seen(tuple(steps), tuple(issued), warm_s, *self._peaks(executor), state)
+        if not math.isfinite(float(run.loss)):
+            raise NotFinite(f"the loss is {float(run.loss)}")
+        peaks = self._peaks(pinned.pinned_bytes if pinned else 0)
+        return Seen(tuple(steps), tuple(issued), warm_s, *peaks, state)
 
     def executor(self, problem: Problem, plan: Plan, kind: type[Executor] = Executor) -> Executor:
         """The executor of a plan on the shared weights, with its batch; NotExecutable for a plan
@@ -93,11 +110,21 @@ class Turns:
         optimizer = plan.state("optimizer")
         if optimizer.update == "backward" or optimizer.home == "host":
             raise NotExecutable("by turns, plans share states on the device and update them last")
-        groups = Groups(problem.layout, problem.system.rank_order, 0)
+        model = self._model(problem, plan)
+        return kind(lower(plan, problem).ranks[0], model, groups_of(problem), optimizer=RULE)
+
+    def _model(self, problem: Problem, plan: Plan) -> RankModel:
+        """The model of the first rank, with its batch, on the weights of the turn before if those
+        are of the same model."""
+        whose = (problem.workload.model, plan.partition[0])
+        if whose != self.whose:
+            self.whose, self.parameters = whose, {}
+            self.forget()
+        place = groups_of(problem).place
         model = RankModel(
             problem,
             plan,
-            groups.place,
+            place,
             self.device,
             SEED,
             drawn_here=True,
@@ -105,12 +132,11 @@ class Turns:
         )
         self.parameters = model.parameters
         batch = make_batch(problem.workload, problem.layout.global_batch, SEED, 0)
-        model.batches = micro_batches(batch, problem.layout, groups.place, self.device)
-        return kind(lower(plan, problem).ranks[0], model, groups, optimizer=RULE)
+        model.batches = micro_batches(batch, problem.layout, place, self.device)
+        return model
 
-    def _peaks(self, executor: Executor) -> tuple[int, int, int]:
-        """Allocated, reserved and pinned bytes."""
-        pinned = executor.movers.host.pinned_bytes
+    def _peaks(self, pinned: int) -> tuple[int, int, int]:
+        """Allocated, reserved and pinned bytes; `pinned`: what the executor says that it pins."""
         if self.device.type != "cuda":
             return 0, 0, pinned
         return (
@@ -118,3 +144,9 @@ class Turns:
             torch.cuda.max_memory_reserved(self.device),
             max(pinned, pinned_peak()),
         )
+
+
+def groups_of(problem: Problem) -> Groups:
+    """The groups of one rank, or of a pipeline's first rank without its neighbours."""
+    layout, order = problem.layout, problem.system.rank_order
+    return Alone(layout, order) if layout.pp > 1 else Groups(layout, order, 0)

@@ -22,7 +22,8 @@ from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings
-from rematbench.worlds.layers import load_layers, measure_layers
+from rematbench.worlds.layer_suite import load_layers
+from rematbench.worlds.layers import measure_layers
 from rematbench.worlds.rates import load_rates, measure_rates
 from rematbench.worlds.repetitions import measure_repetitions
 from rematbench.worlds.spent import measure_actions

@@ -15,8 +15,10 @@ from rematbench.plan import Plan
 from rematbench.runs.cell import Cell
 from rematbench.runs.gpu_lines import STEP, Spent, append_line, one_line
 from rematbench.simulate.seconds import action_seconds
-from rematbench.worlds.layers import LayerSuite, is_here, layer_cells, predict, refusal
+from rematbench.worlds.layer_suite import HandCell, LayerSuite, layer_cells
+from rematbench.worlds.layers import is_here
 from rematbench.worlds.machine import Machine
+from rematbench.worlds.predicted import predict, refusal
 
 if TYPE_CHECKING:
     from rematbench.torch.spent import Key, Taken
@@ -38,6 +40,7 @@ def measure_actions(
     place, machine = prepared_device(device, 0), Machine(device)
     found = layer_cells(suite, only or _usual(suite))
     found = [cell for cell in found if device == "cpu" or is_here(cell, machine)]
+    found = [cell for cell in found if not isinstance(cell, HandCell)]
     if not found:
         raise CommandError(f"no problem of the suite is of {machine.name}")
     turns = Turns(place, machine.state)
@@ -52,7 +55,7 @@ def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
     from rematbench.torch.failures import failure  # noqa: PLC0415  # torch is optional
 
     about = machine.about(cell.problem.calibration)
-    why = refusal(predict(cell))
+    why = refusal(predict(cell), cell)
     if why or not isinstance(cell.plan, Plan):
         return [Spent(cell=cell.name, kind=STEP, status="refused", reason=why, **about)]
     try:

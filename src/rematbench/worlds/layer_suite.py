@@ -1,0 +1,119 @@
+"""The suite of the part `layers` of `measure-gpu`: its problems, and the cells that run there."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from rematbench.host.console import CommandError
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
+from rematbench.runs.by_hand import Means
+from rematbench.runs.cell import Cell, cells
+from rematbench.runs.suite import Suite, Variant, bundles, read_suite
+from rematbench.spec.configfile import ConfigError, require_known
+
+
+class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step written by hand in torch with one of torch's own means, on the named problems."""
+
+    means: Means
+    problems: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The name in tables."""
+        return f"torch by hand, {self.means}"
+
+
+class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Problems on one GPU each, and what runs there: `methods` as they are, the variants, and steps
+    written `by_hand`.  `references`: the cell of each problem, by METHOD.NUMBER, that ratios are
+    of; `half_width`: of the 95 % interval of a ratio, over the ratio, at which a problem's turns
+    end.  `alone`: problems with a pipeline, whose first rank runs without its neighbours.
+    """
+
+    methods: tuple[str, ...]
+    references: dict[str, str]
+    half_width: float = 0.01
+    by_hand: tuple[ByHand, ...] = ()
+    alone: tuple[str, ...] = ()
+
+
+class HandCell(Cell, frozen=True, kw_only=True):
+    """A step written by hand, which has no plan of its own (`plan` is keep_all's) and no
+    prediction."""
+
+    means: Means
+
+
+def load_layers(path: Path) -> LayerSuite:
+    """The suite of a file; ConfigError in one line for what it does not allow."""
+    suite, label = read_suite(path, LayerSuite), str(path)
+    require_known(suite.methods, list(discover().methods), (label, "methods", "method"))
+    known = [problem.name for problem in suite.problems]
+    require_known(suite.alone, known, (label, "alone", "problem"))
+    for one in suite.by_hand:
+        require_known(one.problems, known, (label, f"by_hand: {one.means}", "problem"))
+    names = layer_names(suite)
+    for problem in suite.problems:
+        reference = f"{problem.name}.{suite.references.get(problem.name, '')}"
+        if reference not in names:
+            raise ConfigError(label, f"references: {problem.name}", "names no cell of the suite")
+        layout = problem.layout
+        if layout.gpus > 1 and (problem.name not in suite.alone or layout.gpus > layout.pp):
+            text = "one GPU, or the pipeline ranks of one that runs `alone`"
+            raise ConfigError(label, f"problems: {problem.name}", f"{layout.gpus} GPUs ({text})")
+    return suite
+
+
+def layer_names(suite: LayerSuite) -> dict[str, str]:
+    """The labels of the cells that the suite asks for, by the cell's name."""
+    return _planned(suite) | by_hand_names(suite)
+
+
+def by_hand_names(suite: LayerSuite) -> dict[str, str]:
+    """The labels of the steps written by hand, by the cell's name."""
+    return {name: one.label for name, _, one in _by_hand(suite)}
+
+
+def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
+    """The planned cells of the suite; `only`: of these problems, or these cells."""
+
+    def wanted(name: str) -> bool:
+        return not only or any(f"{name}.".startswith(f"{word}.") for word in only)
+
+    names = [name for name in _planned(suite) if wanted(name)]
+    found = cells(suite, [], names) if names else []
+    keep_all = discover().resolve(IDENTITY, {})
+    specs = {spec.name: spec for spec in suite.problems}
+    for name, at, one in _by_hand(suite):
+        if wanted(name):
+            problem = specs[at].problem()
+            found.append(HandCell(name, problem, keep_all, problem.base_plan, means=one.means))
+    if not found:
+        raise CommandError(f"--only {', '.join(only)}: no such cell")
+    return found
+
+
+def _planned(suite: LayerSuite) -> dict[str, str]:
+    every = bundles(suite, discover())
+    return {
+        f"{problem.name}.{bundle}.{number}": variant.label
+        for problem in suite.problems
+        for bundle, variants in every.items()
+        for number, variant in enumerate(variants)
+        if _is_asked(suite, variant, bundle, number)
+        if not variant.problems or problem.name in variant.problems
+    }
+
+
+def _is_asked(suite: LayerSuite, variant: Variant, bundle: str, number: int) -> bool:
+    return variant in suite.variants or (number == 0 and bundle in suite.methods)
+
+
+def _by_hand(suite: LayerSuite) -> Iterator[tuple[str, str, ByHand]]:
+    """Yield (cell name, problem name, step) of each step written by hand."""
+    for one in suite.by_hand:
+        for problem in one.problems:
+            yield f"{problem}.torch.{one.means}", problem, one

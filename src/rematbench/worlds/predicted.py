@@ -1,0 +1,134 @@
+"""Predictions of the steps that the part `layers` of `measure-gpu` measures, made before it.
+
+A measurement takes no prediction of other constants or plans.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from rematbench.choose.outcome import lately, run_plan, unpressed
+from rematbench.host.console import CommandError
+from rematbench.host.memory import free_bytes
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.registry import IDENTITY
+from rematbench.program.alone import without_neighbours
+from rematbench.runs.cell import Cell, problem_of
+from rematbench.runs.digests import code_digest
+from rematbench.runs.gpu_lines import Prediction, append_line, read_lines
+from rematbench.runs.record import plan_hash, provenance, run_spec
+from rematbench.simulate.evaluate import fullest_rank
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.worlds.layer_suite import HandCell
+
+PREDICTED = "predictions.jsonl"
+
+
+def predict(cell: Cell) -> Prediction:
+    """What is expected of a cell: the simulated world's seconds, and bytes of the fullest rank; of
+    a pipeline those of its first rank alone."""
+    known: dict[str, Any] = {**identity(cell), "code": code_digest("simulated")}
+    known |= {"cell": cell.name, "provenance": provenance(cell.problem.calibration)}
+    if isinstance(cell.plan, Unsupported):
+        return Prediction(status="unsupported", reason=cell.plan.reason, **known)
+    outcome = run_plan(cell.problem, cell.plan)
+    found = outcome.evaluation
+    if found is None:
+        return Prediction(status=outcome.status, reason=outcome.reason, **known)
+    lowered, step_s = lately(cell.problem, cell.plan), found.step_s
+    number = fullest_rank(found.ranks)
+    if cell.problem.layout.pp > 1:  # the first rank runs alone
+        number, alone = 0, without_neighbours(lowered.program)
+        step_s = simulate_chunks(alone, action_seconds(cell.problem, alone)).step_s
+    rank = found.ranks[number]
+    # The runtime places no activations itself, so the allocator is asked for every plan.
+    reserved = unpressed(lowered.program, number, rank)
+    return Prediction(
+        status=outcome.status,
+        reason=outcome.reason,
+        step_s=step_s if outcome.status == "ok" else None,
+        allocated_bytes=rank.device_peak,
+        reserved_bytes=reserved.reserved_bytes,
+        pinned_bytes=rank.host_peak,
+        host_bytes=rank.host_state + rank.host_activation_peak,
+        **known,
+    )
+
+
+def identity(cell: Cell) -> dict[str, str]:
+    """What tells whether a line is of this cell as it is planned now."""
+    planned = ""
+    if isinstance(cell.plan, Plan) and not isinstance(cell, HandCell):
+        planned = plan_hash(cell.problem, cell.plan)
+    return {"run_id": run_spec(cell.problem, cell.method).run_id, "plan_hash": planned}
+
+
+def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) -> str:
+    """Write predictions; the words that say what was done.  Predictions that say the same as the
+    file's leave it as it is; CommandError where they say something else, unless `anew`."""
+    if path.exists() and not anew:
+        old = {line.cell: line for line in read_lines(path, Prediction)}
+        same = {line.cell: _told(line, old[line.cell]) for line in found if line.cell in old}
+        changed = [line.cell for line in found if same.get(line.cell) != old.get(line.cell)]
+        if changed or old.keys() - same.keys():
+            first = (changed or sorted(old.keys() - same.keys()))[0]
+            raise CommandError(f"{path}: says something else of {first}; --anew replaces it")
+        return f"{path}: as before, {len(old)} predictions"
+    path.unlink(missing_ok=True)
+    for line in found:
+        append_line(path, line)
+    return f"{path}: {len(found)} predictions"
+
+
+def _told(line: Prediction, old: Prediction) -> Prediction:
+    """The prediction with the older one's provenance, and its seconds where only rounding differs:
+    sums in another order are no other prediction."""
+    step_s = line.step_s
+    if step_s and old.step_s and math.isclose(step_s, old.step_s, rel_tol=1e-9):
+        step_s = old.step_s
+    return replace(line, provenance=old.provenance, code=old.code, step_s=step_s)
+
+
+def read_predictions(folder: Path, found: Iterable[Cell]) -> dict[str, Prediction]:
+    """The predictions of a folder by cell; CommandError where a cell has none by the present
+    constants and plans."""
+    path = folder / PREDICTED
+    if not path.exists():
+        raise CommandError(f"{path}: no predictions; `rematbench predict-gpu` makes them, first")
+    known = {line.cell: line for line in read_lines(path, Prediction)}
+    for cell in found:
+        if isinstance(cell, HandCell):
+            continue
+        line = known.get(cell.name)
+        if line is None:
+            raise CommandError(f"{path}: has no {cell.name}")
+        if {"run_id": line.run_id, "plan_hash": line.plan_hash} != identity(cell):
+            raise CommandError(f"{path}: {cell.name} was predicted with other constants or plans")
+    return known
+
+
+def stands_for(cell: Cell) -> str:
+    """The cell whose prediction tells whether this one can start: its own, and for a step written
+    by hand keep_all's, which keeps less, or full recomputation's."""
+    if not isinstance(cell, HandCell):
+        return cell.name
+    method = IDENTITY if cell.means in ("nothing", "save_on_cpu") else "full_recompute"
+    return f"{problem_of(cell.name)}.{method}.0"
+
+
+def refusal(line: Prediction, cell: Cell) -> str:
+    """Why a cell is not started: the prediction that stands for it, or the host's memory, which
+    save_on_cpu needs for what keep_all has on the device."""
+    pinned = max(line.host_bytes, line.pinned_bytes)
+    if isinstance(cell, HandCell) and cell.means == "save_on_cpu":
+        pinned = line.allocated_bytes
+    elif line.status != "ok":
+        return f"predicted {line.status}: {line.reason}"
+    free = free_bytes()
+    if pinned > free >= 0:
+        return f"pins {pinned / 2**30:.0f} GiB, the host has {free / 2**30:.0f} free"
+    return ""
