@@ -17,7 +17,7 @@ from rematbench.tables.gpu_runtime import actions_table
 from rematbench.torch.spent import WITHOUT_WORK, TimedExecutor, between, by_key
 from rematbench.torch.turns import Turns
 from rematbench.worlds import spent
-from rematbench.worlds.layer_suite import load_layers
+from rematbench.worlds.layer_suite import layer_names, load_layers
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 
@@ -72,6 +72,25 @@ def test_the_part_has_a_line_for_each_kind_of_action_and_the_whole_step(tmp_path
     late = tmp_path / "late.jsonl"
     spent.measure_actions(suite, ("one.memo",), late, "cpu", -1.0)
     assert not late.exists()
+
+
+def test_every_method_has_its_lines(tmp_path: Path) -> None:
+    """A plan of mini-sequences allocates by an action, which takes no time and has none predicted;
+    on a GPU its cell failed by that."""
+    path, out = tmp_path / "suite.yaml", tmp_path / "actions.jsonl"
+    sizes = {"model": "tiny-llama-deep", "gpus": 1, "global_batch": 1, "cluster": "h200-141gb"}
+    names = ["keep_all", "full_recompute", "mst", "memo", "balanced_checkpointing"]
+    text = suite_text(
+        [tiny("one", seq_len=64, **sizes)],
+        methods=names,
+        references={"one": "full_recompute.0"},
+        variants=[{"method": "memo+mst"}],
+    )
+    path.write_text(text)
+    suite = load_layers(path)
+    spent.measure_actions(suite, ("one",), out, "cpu", 60.0)
+    steps = {line.cell: line.status for line in read_lines(out, Spent) if line.kind == STEP}
+    assert steps == dict.fromkeys(layer_names(suite), "ok")
 
 
 def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(

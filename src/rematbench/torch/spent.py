@@ -14,7 +14,7 @@ from rematbench.program.action import Action, Kind
 from rematbench.torch.executor import Executor
 from rematbench.torch.streams import CudaStreams, Streams, stamp
 
-WITHOUT_WORK = (Kind.FREE, Kind.EVENT)
+WITHOUT_WORK = (Kind.FREE, Kind.ALLOC, Kind.EVENT)
 Stamp = torch.cuda.Event | float
 
 
