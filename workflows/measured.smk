@@ -52,7 +52,7 @@ rule gpu:
     output:
         expand(
             "results/paper/tables/gpu_{table}{suffix}",
-            table=("checks", "rates", "layers", "ratios"),
+            table=("checks", "rates", "layers", "ratios", "actions"),
             suffix=SUFFIXES,
         ),
     log:
@@ -63,8 +63,9 @@ rule gpu:
     params:
         engine=code("gpu"),
         folder=lambda wildcards, output: Path(output[0]).parent,
+        runs=GPU_RUNS,
     shell:
-        "rematbench gpu-tables results/measured/gpu -o {params.folder} > {log} 2>&1"
+        "rematbench gpu-tables {params.runs} -o {params.folder} > {log} 2>&1"
 
 
 rule curves:

@@ -6,7 +6,9 @@ MEASURED = {
     name: sorted(str(path) for path in Path(f"results/measured/{name}").glob("*.json"))
     for name in ("executed", "traced", "convergence")
 }
-ON_GPU = [str(path) for path in sorted(Path("results/measured/gpu").glob("**/*.json*"))]
+GPU_RUNS = ["results/measured/gpu", "results/measured/gpu-mended"]
+"""In the order of their measurement."""
+ON_GPU = [str(path) for run in GPU_RUNS for path in sorted(Path(run).glob("**/*.json*"))]
 RETRACED = "llama-65b-figure7.keep_all.0"
 RETRACED_METHOD = f"methods/{RETRACED.split('.')[1]}.py"
 HAS_TORCH = importlib.util.find_spec("torch") is not None

@@ -2,7 +2,9 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -64,10 +66,11 @@ def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
     """By the summary, of the parts that have ended and the cells that were asked for."""
     large(tmp_path)
     path = suite(tmp_path, "lossless-fp32", "large")
-    asked = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=("large.keep_all",))
-    ended = (Ran(part="large", status="ok", seconds=1.0),)
-    one = {f.claim: f.holds for f in gpu.summarize(ended, asked, "").findings}
-    every = gpu.summarize(ended, replace(asked, only=()), "")
+    asked = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=())
+    ended = Ran(part="large", status="ok", seconds=1.0)
+    alone = replace(ended, only=("large.keep_all",))
+    one = {f.claim: f.holds for f in gpu.summarize((alone,), asked, "").findings}
+    every = gpu.summarize((ended,), asked, "")
     assert (one[PEAKS], one[BYTES]) == (True, True)
     found = {finding.claim: finding for finding in every.findings}
     assert found[PEAKS].holds is None
@@ -161,3 +164,30 @@ def test_a_cell_that_cannot_be_compared_has_a_record(
     (finding,) = (f for f in findings(tmp_path) if f.claim == SAME)
     assert finding.holds is False
     assert finding.text.startswith("keep_all.0 failed nan: NotFinite: against keep_all gradient")
+
+
+def test_a_summary_keeps_the_parts_of_earlier_commands_on_the_same_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that were run one by one: the last command's summary had only its own part."""
+    monkeypatch.setattr(gpu, "_run", lambda part, asked, say: Ran(
+        part=part, status="ok", seconds=1.0, only=asked.only
+    ))  # fmt: skip
+    asked = gpu.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("large.keep_all",))
+
+    def parts(*names: str, **changes: Any) -> list[str]:
+        found = gpu.measure(names, replace(asked, **changes), lambda text: None)
+        assert found == gpu_checks.read_summary(tmp_path / gpu_checks.SUMMARY)
+        peaks = next(f for f in found.findings if "allocator's peak" in f.claim)
+        assert "keep_all.0 missing" in peaks.text
+        assert "memo" not in peaks.text  # `large` was asked for one cell
+        return [ran.part for ran in found.parts]
+
+    assert parts("large") == ["large"]
+    assert parts("steps", only=()) == ["large", "steps"]
+    assert parts("large", "copies") == ["steps", "large", "copies"]
+    other = replace(gpu_checks.read_summary(tmp_path / gpu_checks.SUMMARY), device="another")
+    (tmp_path / gpu_checks.SUMMARY).write_bytes(msgspec.json.encode(other))
+    assert parts("large") == ["large"]
+    (tmp_path / gpu_checks.SUMMARY).write_text("{")
+    assert parts("large") == ["large"]

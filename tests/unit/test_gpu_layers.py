@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import lately, run_plan
+from rematbench.cli import gpu
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
 from rematbench.plan import Plan
@@ -24,8 +25,10 @@ from rematbench.runs.record import Provenance, RecordError
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.tables.gpu_runtime import checks_table
 from rematbench.worlds import layer_suite, layers, predicted
-from rematbench.worlds.layer_suite import LayerSuite
+from rematbench.worlds.gpu_checks import Finding, Summary
+from rematbench.worlds.layer_suite import HandCell, LayerSuite
 from rematbench.worlds.layers import Taken
 from rematbench.worlds.predicted import PREDICTED
 from tests.campaigns import suite_text, tiny
@@ -233,6 +236,100 @@ def test_tables_set_the_measured_beside_the_predicted(suite: LayerSuite, tmp_pat
     assert not shown.note.startswith("Run on a CPU")
     assert "NOT every prediction" in shown.note  # predicted today, measured in January 2026
     assert len(ratios_table(rows).rows) == 2
+
+
+def test_a_step_by_hand_stands_beside_the_others_without_a_prediction(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    sizes = {"model": "tiny-llama-deep", "seq_len": 32, "gpus": 1, "cluster": "h100-80gb"}
+    given: dict[str, Any] = {
+        "methods": ["keep_all", "full_recompute"],
+        "references": {"one": "full_recompute.0"},
+        "by_hand": [
+            {"means": means, "problems": ["one"]} for means in ("checkpoint", "save_on_cpu")
+        ],
+    }
+    problems = [tiny("one", global_batch=1, **sizes)]
+    path.write_text(suite_text(problems, **given))
+    found = layer_suite.load_layers(path)
+    cells = {cell.name: cell for cell in layer_suite.layer_cells(found)}
+    assert list(layer_suite.layer_names(found)) == list(cells)
+    by_hand = cells["one.torch.save_on_cpu"]
+    assert isinstance(by_hand, HandCell)
+    lines = [predicted.predict(cell) for name, cell in cells.items() if "torch" not in name]
+    predicted.write_predictions(lines, tmp_path / PREDICTED, anew=False)
+    known = predicted.read_predictions(tmp_path, cells.values())
+    assert predicted.stands_for(by_hand) == "one.keep_all.0"
+    assert predicted.stands_for(cells["one.torch.checkpoint"]) == "one.full_recompute.0"
+    much = replace(known["one.keep_all.0"], allocated_bytes=1 << 60)
+    assert "pins" in predicted.refusal(much, by_hand)
+    short = replace(known["one.full_recompute.0"], status="oom", reason="short")
+    assert "oom" in predicted.refusal(short, cells["one.torch.checkpoint"])
+    turns = [turn(name, 1, 2.0 if "torch" in name else 1.0) for name in cells]
+    rows = {row["cell"]: row for row in layer_rows(found, tmp_path, turns)}
+    row = rows["one.torch.save_on_cpu"]
+    assert (row["method"], row["ratio"]) == ("torch by hand, save_on_cpu", 0.5)
+    assert row["predicted_step_s"] is row["step_s_error"] is row["predicted_ratio"] is None
+    assert "time" in layers_table(list(rows.values())).note
+    given["by_hand"][0]["problems"] = ["on"]
+    path.write_text(suite_text(problems, **given))
+    with pytest.raises(ConfigError, match="by_hand: checkpoint"):
+        layer_suite.load_layers(path)
+
+
+def test_a_pipelines_first_rank_is_predicted_alone_and_has_no_mfu(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    sizes = {"model": "tiny-llama-deep", "seq_len": 32, "cluster": "h100-80gb"}
+    given = {"methods": ["keep_all"], "references": {"first": "keep_all.0"}}
+    problem = tiny("first", global_batch=8, gpus=4, pp=4, **sizes)
+    path.write_text(suite_text([problem], **given))
+    with pytest.raises(ConfigError, match="first: 4 GPUs"):
+        layer_suite.load_layers(path)
+    path.write_text(suite_text([problem | {"gpus": 8}], **given, alone=["first"]))
+    with pytest.raises(ConfigError, match="first: 8 GPUs"):
+        layer_suite.load_layers(path)
+    path.write_text(suite_text([problem], **given, alone=["fist"]))
+    with pytest.raises(ConfigError, match="did you mean 'first'"):
+        layer_suite.load_layers(path)
+    path.write_text(suite_text([problem], **given, alone=["first"]))
+    found = layer_suite.load_layers(path)
+    (cell,) = layer_suite.layer_cells(found)
+    assert isinstance(cell.plan, Plan)
+    line, whole = predicted.predict(cell), run_plan(cell.problem, cell.plan).evaluation
+    assert whole is not None
+    assert line.step_s is not None
+    assert line.step_s < whole.step_s
+    assert line.allocated_bytes == whole.ranks[0].device_peak
+    append_line(tmp_path / PREDICTED, line)
+    (row,) = layer_rows(found, tmp_path, [turn(cell.name, 1, 1.0)])
+    assert "mfu_causal" not in row
+
+
+def test_the_last_of_several_folders_counts_for_what_it_has(tmp_path: Path, suite: Any) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        foretold(suite, folder)
+    names = ("short.full_recompute.0", "short.keep_all.0", "long.full_recompute.0")
+    for name in names:
+        append_line(one / "layers/all.jsonl", turn(name, 1, 1.0))
+    append_line(two / "layers/all.jsonl", turn(names[0], 1, 2.0))
+    refused = turn(names[1], 0, status="refused", reason="predicted oom")
+    append_line(two / "layers/all.jsonl", refused)
+    rows = gpu._layer_rows([one, two], tmp_path / "suite.yaml")
+    assert {row["cell"]: (row["run"], row["step_s"]) for row in rows} == {
+        names[0]: ("two", 2.0),
+        names[1]: ("one", 1.0),  # what was refused later was measured before
+        names[2]: ("one", 1.0),
+    }
+    known = {"written": "2026-01-02T", "device": H100, "parts": ()}
+    said = [Finding(claim="a", holds=True, text="1"), Finding(claim="b", holds=False, text="2")]
+    later = [Finding(claim="a", holds=None, text="no record"), replace(said[1], holds=True)]
+    runs = {"x/one": said, "x/two": later}
+    shown = checks_table({k: Summary(**known, findings=tuple(v)) for k, v in runs.items()})
+    assert [(r["claim"], r["holds"], r["run"]) for r in shown.rows] == [
+        ("a", "yes", "one"),
+        ("b", "yes", "two"),
+    ]
 
 
 def rate(**fields: Any) -> Rate:

@@ -2,21 +2,23 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from msgspec.structs import replace
 from typer import Argument, Option
 
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console
+from rematbench.runs.cell import problem_of
 from rematbench.runs.gpu_lines import Rate, Spent, Turn, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
 from rematbench.tables.gpu_runtime import actions_table, checks_table
 from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
-from rematbench.worlds.layer_suite import HandCell, layer_cells, load_layers
+from rematbench.worlds.layer_suite import HandCell, layer_cells, layer_names, load_layers
 from rematbench.worlds.predicted import PREDICTED, predict, write_predictions
 
 SuiteFile = Annotated[
@@ -54,7 +56,8 @@ def measure_gpu(
     writes them), `steps.json`, `copies.json`, on demand `repetitions.jsonl`, `agreement/`,
     `baselines/`, `rates.jsonl`, `actions.jsonl` and `layers/`, a log of each part and
     `summary.json`, written again after each part.  What these parts left there before goes
-    first (but `layers` goes on where it ended); what other parts left stays and counts.  Exit
+    first (but `layers` goes on where it ended); what other parts left stays and counts, and
+    `summary.json` keeps how they ended.  Exit
     code 1 unless every part ended well, every cell asked for has a record, and every claim
     holds (`rates`, `actions` and `layers` make none).
 
@@ -80,10 +83,11 @@ def measure_gpu(
     need_folder("-o", output)
     summary = measure(names, asked, lambda text: typer.echo(text, err=True))
     claims = any(name not in SUITES for name in names)
-    _show(summary, output, claims=claims)
+    ended = replace(summary, parts=tuple(ran for ran in summary.parts if ran.part in names))
+    _show(ended, output, claims=claims)
     if device == "cpu":
         typer.echo("on a CPU: the seconds mean nothing")
-    if not (summary.sound if claims else summary.ended):
+    if not (ended.sound if claims else ended.ended):
         raise typer.Exit(1)
 
 
@@ -107,31 +111,30 @@ def predict_gpu(
 
 
 def gpu_tables(
-    folder: Annotated[Path, Argument(metavar="DIR", help="What measure-gpu wrote.")],
+    folder: Annotated[list[Path], Argument(metavar="DIR...", help="What measure-gpu wrote.")],
     output: Output,
     suite: Annotated[Path | None, Option(metavar="SUITE.yaml", help="That of the layers.")] = None,
 ) -> None:
-    """Tables of a `measure-gpu` folder: its claims; rates measured, predicted and published; steps
+    """Tables of `measure-gpu` folders: their claims; rates measured, predicted and published; steps
     and bytes measured and predicted; each method's speed over full recomputation, and both MFUs.
+    Of a claim, a cell or a file that several folders have, the last folder's counts.
 
     \b
     Example:
       rematbench gpu-tables my-gpu -o my-gpu/tables
     """
     tables = []
-    if (folder / SUMMARY).exists():
-        tables.append(checks_table(read_summary(folder / SUMMARY)))
-    if (folder / "rates.jsonl").exists():
-        tables.append(rates_table(read_lines(folder / "rates.jsonl", Rate)))
-    if (folder / "actions.jsonl").exists():
-        tables.append(actions_table(read_lines(folder / "actions.jsonl", Spent)))
-    if turns := [
-        t for path in sorted(folder.glob("layers/*.jsonl")) for t in read_lines(path, Turn)
-    ]:
-        rows = layer_rows(load_layers(suite or _own("layers")), folder, turns)
+    if found := _those_with(folder, SUMMARY):
+        tables.append(checks_table({str(path): read_summary(path / SUMMARY) for path in found}))
+    if found := _those_with(folder, "rates.jsonl"):
+        tables.append(rates_table(read_lines(found[-1] / "rates.jsonl", Rate)))
+    if found := _those_with(folder, "actions.jsonl"):
+        tables.append(actions_table(read_lines(found[-1] / "actions.jsonl", Spent)))
+    if rows := _layer_rows(folder, suite):
         tables += [layers_table(rows), ratios_table(rows)]
     if not tables:
-        raise CommandError(f"{folder}: has no {SUMMARY}, rates.jsonl or layers/*.jsonl")
+        names = ", ".join(map(str, folder))
+        raise CommandError(f"{names}: no {SUMMARY}, rates.jsonl or layers/*.jsonl")
     need_folder("-o", output)
     for table in tables:
         table.write(output)
@@ -140,13 +143,36 @@ def gpu_tables(
         typer.echo(f"{output / table.name}.md: {table.full_note}")
 
 
+def _those_with(folders: list[Path], name: str) -> list[Path]:
+    return [path for path in folders if (path / name).exists()]
+
+
+def _layer_rows(folders: list[Path], suite: Path | None) -> list[dict[str, Any]]:
+    """The rows of all folders' turns in the suite's order; of a cell that several folders have, the
+    last row that was measured, else the last."""
+    found: dict[str, dict[str, Any]] = {}
+    order: list[str] = []
+    for path in folders:
+        files = sorted(path.glob("layers/*.jsonl"))
+        turns = [turn for file in files for turn in read_lines(file, Turn)]
+        if not turns:
+            continue
+        asked = load_layers(suite or _own("layers"))
+        problems = [problem.name for problem in asked.problems]
+        order = sorted(layer_names(asked), key=lambda name: problems.index(problem_of(name)))
+        for row in layer_rows(asked, path, turns):
+            if row["step_s"] or not found.get(row["cell"], {}).get("step_s"):
+                found[row["cell"]] = row
+    return [found[name] for name in order if name in found]
+
+
 def _own(part: str) -> Path:
     return data_dir("config") / SUITES[part][0]
 
 
 def _show(summary: Summary, output: Path, *, claims: bool) -> None:
     if claims:
-        console().print(rich_table(checks_table(summary)))
+        console().print(rich_table(checks_table({str(output): summary})))
     for ran in summary.parts:
         if ran.status != "ok":
             typer.echo(

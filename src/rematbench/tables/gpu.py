@@ -183,7 +183,8 @@ def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[d
         if name not in found or (line is None and name not in by_hand):
             continue
         problem, last = problem_of(name), found[name][-1]
-        row: dict[str, Any] = {"problem": problem, "method": label}
+        row: dict[str, Any] = {"cell": name, "problem": problem, "method": label}
+        row["run"] = folder.name
         row |= {"status": _status(last), "reason": last.reason}
         row |= {"context": problems[problem].workload.seq_len, "device": last.provenance.device}
         row |= _beside(line, found[name])
@@ -251,6 +252,7 @@ def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
     for key, heading, show in shown:
         columns += [Column(key, heading, show), Column(f"predicted_{key}", "predicted", show)]
         columns.append(Column(f"{key}_error", "error %", signed_percent))
+    columns.append(Column("run", "run"))
     columns += [Column(key, "") for key in ("reason", "device", "predicted_first")]
     return Table(
         name="gpu_layers",

@@ -1,7 +1,8 @@
 """Tables of our runtime on one GPU: what holds of it, and where the seconds of a step go."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rematbench.program.action import Kind
@@ -9,23 +10,36 @@ from rematbench.runs.gpu_lines import Spent
 from rematbench.tables.gpu import CPU_NOTE
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, whole
-from rematbench.worlds.gpu_checks import Summary
+from rematbench.worlds.gpu_checks import Finding, Summary
 
 
-def checks_table(summary: Summary) -> Table:
-    """Every claim of a run, whether it holds, and its numbers."""
+def checks_table(summaries: Mapping[str, Summary]) -> Table:
+    """Every claim of the runs, whether it holds, and its numbers.  Of a claim that several runs
+    have, the last one's counts that knows."""
     words = {True: "yes", False: "NO", None: "not known"}
+    said: dict[str, tuple[str, Finding]] = {}
+    for run, summary in summaries.items():
+        for found in summary.findings:
+            if found.holds is not None or found.claim not in said:
+                said[found.claim] = Path(run).name, found
     rows = [
-        {"claim": found.claim, "holds": words[found.holds], "numbers": found.text}
-        for found in summary.findings
+        {"claim": claim, "holds": words[found.holds], "numbers": found.text, "run": run}
+        for claim, (run, found) in said.items()
     ]
-    lost = [f"{ran.part}: {ran.status}, {ran.reason}" for ran in summary.parts if ran.reason]
+    lost = [
+        f"{Path(run).name}/{ran.part}: {ran.status}, {ran.reason}"
+        for run, summary in summaries.items()
+        for ran in summary.parts
+        if ran.reason
+    ]
+    days = sorted({summary.written[:10] for summary in summaries.values()})
+    devices = dict.fromkeys(summary.device for summary in summaries.values())
     return Table(
         name="gpu_checks",
-        title=f"Checks of the runtime on {summary.device}",
-        columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers")),
+        title=f"Checks of the runtime on {', '.join(devices)}",
+        columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers", "run")),
         rows=tuple(rows),
-        note=f"Written {summary.written[:10]}. Did not end: {'; '.join(lost) or 'nothing'}.",
+        note=f"Written {', '.join(days)}. Did not end: {'; '.join(lost) or 'nothing'}.",
     )
 
 

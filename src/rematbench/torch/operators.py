@@ -121,9 +121,18 @@ def _row_weight(call: Call) -> None:
 # -- pointwise ------------------------------------------------------------------------------------
 
 
+UNKEPT_PIECES = 16
+"""Pieces in which a sum is made that nobody keeps: recomputation ends with the layer's output, and
+a whole tensor for it would be in no ledger."""
+
+
 def _residual(call: Call) -> Tensors:
     x, skip = (call.tensors[name] for name in call.op.inputs)
-    return {call.op.outputs[0]: x + skip}
+    if call.op.outputs[0] in call.wanted:
+        return {call.op.outputs[0]: x + skip}
+    for rows, beside in zip(x.chunk(UNKEPT_PIECES), skip.chunk(UNKEPT_PIECES), strict=True):
+        torch.add(rows, beside)
+    return {}
 
 
 def _act(call: Call) -> Tensors:

@@ -8,20 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
 from rematbench.packages.agreement import agreement_names, agreement_records
 from rematbench.packages.process import Device, policy
 from rematbench.plan import Plan
 from rematbench.runs.cell import Cell, cell_names, cells, problem_of
-from rematbench.runs.record import keep_record
+from rematbench.runs.record import RecordError, keep_record
 from rematbench.runs.store import write_atomically
 from rematbench.runs.suite import load_suite
 from rematbench.slurm.launch import last_words, run_limited
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
-from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings
+from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings, read_summary
 from rematbench.worlds.layer_suite import load_layers
 from rematbench.worlds.layers import measure_layers
 from rematbench.worlds.rates import load_rates, measure_rates
@@ -113,18 +114,29 @@ class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -> Summary:
-    """Run the parts one after another; the summary of them.  `say` announces each part before it
-    starts."""
+    """Run the parts one after another; the summary of them and of those that other commands ran
+    there on this device.  `say` announces each part before it starts."""
     from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
 
+    device = versions(asked.device)["device"]
+    ended = _before(asked.output / SUMMARY, device, parts)
     for part in parts:
         if part != "layers":  # its turns stay, and those of its problems go one by one
             forget(part, asked.output)
-    ended: list[Ran] = []
     for part in parts:
         ended.append(_run(part, asked, say))
-        summary = summarize(tuple(ended), asked, versions(asked.device)["device"])
+        summary = summarize(tuple(ended), asked, device)
     return summary
+
+
+def _before(path: Path, device: str, parts: Sequence[str]) -> list[Ran]:
+    """The parts of the summary that is there, without those that run now; none of a summary of
+    another device, or of one that cannot be read."""
+    try:
+        found = read_summary(path)
+    except (OSError, RecordError):
+        return []
+    return [ran for ran in found.parts if ran.part not in parts and found.device == device]
 
 
 def forget(part: str, output: Path) -> None:
@@ -148,7 +160,8 @@ def _run(part: str, asked: GpuAsked, say: Callable[[str], None]) -> Ran:
         status, reason = "timeout", f"not done within {limit:.0f} s"
     elif ended.code:
         status, reason = "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
-    return Ran(part=part, status=status, reason=reason, seconds=round(ended.seconds, 1))
+    seconds = round(ended.seconds, 1)
+    return Ran(part=part, status=status, reason=reason, seconds=seconds, only=asked.only)
 
 
 def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
@@ -167,15 +180,16 @@ def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
 
 def planned(asked: GpuAsked, ended: Sequence[Ran]) -> Planned:
     """What the parts that have ended should have written."""
-    done = {ran.part for ran in ended}
-    every = cells(load_suite(asked.file()), [], asked.only) if "repetitions" in done else []
+    done = {ran.part: replace(asked, only=ran.only) for ran in ended}
+    repeats = done.get("repetitions")
+    every = cells(load_suite(asked.file()), [], repeats.only) if repeats else []
     repeated = [
         cell.name
         for cell in every
         if cell.name.startswith("lossless") and isinstance(cell.plan, Plan)
     ]
     agreement = agreement_names(asked.device, _gpus(asked)) if "agreement" in done else []
-    records = [name for part in RECORDS if part in done for name in asked.names(part)]
+    records = [name for part in RECORDS if part in done for name in done[part].names(part)]
     return Planned(records, repeated, agreement)
 
 

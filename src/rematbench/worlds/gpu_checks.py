@@ -41,12 +41,13 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Ran(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a part of a `measure-gpu` run ended."""
+    """How a part of a `measure-gpu` run ended; `only`: the cells that it was asked for."""
 
     part: str
     status: str
     seconds: float
     reason: str = ""
+    only: tuple[str, ...] = ()
 
 
 class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
