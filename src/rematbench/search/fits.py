@@ -56,8 +56,6 @@ class AnyFit(Search):
         return {_cut(lean, cut) for lean, cut in self.tree.families}
 
     def _push(self, bound_s: float, item: Item) -> None:
-        if item.stage == "expand" and not self.tree.grows:
-            return
         ripe = item.stage in ("closed", "tight")
         self.queue.push(-1.0 if ripe else self._order(item), item, ripe=ripe)
         if item.place:
@@ -132,7 +130,7 @@ class AnyFit(Search):
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         """Go on without a bound of seconds."""
-        if item.stage == "expand":
+        if item.stage in ("grow", "expand"):
             self._expand(bound_s, place, item.arm)
             return
         self._push(bound_s, Item("tight", place, None, item.arm, item.step, item.pieces))

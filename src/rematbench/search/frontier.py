@@ -109,8 +109,6 @@ class Search(Judge):
         self.best_s = min(self.best_s, step_s)
 
     def _push(self, bound_s: float, item: Item) -> None:
-        if item.stage == "expand" and not self.tree.grows:
-            return
         counting = self.faster_than_s < inf
         if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
@@ -138,7 +136,7 @@ class Search(Judge):
             self.fell["made of a plan that fits"] += 1
         elif item.stage in ("closed", "tight") and self._settled(bound_s, place, item):
             self.fell["memory or no plan, as before"] += 1
-        elif item.stage == "closed" or (item.stage == "expand" and not place.tightened):
+        elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
             self._expand(bound_s, place, item.arm)
@@ -187,7 +185,8 @@ class Search(Judge):
     def _dominated(self, place: Place, arm: Arm) -> bool:
         """Whether an arm is made of an arm that fits by further methods, so that it is not faster.
         (It may be faster than its other methods alone: what one rebuilds the next need not copy.)
-        `fits` has no arm with a scalar: with one more method the scalar may be smaller."""
+        Of arms with a scalar `fits` has those that fit at its first step: elsewhere, with one more
+        method the scalar may be smaller."""
         return any(known.parts == arm.parts[: len(known.parts)] for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
@@ -241,7 +240,7 @@ class Search(Judge):
             self._short(tried.short_bytes)
             self._go_on(bound_s, place, item, tried)
         else:
-            if not any(part.scalar for part in arm.parts):
+            if item.step == item.pieces == 1:
                 place.fits.append(arm)
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf
@@ -256,7 +255,7 @@ class Search(Judge):
             self.host_short_bytes = min(self.host_short_bytes, -tried.verdict.host_headroom_bytes)
         if self._refused(place, item, tried.reason):
             place.refused.add(arm)
-            self._push(bound_s, Item("expand", place, None, arm))
+            self._expand_later(bound_s, place, arm)
             return
         if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
             place.ends.setdefault(in_one_piece(arm), item.step)
@@ -294,6 +293,12 @@ class Search(Judge):
         if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         elif not found:
+            self._expand_later(bound_s, place, arm)
+
+    def _expand_later(self, bound_s: float, place: Place, arm: Arm) -> None:
+        """Queue the expansion of an arm that does not fit; that of an arm with a line was queued
+        when the arm was judged, by the bound of the line's first step."""
+        if arm.line is None and not self.tree.ends(arm):
             self._push(bound_s, Item("expand", place, None, arm))
 
 

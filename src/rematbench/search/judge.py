@@ -31,7 +31,8 @@ class Judge(ABC):
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
-        step may fit, queue the expansion of the arm.  An arm in a number of pieces is judged once:
+        step may fit, queue the expansion of the arm, and that of an arm with a line in any case:
+        with one more method a smaller share may do.  An arm in a number of pieces is judged once:
         judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more."""
         if (arm, pieces) in place.judged:
             return
@@ -43,10 +44,11 @@ class Judge(ABC):
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], pieces))
         if arm.pieces is None:
-            known = shard.bounds(arm) if not found and self.tree.grows else None
+            grows = (arm.line or not found) and not self.tree.ends(arm)
+            known = shard.bounds(arm) if grows else None
             if isinstance(known, Bounds):
                 bound = max(bound_s, float(known.step_s[0, at]))
-                self._push(bound, Item("expand", place, None, arm))
+                self._push(bound, Item("grow" if arm.line else "expand", place, None, arm))
             return
         if pieces < most_pieces(arm) and (not found or found[1] > 1):
             self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)

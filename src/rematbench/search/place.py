@@ -10,9 +10,12 @@ from rematbench.search.shard import Shard
 from rematbench.search.site import Site
 from rematbench.search.space import Choice
 
-Stage = Literal["shard", "layout", "root", "expand", "made", "pieces", "closed", "tight"]
+Stage = Literal[
+    "shard", "layout", "root", "grow", "expand", "made", "pieces", "closed", "tight"
+]  # fmt: skip
 """The next work on an entry of the queue.  shard: read the shard's facts; layout: begin with the
-tree's roots there; root: bound a root; expand: add a method to an arm that does not fit; made:
+tree's roots there; root: bound a root; grow: bound the expansion of an arm with a line, which may
+fit at a smaller share with one more method; expand: add a method to an arm that does not fit; made:
 bound an arm made so; pieces: bound an arm in more pieces; closed (it has a closed-form bound):
 bound it by the schedule; tight: simulate it."""
 
@@ -21,7 +24,8 @@ BEGINNING: tuple[Stage, ...] = ("layout", "root")
 
 
 class Place(Struct):
-    """A layout during the search, and its index in its shard.  `fits`: arms that fit; `families`:
+    """A layout during the search, and its index in its shard.  `fits`: arms that fit, of arms with
+    a line those that fit at its first step; `families`:
     whether a family may fit; `tightened`: whether any of its arms has a bound by the schedule;
     `judged`: arms and pieces that have bounds; `known`: simulated plans, by content;
     `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
