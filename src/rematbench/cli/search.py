@@ -96,10 +96,10 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
     Layouts are all that the stack can run on so many GPUs (degrees that are given stay as they
     are); plans are every method that is no planner, in its grid, composed as `compare` does.  No
-    plan of the space is faster than the first row by more than the gap.  The other rows are up to
-    10 percent slower; where a plan fits a layout, plans that add a method to it are left out.
-    Planners, whose plan no bound covers, are solved last, at the layouts of the first rows.
-    Ctrl-C prints the best so far.
+    plan of the space is faster than the first row by more than the gap.  The other rows are the
+    next of all layouts and compositions, each at the least share that fits.  Planners, whose plan
+    no bound covers, are solved last, at the layouts of the first rows.  Ctrl-C prints the best so
+    far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together

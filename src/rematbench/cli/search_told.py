@@ -25,7 +25,7 @@ class Told:
         self, out: Console | None, made: SearchJob, at: Progress, top: int, *, ended: bool
     ) -> None:
         self.out, self.made, self.at, self.ended = out, made, at, ended
-        self.found = [with_engines(one) for one in judged(made, at.near(top))]
+        self.found = [with_engines(one) for one in judged(made, at.found[:top])]
         self.planned: list[Found] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import inf
 
+from msgspec.structs import replace
+
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
@@ -18,6 +20,9 @@ from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
 SHOWN = 1.1
 """A plan whose bound is below this multiple of the best step is simulated, to be shown too."""
 
+MADE = "made of a plan that fits"
+"""Why an arm falls that adds methods to a plan that fits: it is not faster."""
+
 AHEAD = 4
 """One in this many entries is the ripe entry of the least bound, so that a step that fits is known
 early: only an entry whose bound is below (1 - within) x the best step, which the proof needs."""
@@ -28,7 +33,8 @@ TIGHTENED, SIMULATED = 20, 30
 
 class Search(Judge):
     """One search under way.  `work`: work so far, in layers that probes lower.  Layouts with fewer
-    than `least_pp` pipeline ranks are left out."""
+    than `least_pp` pipeline ranks are left out.  A search that `lists` keeps what cannot be faster
+    than a known plan, for `list_all`."""
 
     def __init__(
         self,
@@ -40,6 +46,7 @@ class Search(Judge):
         within: float = 0.0,
         faster_than_s: float = inf,
         least_pp: int = 1,
+        lists: bool = False,
     ) -> None:
         super().__init__(tree)
         self.shards, self.registry, self.engine, self.within = shards, registry, engine, within
@@ -48,6 +55,8 @@ class Search(Judge):
         self.work = 0
         self.best_s = self._states_short_bytes = inf
         self._dropped: Counter[str] = Counter()
+        self.lists, self.listing = lists, False
+        self._aside: list[tuple[float, Item]] = []
         for shard in shards:
             over = shard.states_over_bytes
             held = over <= 0
@@ -110,10 +119,26 @@ class Search(Judge):
 
     def _push(self, bound_s: float, item: Item) -> None:
         counting = self.faster_than_s < inf
-        if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
+        most = self.faster_than_s if counting else SHOWN * self.best_s
+        if bound_s < most or self.listing:
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
         else:
             _count(self._dropped, item)
+            self._put_aside(bound_s, item)
+
+    def _put_aside(self, bound_s: float, item: Item) -> None:
+        if self.lists:
+            self._aside.append((bound_s, item))
+
+    def list_all(self) -> None:
+        """From now on take the plans too that cannot be faster than a known one: those that add a
+        method to a plan that fits, and those that are much slower than the best."""
+        self.listing = True
+        self._dropped.clear()
+        self.fell.pop(MADE, None)
+        for bound_s, item in self._aside:
+            self._push(bound_s, item)
+        self._aside.clear()
 
     @property
     def slower(self) -> Counter[str]:
@@ -133,7 +158,8 @@ class Search(Judge):
         elif place.counted:
             self.fell["of a layout that is fast enough"] += 1
         elif self._dominated(place, item.arm):
-            self.fell["made of a plan that fits"] += 1
+            self.fell[MADE] += 1
+            self._put_aside(bound_s, item)
         elif item.stage in ("closed", "tight") and self._settled(bound_s, place, item):
             self.fell["memory or no plan, as before"] += 1
         elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
@@ -187,7 +213,9 @@ class Search(Judge):
         (It may be faster than its other methods alone: what one rebuilds the next need not copy.)
         Of arms with a scalar `fits` has those that fit at its first step: elsewhere, with one more
         method the scalar may be smaller."""
-        return any(known.parts == arm.parts[: len(known.parts)] for known in place.fits)
+        return not self.listing and any(
+            known.parts == arm.parts[: len(known.parts)] for known in place.fits
+        )
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
         """Queue the arms with one more method than `arm`, if the lean arm of any family may fit."""
@@ -195,8 +223,11 @@ class Search(Judge):
             self.fell["device memory, under the leanest plans"] += 1
             return
         for more in self.tree.more(arm):
-            if not self._dominated(place, more):
-                self._push(bound_s, Item("made", place, None, more))
+            found = Item("made", place, None, more)
+            if self._dominated(place, more):
+                self._put_aside(bound_s, found)
+            else:
+                self._push(bound_s, found)
 
     def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
         """Judge an arm if the lean arm of its family may fit; else expand the arm if a family that
@@ -242,9 +273,20 @@ class Search(Judge):
         else:
             if item.step == item.pieces == 1:
                 place.fits.append(arm)
+            self._list_made_of(place, arm, tried.step_s)
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf
-        return None if again else tried
+        return None if again else replace(tried, arm=arm.text(1))
+
+    def _list_made_of(self, place: Place, arm: Arm, step_s: float) -> None:
+        """Queue, in a listing, the arms that add a method to a plan that fits; they are no faster.
+        Those of an arm with a line are queued when the arm is judged."""
+        if arm.line is None and not self.tree.ends(arm):
+            found = Item("expand", place, None, arm)
+            if self.listing:
+                self._push(step_s, found)
+            else:
+                self._put_aside(step_s, found)
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue the work that follows a plan that does not fit."""

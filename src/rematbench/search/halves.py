@@ -6,6 +6,7 @@ the speed of the machine.
 
 from collections import Counter
 from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -13,7 +14,7 @@ from msgspec import Struct
 
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
-from rematbench.search.frontier import SHOWN, Search
+from rematbench.search.frontier import Search
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
@@ -27,8 +28,8 @@ MINUTE = 20
 MINUTE_OF_ONE = 2 * MINUTE * WORK
 """The work of MINUTE rounds of two processes, for a search in one process."""
 
-LATER = 20
-"""Most rounds after the gap is proved, for the other plans to show: some tens of seconds."""
+LATER = 40
+"""Most rounds after the gap is proved, for the other plans to show: half a minute."""
 
 AFTER = 300
 """Work that one process goes on with after its gap is proved: some tenths of a second."""
@@ -38,9 +39,11 @@ LIMIT_S = 3600
 
 
 class Round(Struct, frozen=True):
-    """What a process is told before a round: the best step of all processes, in seconds."""
+    """What a process is told before a round: the best step of all processes, in seconds, and
+    whether to look for the other plans to show."""
 
     best_s: float
+    listing: bool
 
 
 class State(Struct, frozen=True, kw_only=True):
@@ -57,15 +60,18 @@ class State(Struct, frozen=True, kw_only=True):
 class Part:
     """The search of a share of the shards, in a worker process."""
 
-    def __init__(self, asked: Asked, part: int, parts: int) -> None:
+    def __init__(self, asked: Asked, part: int, parts: int, *, lists: bool) -> None:
         collect_rarely()
-        self.search = SearchJob(asked).search(part, parts)
+        self.search = SearchJob(asked).search(part, parts, lists=lists)
         self.steps = self.search.run()
 
     def __call__(self, told: Round) -> State:
         """Work for one round and return the State after it."""
         search, tried = self.search, []
         search.beat(told.best_s)
+        if told.listing and not search.listing:
+            search.list_all()
+            self.steps = search.run()
         end = search.work + WORK
         for found in self.steps:
             if found is not None:
@@ -87,13 +93,15 @@ def _state(search: Search, tried: Sequence[Tried]) -> State:
 
 class Progress(Struct, frozen=True, kw_only=True):
     """A search after a round.  `found`: the plans that fit, fastest first; `known_s`: a step that
-    was known to fit before the search; `bound_s`: no plan that is left has a shorter step; `fell`:
-    counts of excluded plans by reason; `short_bytes`: the fewest device bytes that any of them
-    lacked; `plans`: joint plans of the space."""
+    was known to fit before the search; `bound_s`: no plan that is left has a shorter step;
+    `listed_s`: nor has any that is not in `found`, also of those that cannot be the fastest;
+    `fell`: counts of excluded plans by reason; `short_bytes`: the fewest device bytes that any of
+    them lacked; `plans`: joint plans of the space."""
 
     found: tuple[Tried, ...] = ()
     known_s: float = inf
     bound_s: float = 0.0
+    listed_s: float = 0.0
     simulations: int = 0
     fell: dict[str, int] = {}
     short_bytes: float = inf
@@ -109,10 +117,12 @@ class Progress(Struct, frozen=True, kw_only=True):
         """How much shorter the step of an unknown plan may be, as a share of the best step."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
-    def near(self, most: int) -> tuple[Tried, ...]:
-        """Up to `most` plans that are no slower than SHOWN times the best: of slower ones a search
-        knows a few only."""
-        return tuple(one for one in self.found[:most] if one.step_s <= SHOWN * self.best_s)
+    def lists(self, shown: int, within: float) -> bool:
+        """Whether the first `shown` plans are known: no other plan has a step that is shorter than
+        the last one's by more than the gap."""
+        if len(self.found) < shown:
+            return self.listed_s == inf
+        return shown == 1 or self.listed_s >= (1.0 - within) * self.found[shown - 1].step_s
 
 
 def rounds(
@@ -123,25 +133,29 @@ def rounds(
     known_s: float = inf,
     most_rounds: int | None = None,
 ) -> Generator[Progress, None, None]:
-    """Progress after each round, until the gap is proved and `shown` plans that fit are known (or
-    LATER rounds have looked for these), or no plan is left within a tenth of the best step, or
-    `most_rounds` rounds are done.  `known_s`: a step that is known to fit; the search then leaves
-    out plans more than a tenth slower."""
+    """Progress after each round, until the gap is proved and the first `shown` plans are known (or
+    LATER rounds have looked for these), or no plan is left, or `most_rounds` rounds are done.
+    `known_s`: a step that is known to fit; the search then leaves out plans more than a tenth
+    slower."""
     pools: list[Pool[Round, State]] = [
-        Pool(1, Part, (asked, part, processes), LIMIT_S) for part in range(processes)
+        Pool(1, partial(Part, lists=shown > 1), (asked, part, processes), LIMIT_S)
+        for part in range(processes)
     ]
     at, later = Progress(known_s=known_s), 0
     try:
         for done in count(1):
+            listing = later > 0 and shown > 1
             for pool in pools:
-                pool.add([Round(at.best_s)])
+                pool.add([Round(at.best_s, listing)])
                 pool.begin()
             states = [answer for pool in pools for _, answer in pool.run()]
-            at = _after(at, states)
+            at = _after(at, states, listing=listing)
             yield at
             later += at.gap <= asked.within
-            proved = later > 0 and (len(at.found) >= shown or later > LATER)
-            if proved or at.bound_s == inf or done == most_rounds:
+            proved = later > LATER or (later > 0 and at.lists(shown, asked.within))
+            left_s = at.listed_s if listing else at.bound_s
+            ends = left_s == inf and (listing or shown == 1 or not at.found)
+            if proved or ends or done == most_rounds:
                 return
     finally:
         for pool in pools:
@@ -162,7 +176,7 @@ def in_one_process(search: Search, *, most_work: int, after: int = AFTER) -> lis
     return tried
 
 
-def _after(before: Progress, states: Sequence[State | str]) -> Progress:
+def _after(before: Progress, states: Sequence[State | str], *, listing: bool) -> Progress:
     fell: Counter[str] = Counter()
     known = [state for state in states if isinstance(state, State)]
     if len(known) < len(states):
@@ -174,7 +188,8 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
     return Progress(
         found=tuple(distinct(found)),
         known_s=before.known_s,
-        bound_s=max(before.bound_s, min(state.bound_s for state in known)),
+        bound_s=max(before.bound_s, least_s := min(state.bound_s for state in known)),
+        listed_s=least_s if listing else 0.0,
         simulations=before.simulations + len(tried),
         fell=dict(fell),
         short_bytes=min(state.short_bytes for state in known),
@@ -183,14 +198,16 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
 
 
 def distinct(found: Sequence[Tried]) -> list[Tried]:
-    """The plans, fastest first; of plans with equal steps on one layout only the one that reserves
-    the fewest bytes."""
+    """The plans, fastest first: at one layout one plan of an arm, and of plans with equal steps
+    only the one that reserves the fewest bytes."""
 
     def order(tried: Tried) -> tuple[float, int]:
         reserved = tried.evaluation.reserved_bytes if tried.evaluation else 0
         return round(tried.step_s, 9), reserved
 
-    known: dict[tuple[Choice, float], Tried] = {}
+    known: dict[tuple[Choice, float | str], Tried] = {}
     for one in sorted(found, key=order):
-        known.setdefault((one.choice, order(one)[0]), one)
-    return list(known.values())
+        keys = (one.choice, order(one)[0]), (one.choice, one.arm or one.method)
+        if not any(key in known for key in keys):
+            known |= dict.fromkeys(keys, one)
+    return list({id(one): one for one in known.values()}.values())

@@ -146,8 +146,9 @@ class SearchJob:
                 return True
         return False
 
-    def search(self, part: int = 0, parts: int = 1) -> Search:
-        """The search of every `parts`-th shard, from shard `part` on."""
+    def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
+        """The search of every `parts`-th shard, from shard `part` on; `lists`: more plans than the
+        fastest are asked for."""
         asked, shards = self.asked, [self._shard(index) for index in self._own(part, parts)]
         keeping = not asked.only or IDENTITY in asked.only
         tree = Tree(self._samples(), load_compare().most_methods, keeping=keeping)
@@ -159,6 +160,7 @@ class SearchJob:
             engine=asked.engine,
             within=asked.within,
             faster_than_s=asked.faster_than_s,
+            lists=lists,
         )
 
     def _own(self, part: int, parts: int) -> list[int]:

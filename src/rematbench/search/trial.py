@@ -24,6 +24,7 @@ KEPT_ACTIONS = 20_000
 
 class Tried(Struct, frozen=True, kw_only=True):
     """One candidate after its trial.  `content`: what its plan is known by; empty without a plan.
+    `arm`: what all plans have in common that differ in a share or in pieces alone.
     Without an evaluation, `reason` says why: the plan does not fit (it lacks `short_bytes` of a
     device's memory), or the method has no plan."""
 
@@ -31,6 +32,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     method: str
     bound_s: float
     content: bytes = b""
+    arm: str = ""
     reason: str = ""
     short_bytes: float = float("inf")
     evaluation: PlanEvaluation | None = None
