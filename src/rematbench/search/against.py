@@ -88,7 +88,7 @@ def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict
     """The rank of the published layout among all layouts: 1 + the number of other layouts that have
     a plan faster than the published plan.  "at least": the count ended before all were judged."""
     count = replace(asked, within=NEVER, faster_than_s=step_s)
-    *_, end = rounds(count, processes=processes, most_rounds=MINUTE)
+    *_, end = rounds(count, shown=1, processes=processes, most_rounds=3 * MINUTE)
     others = {one.choice for one in end.found if one.choice.layout != problem.layout}
     return {"rank": 1 + len(others), "ranked": "all" if end.bound_s == inf else "at least"}
 

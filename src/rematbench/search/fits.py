@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.frontier import Search
-from rematbench.search.place import Item, Place, most_pieces
+from rematbench.search.place import RIPE, Item, Place, most_pieces
 from rematbench.search.probe import Refused
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
@@ -56,7 +56,7 @@ class AnyFit(Search):
         return {_cut(lean, cut) for lean, cut in self.tree.families}
 
     def _push(self, bound_s: float, item: Item) -> None:
-        ripe = item.stage in ("closed", "tight")
+        ripe = item.stage in RIPE
         self.queue.push(-1.0 if ripe else self._order(item), item, ripe=ripe)
         if item.place:
             self._waiting[item.place.choice] += 1
@@ -92,7 +92,7 @@ class AnyFit(Search):
             less = leaner(choice)
             if late == (less is None):
                 continue
-            place, arms = Place(shard, at, []), self.tree.roots
+            place, arms = Place(shard, at, {}), self.tree.roots
             if less in self._searched and not self._waiting[less]:
                 self.fell["no leaner than with micro-batch 1"] += 1
                 arms = tuple(dict.fromkeys(self._doubts[less]))

@@ -12,7 +12,15 @@ from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.bounds import Bounds
 from rematbench.search.judge import Judge
-from rematbench.search.place import BEGINNING, Item, Place, Stage, in_one_piece, most_pieces
+from rematbench.search.place import (
+    BEGINNING,
+    RIPE,
+    Item,
+    Place,
+    Stage,
+    in_one_piece,
+    most_pieces,
+)
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
@@ -121,7 +129,7 @@ class Search(Judge):
         counting = self.faster_than_s < inf
         most = self.faster_than_s if counting else SHOWN * self.best_s
         if bound_s < most or self.listing:
-            self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
+            self.queue.push(bound_s, item, ripe=item.stage in RIPE)
         else:
             _count(self._dropped, item)
             self._put_aside(bound_s, item)
@@ -157,10 +165,10 @@ class Search(Judge):
             self._open(bound_s, item.shard)
         elif place.counted:
             self.fell["of a layout that is fast enough"] += 1
-        elif self._dominated(place, item.arm):
+        elif self._dominated(place, item.arm, item.step if item.stage in RIPE else 1):
             self.fell[MADE] += 1
             self._put_aside(bound_s, item)
-        elif item.stage in ("closed", "tight") and self._settled(bound_s, place, item):
+        elif item.stage in RIPE and self._settled(bound_s, place, item):
             self.fell["memory or no plan, as before"] += 1
         elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
@@ -184,7 +192,7 @@ class Search(Judge):
             at = int(index)
             if shard.choices[at].layout.pp >= self.least_pp:
                 least_s = float(keep.step_s[0, at]) if isinstance(keep, Bounds) else 0.0
-                found = Item("layout", Place(shard, at, []), None, KEEP)
+                found = Item("layout", Place(shard, at, {}), None, KEEP)
                 self._push(max(bound_s, least_s), found)
 
     def _begin(self, bound_s: float, place: Place, item: Item) -> None:
@@ -208,13 +216,14 @@ class Search(Judge):
             bound_s = max(bound_s, float(found.step_s[0, place.index]))
         self._push(bound_s, Item("root", place, None, arm, known + 1))
 
-    def _dominated(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm is made of an arm that fits by further methods, so that it is not faster.
-        (It may be faster than its other methods alone: what one rebuilds the next need not copy.)
-        Of arms with a scalar `fits` has those that fit at its first step: elsewhere, with one more
-        method the scalar may be smaller."""
+    def _dominated(self, place: Place, arm: Arm, step: int = 1) -> bool:
+        """Whether an arm at a step of its line is made of a plan that fits by further methods, or
+        by a larger share, so that it is not faster.  It may be faster than its other methods alone,
+        as what one rebuilds the next need not copy; and with one more method a smaller share may
+        do."""
         return not self.listing and any(
-            known.parts == arm.parts[: len(known.parts)] for known in place.fits
+            known.parts == arm.parts[: len(known.parts)] and step >= least
+            for known, least in place.fits.items()
         )
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
@@ -271,8 +280,8 @@ class Search(Judge):
             self._short(tried.short_bytes)
             self._go_on(bound_s, place, item, tried)
         else:
-            if item.step == item.pieces == 1:
-                place.fits.append(arm)
+            if item.pieces == 1:
+                place.fits[arm] = min(item.step, place.fits.get(arm, item.step))
             self._list_made_of(place, arm, tried.step_s)
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf
@@ -301,10 +310,16 @@ class Search(Judge):
             return
         if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
             place.ends.setdefault(in_one_piece(arm), item.step)
-        elif arm.pieces and place.short.get((arm, item.step)) == tried.short_bytes:
-            place.flat.add((arm, item.step))  # more pieces freed no bytes
+        elif arm.pieces and self._is_flat(place, item, tried.short_bytes):
+            place.flat.add((arm, item.step))
         place.short[arm, item.step] = tried.short_bytes
         self._next(bound_s, place, item)
+
+    def _is_flat(self, place: Place, item: Item, short_bytes: float) -> bool:
+        """Whether more pieces, or pieces at all, freed no bytes at a step."""
+        whole = place.short.get((in_one_piece(item.arm), item.step), inf)
+        fewer = place.short.get((item.arm, item.step))
+        return short_bytes == fewer or short_bytes == whole < inf
 
     def _refused(self, place: Place, item: Item, reason: str) -> bool:
         """Whether an arm has no plan at the last step and in the most pieces either, for the same

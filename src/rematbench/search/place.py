@@ -19,13 +19,16 @@ fit at a smaller share with one more method; expand: add a method to an arm that
 bound an arm made so; pieces: bound an arm in more pieces; closed (it has a closed-form bound):
 bound it by the schedule; tight: simulate it."""
 
+RIPE: tuple[Stage, ...] = ("closed", "tight")
+"""Stages of a plan that only waits for its bound by the schedule, or to be simulated."""
+
 BEGINNING: tuple[Stage, ...] = ("layout", "root")
 """Stages of little work: they compare bounds that many layouts share."""
 
 
 class Place(Struct):
-    """A layout during the search, and its index in its shard.  `fits`: arms that fit, of arms with
-    a line those that fit at its first step; `families`:
+    """A layout during the search, and its index in its shard.  `fits`: the least step of its line
+    at which an arm fits, in as few pieces as it has; `families`:
     whether a family may fit; `tightened`: whether any of its arms has a bound by the schedule;
     `judged`: arms and pieces that have bounds; `known`: simulated plans, by content;
     `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
@@ -34,7 +37,7 @@ class Place(Struct):
 
     shard: Shard
     index: int
-    fits: list[Arm]
+    fits: dict[Arm, int]
     families: dict[tuple[Arm, Arm | None], bool] = {}
     tightened: bool = False
     engines: Engines | None = None
