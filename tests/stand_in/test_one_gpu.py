@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.runs.gpu_lines import STEP, Rate, Spent, Turn, read_lines
+from rematbench.runs.gpu_lines import STEP, Prediction, Rate, Spent, Turn, read_lines
 from tests.campaigns import suite_text, tiny
 from tests.stand_in.conftest import Run
 
@@ -54,3 +54,47 @@ def test_turns_have_the_allocators_peaks(run: Run, tmp_path: Path) -> None:
     assert all(turn.pinned_bytes > 1000 for turn in turns if "memo" in turn.cell)
     run("-m", "rematbench", "gpu-tables", str(tmp_path), *given)
     assert "Stand-in" in (tmp_path / "gpu_layers.md").read_text()
+
+
+def test_steps_by_hand_and_a_rank_alone_have_turns(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "layers.yaml"
+    means = ("checkpoint", "save_on_cpu", "checkpoint+save_on_cpu")
+    head = {
+        "methods": ["full_recompute"],
+        "half_width": 100.0,
+        "references": dict.fromkeys(("one", "first"), "full_recompute.0"),
+        "by_hand": [{"means": each, "problems": ["one"]} for each in means],
+        "alone": ["first"],
+        "variants": [{"method": "pp_offload", "settings": {"alpha": 1.0}, "problems": ["first"]}],
+    }
+    first = tiny("first", seq_len=64, **SIZES | {"gpus": 4, "pp": 4, "vpp": 2, "global_batch": 8})
+    path.write_text(suite_text([tiny("one", seq_len=64, **SIZES), first], **head))
+    given = ("-o", str(tmp_path), "--suite", str(path))
+    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--part", "layers", *given)
+    turns = [turn for name in ("one", "first") for turn in read_lines(
+        tmp_path / f"layers/{name}.jsonl", Turn
+    )]  # fmt: skip
+    assert {turn.status for turn in turns} == {"ok"}
+    pinned = {turn.cell: turn.pinned_bytes for turn in turns}
+    both, alone = (f"one.torch.{each}" for each in ("checkpoint+save_on_cpu", "save_on_cpu"))
+    assert 0 <= pinned["one.torch.checkpoint"] < pinned[both] < pinned[alone]
+    assert "first.pp_offload.1" in pinned
+
+
+def test_a_recomputed_layers_output_that_nobody_keeps_is_no_peak(run: Run, tmp_path: Path) -> None:
+    """At 128K tokens, as on an H200: 0.9 GB lay above the prediction."""
+    path = tmp_path / "layers.yaml"
+    long = tiny("long", seq_len=131072, **SIZES | {"model": "llama-3.1-8b-8-layers"})
+    variants = [{"method": "full_recompute+mst"}]
+    references = {"long": "full_recompute+mst.0"}
+    path.write_text(
+        suite_text([long], methods=[], references=references, variants=variants, half_width=1e9)
+    )
+    given = ("-o", str(tmp_path), "--suite", str(path))
+    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--part", "layers", *given)
+    (line,) = read_lines(tmp_path / "predictions.jsonl", Prediction)
+    turns = read_lines(tmp_path / "layers/long.jsonl", Turn)
+    for turn in turns:
+        assert 0 < turn.allocated_bytes / line.allocated_bytes - 1 < 0.0015
