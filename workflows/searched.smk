@@ -4,7 +4,7 @@ The searches take six minutes and run only on request: ./bench reproduce --full.
 """
 
 SEARCHES = {
-    "layouts": (PUBLISHED, "layouts --table 'Figure 9'"),
+    "layouts": (PUBLISHED, "layouts --table 'Figure 9' --within 0.1"),
     "cells": ("config/paper.yaml", "search-cells"),
     "sweeps": (
         ["results/paper/predictions.csv", "results/paper/predictions_more.csv"],

@@ -76,7 +76,8 @@ def _arms(made: SearchJob) -> list[Arm]:
     choice = next(c for c in made.space.choices if c.layout.pp > 2)
     shard = Shard([choice], made.problem(choice), made.registry)
     probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
-    tree = Tree([probes], 3, keeping=not made.asked.only)
+    keeping = not made.asked.only or "keep_all" in made.asked.only
+    tree = Tree([probes], 3, keeping=keeping)
     arms = list(tree.roots)
     for arm in arms:
         arms += tree.more(arm)
