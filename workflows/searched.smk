@@ -1,6 +1,6 @@
 """Committed searches and their tables: every plan is simulated again before its table is made.
 
-The searches take six minutes and run only on request: ./bench reproduce --full.
+The searches take ten minutes and run only on request: ./bench reproduce --full.
 """
 
 SEARCHES = {
