@@ -8,7 +8,9 @@ MEASURED = {
 }
 GPU_RUNS = ["results/measured/gpu", "results/measured/gpu-mended"]
 """In the order of their measurement."""
-ON_GPU = [str(path) for run in GPU_RUNS for path in sorted(Path(run).glob("**/*.json*"))]
+ON_GPU = [
+    str(path) for run in GPU_RUNS for path in sorted(Path(run).glob("**/*.json*"))
+]
 RETRACED = "llama-65b-figure7.keep_all.0"
 RETRACED_METHOD = f"methods/{RETRACED.split('.')[1]}.py"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
