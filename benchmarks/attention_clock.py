@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rematbench.host.gpu_state import GpuState, gpu_state
 from rematbench.torch import attention
+from rematbench.torch.spent import Stamp, between
 from rematbench.torch.streams import stamp
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -68,18 +69,11 @@ def timed(
     return [between(*pair) for pair in marks][2:], state
 
 
-def now(device: torch.device) -> torch.cuda.Event | float:
+def now(device: torch.device) -> Stamp:
     """The time of the device's current stream."""
     if device.type == "cuda":
         return stamp(torch.cuda.current_stream(device))
     return time.perf_counter()
-
-
-def between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """Seconds between two times."""
-    if isinstance(start, float) or isinstance(end, float):
-        return float(end) - float(start)  # type: ignore[arg-type]
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def rows(device: torch.device) -> Iterator[list[object]]:

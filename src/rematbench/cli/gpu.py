@@ -150,19 +150,22 @@ def _those_with(folders: list[Path], name: str) -> list[Path]:
 def _layer_rows(folders: list[Path], suite: Path | None) -> list[dict[str, Any]]:
     """The rows of all folders' turns in the suite's order; of a cell that several folders have, the
     last row that was measured, else the last."""
+    turns = {
+        path: [
+            turn for file in sorted(path.glob("layers/*.jsonl")) for turn in read_lines(file, Turn)
+        ]
+        for path in folders
+    }
+    if not any(turns.values()):
+        return []
+    asked = load_layers(suite or _own("layers"))
     found: dict[str, dict[str, Any]] = {}
-    order: list[str] = []
-    for path in folders:
-        files = sorted(path.glob("layers/*.jsonl"))
-        turns = [turn for file in files for turn in read_lines(file, Turn)]
-        if not turns:
-            continue
-        asked = load_layers(suite or _own("layers"))
-        problems = [problem.name for problem in asked.problems]
-        order = sorted(layer_names(asked), key=lambda name: problems.index(problem_of(name)))
-        for row in layer_rows(asked, path, turns):
+    for path, own in turns.items():
+        for row in layer_rows(asked, path, own) if own else ():
             if row["step_s"] or not found.get(row["cell"], {}).get("step_s"):
                 found[row["cell"]] = row
+    problems = [problem.name for problem in asked.problems]
+    order = sorted(layer_names(asked), key=lambda name: problems.index(problem_of(name)))
     return [found[name] for name in order if name in found]
 
 

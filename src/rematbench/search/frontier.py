@@ -26,7 +26,7 @@ from rematbench.search.shard import Shard
 from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
 
 SHOWN = 1.1
-"""A plan whose bound is below this multiple of the best step is simulated, to be shown too."""
+"""Before a listing, work whose bound is at least this multiple of the best step is not queued."""
 
 MADE = "made of a plan that fits"
 """Why an arm falls that adds methods to a plan that fits: it is not faster."""
@@ -137,7 +137,10 @@ class Search(Judge):
             self._put_aside(bound_s, item)
 
     def _put_aside(self, bound_s: float, item: Item) -> None:
-        if self.lists:
+        """Keep work on plans that cannot be the fastest for the listing, which queues it."""
+        if self.listing:
+            self._push(bound_s, item)
+        elif self.lists:
             self._aside.append((bound_s, item))
 
     def list_all(self) -> None:
@@ -284,20 +287,11 @@ class Search(Judge):
         else:
             if item.pieces == 1:
                 place.fits[arm] = min(item.step, place.fits.get(arm, item.step))
-            self._list_made_of(place, arm, tried.step_s)
+            if arm.line is None and not self.tree.ends(arm):  # else it grows when it is judged
+                self._put_aside(tried.step_s, Item("expand", place, None, arm))
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf
         return None if again else replace(tried, arm=arm.text(1))
-
-    def _list_made_of(self, place: Place, arm: Arm, step_s: float) -> None:
-        """Queue, in a listing, the arms that add a method to a plan that fits; they are no faster.
-        Those of an arm with a line are queued when the arm is judged."""
-        if arm.line is None and not self.tree.ends(arm):
-            found = Item("expand", place, None, arm)
-            if self.listing:
-                self._push(step_s, found)
-            else:
-                self._put_aside(step_s, found)
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue the work that follows a plan that does not fit."""

@@ -205,9 +205,11 @@ def distinct(found: Sequence[Tried]) -> list[Tried]:
         reserved = tried.evaluation.reserved_bytes if tried.evaluation else 0
         return round(tried.step_s, 9), reserved
 
-    known: dict[tuple[Choice, float | str], Tried] = {}
+    kept: list[Tried] = []
+    known: set[tuple[Choice, object]] = set()
     for one in sorted(found, key=order):
-        keys = (one.choice, order(one)[0]), (one.choice, one.arm or one.method)
-        if not any(key in known for key in keys):
-            known |= dict.fromkeys(keys, one)
-    return list({id(one): one for one in known.values()}.values())
+        keys = {(one.choice, order(one)[0]), (one.choice, one.arm or one.method)}
+        if not keys & known:
+            kept.append(one)
+            known |= keys
+    return kept
