@@ -8,12 +8,13 @@ import pytest
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import PlanError, Unsupported
-from rematbench.search.arms import KEEP, Arm, Single, Tree
+from rematbench.search.arms import KEEP, Arm, Single
 from rematbench.search.bounds import Bounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe, Refused
 from rematbench.search.shard import Shard
 from rematbench.search.space import Choice, Fixed
+from rematbench.search.tree import Tree
 from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec

@@ -16,18 +16,16 @@ from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.search import answer, questions
-from rematbench.search.arms import Arm, Tree
 from rematbench.search.events import Turns, in_order
 from rematbench.search.frontier import SHOWN
 from rematbench.search.halves import Progress, distinct, rounds
 from rematbench.search.job import Asked, SearchJob
-from rematbench.search.probe import Probe
-from rematbench.search.shard import Shard
 from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.problemspec import ProblemSpec
+from tests.everything import everything
 
 RUN = CliRunner()
 app = command_line()
@@ -54,34 +52,6 @@ def last(one: Asked, *, processes: int = 1, shown: int = 1) -> Progress:
     """The end of a search."""
     *_, end = rounds(one, shown=shown, processes=processes)
     return end
-
-
-def everything(one: Asked) -> list[Tried]:
-    """Every layout with every plan of the tree, tried: those that fit."""
-    made = SearchJob(one)
-    arms = _arms(made)
-    found = []
-    for choice, arm in itertools.product(made.space.choices, arms):
-        problem = made.problem(choice)
-        most = arm.line.scalar.steps if arm.line and arm.line.scalar else 1
-        for step in range(1, most + 1):
-            text = arm.text(step)
-            tried = tried_plan(choice, problem, text, 0.0, made.registry)
-            found += [replace(tried, arm=arm.text(1))] if tried.evaluation else []
-    return found
-
-
-def _arms(made: SearchJob) -> list[Arm]:
-    """All arms, of the tree that leaves none out."""
-    choice = next(c for c in made.space.choices if c.layout.pp > 2)
-    shard = Shard([choice], made.problem(choice), made.registry)
-    probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
-    keeping = not made.asked.only or "keep_all" in made.asked.only
-    tree = Tree([probes], 3, keeping=keeping)
-    arms = list(tree.roots)
-    for arm in arms:
-        arms += tree.more(arm)
-    return arms
 
 
 @pytest.mark.parametrize(
@@ -156,19 +126,8 @@ def test_with_a_method_more_a_smaller_share_may_do(hbm_gib: int) -> None:
 def test_shares_and_pieces_are_searched_as_if_everything_were_tried(hbm_gib: int) -> None:
     """All 230 plans.  More pieces are up to 2e-6 faster where fewer copies run beside a kernel."""
     one = both_shares_and_pieces(hbm_gib)
-    made = SearchJob(one).ready()
-    (choice,) = made.space.choices
-    steps: list[float] = []
-    arms = [*made.search(0, 1).tree.roots]
-    for arm in arms:
-        arms += made.search(0, 1).tree.more(arm)
-        lines = arm.line.scalar.count(max(choice.sizes)) if arm.line and arm.line.scalar else 1
-        pieces = len(arm.pieces.scalar.values) if arm.pieces and arm.pieces.scalar else 1
-        for step, cut in itertools.product(range(1, lines + 1), range(1, pieces + 1)):
-            text = arm.text(step, cut)
-            tried = tried_plan(choice, made.problem(choice), text, 0.0, made.registry)
-            steps += [tried.step_s] if tried.evaluation else []
-    assert last(one).best_s == pytest.approx(min(steps), rel=1e-5)
+    best = min(tried.step_s for tried in everything(one))
+    assert last(one).best_s == pytest.approx(best, rel=1e-5)
 
 
 def test_processes_share_the_work_and_find_the_same() -> None:

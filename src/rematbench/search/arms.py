@@ -1,19 +1,12 @@
-"""The plans that a search tries on each layout: methods with settings, policies, compositions.
-
-The rule of compositions is `compare`'s: methods whose kinds of change have different places compose
-in the order of the places.  A plan is never faster than the plan that its last method was added to,
-so the search adds no method to a plan that fits.
-"""
+"""What the plans of a search are made of: methods with settings, policies, and arms of these."""
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from itertools import product
-from math import prod
 from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.choose.candidates import KINDS, CompareConfig, Kind, place
+from rematbench.choose.candidates import CompareConfig
 from rematbench.plugins.registry import (
     IDENTITY,
     Composition,
@@ -24,7 +17,6 @@ from rematbench.plugins.registry import (
     own_settings,
     typed,
 )
-from rematbench.search.probe import Probe
 
 Scale = Literal["share", "layers", "pieces"]
 
@@ -165,143 +157,3 @@ def _of_method(entry: MethodEntry) -> Iterable[Single]:
         values = tuple(typed(entry, each) for each in settings)
         return [Single(entry.name, entry.name, Scalar("pieces", values=values))]
     return [Single(entry.name, typed(entry, each)) for each in settings]
-
-
-class Tree:
-    """Arms, and the methods that each arm can add, by the kinds of change of the singles.
-
-    The *lean* arm of an arm has, for each method that offloads, the last setting of the method's
-    grid, and for each method that rebuilds, the rebuilding method that keeps the fewest bytes.  A
-    *family* is the arms that have the same lean arm.  `keeping`: whether the arm that keeps every
-    activation is one of the arms."""
-
-    roots: tuple[Arm, ...]
-    """The arms that a search begins with on every layout."""
-
-    def __init__(
-        self, samples: Sequence[dict[Single, Probe]], most: int, *, keeping: bool = True
-    ) -> None:
-        found = {s: p for s, p in samples[0].items() if p.kinds and not _idle(s, samples)}
-        self.places = {single: place(probe.kinds) for single, probe in found.items()}
-        self.most = most
-        self._ends: dict[Arm, bool] = {}
-        self.roots = (KEEP,) if keeping else tuple(Arm((single,)) for single in self.places)
-        rebuild = [s for s in self._of("rebuild") if s.scalar is None]
-        leanest = min(rebuild, key=lambda s: found[s].nbytes.middle.slope.kept_bytes, default=None)
-        offload = {single.method: single for single in self._of("offload")}
-        self.stands_for = {
-            single: leanest if single in self._of("rebuild") else offload.get(single.method, single)
-            for single in self.places
-        }
-
-    def _of(self, kind: Kind) -> list[Single]:
-        where = KINDS.index(kind)
-        return [single for single, place in self.places.items() if place == where]
-
-    @property
-    def grows(self) -> bool:
-        """Whether methods are added to the roots."""
-        return bool(self.places)
-
-    def more(self, arm: Arm) -> list[Arm]:
-        """The arms with one more method, whose place is after the places of `arm`'s methods."""
-        last = max((self.places[part] for part in arm.parts), default=-1)
-        if len(arm.parts) == self.most or not all(part.composes for part in arm.parts):
-            return []
-        return [
-            Arm((*arm.parts, single))
-            for single, where in self.places.items()
-            if where > last
-            and (single.composes or not arm.parts)
-            and not (arm.line and Arm((single,)).line)
-        ]
-
-    def ends(self, arm: Arm) -> bool:
-        """Whether no method is added to an arm."""
-        if arm not in self._ends:
-            self._ends[arm] = not (self.grows and self.more(arm))
-        return self._ends[arm]
-
-    def lean(self, arm: Arm) -> Arm:
-        """The lean arm of an arm's family, without the method that computes in pieces."""
-        parts = (self.stands_for[part] or part for part in arm.parts if part is not arm.pieces)
-        return Arm(tuple(parts))
-
-    def plans(self, layers: int) -> int:
-        """The number of plans at a layout whose longest chunk has `layers` layers: every step of
-        the scalars of every arm."""
-        count, waiting = 0, list(self.roots)
-        while waiting:
-            arm = waiting.pop()
-            waiting += self.more(arm)
-            count += prod(part.scalar.count(layers) for part in arm.parts if part.scalar)
-        return count
-
-    @cached_property
-    def families(self) -> list[tuple[Arm, Arm | None]]:
-        """Each family: its lean arm, and the arm of its pieces alone (None without pieces)."""
-        found: dict[tuple[Arm, Arm | None], None] = {}
-        waiting = [KEEP]
-        while waiting:
-            for more in self.more(waiting.pop()):
-                key = self.family(more)
-                if key not in found:
-                    found[key] = None
-                    waiting.append(Arm((*key[0].parts, *(key[1].parts if key[1] else ()))))
-        return list(found)
-
-    def family(self, arm: Arm) -> tuple[Arm, Arm | None]:
-        """The family of an arm: its lean arm, and the arm of its pieces alone or None."""
-        return self.lean(arm), Arm((arm.pieces,)) if arm.pieces else None
-
-
-class Given(Tree):
-    """The tree of a search for the best layout of given arms, to which no method is added.  An arm
-    with a line has a second root at the share 0, which lies before the line's first step."""
-
-    def __init__(self, arms: Sequence[Arm]) -> None:
-        self.places, self.stands_for, self.most, self._ends = {}, {}, 0, {}
-        self.roots = (*arms, *(_at_zero(arm) for arm in arms if arm.line))
-
-
-def _at_zero(arm: Arm) -> Arm:
-    flat = (Single(p.method, p.at(0)) if p is arm.line else p for p in arm.parts)
-    return Arm(tuple(flat))
-
-
-def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:
-    """Whether a method that rebuilds is useless: another such method is no slower and keeps no more
-    bytes on every sample.  Of equal methods the first is not idle."""
-    return any(
-        other != single and all(_no_better(single, other, sample) for sample in samples)
-        for other in samples[0]
-    )
-
-
-def rebuilds(single: Single, probe: Probe) -> bool:
-    """Whether a method only rebuilds activations and has no scalar."""
-    return single.scalar is None and probe.kinds == {"rebuild"}
-
-
-def _no_better(single: Single, other: Single, sample: dict[Single, Probe]) -> bool:
-    if not all(one in sample and rebuilds(one, sample[one]) for one in (single, other)):
-        return False
-    mine, its = _numbers(sample[single]), _numbers(sample[other])
-    earlier = list(sample).index(other) < list(sample).index(single)
-    return all(b <= a for a, b in zip(mine, its, strict=True)) and (mine != its or earlier)
-
-
-def _numbers(probe: Probe) -> list[float]:
-    """A probe's seconds and bytes, rounded to nine digits: slopes are differences of float sums."""
-    return [
-        float(f"{number:.9g}")
-        for line in probe.facts
-        for cost in (line.base, line.slope)
-        for number in (
-            cost.forward.compute_s,
-            cost.backward.compute_s,
-            cost.backward.host_s,
-            cost.kept_bytes,
-            cost.backward.high_bytes if cost is line.base else 0.0,
-        )
-    ]

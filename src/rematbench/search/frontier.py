@@ -9,21 +9,14 @@ from msgspec.structs import replace
 
 from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
-from rematbench.search.arms import KEEP, Arm, Tree
+from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import Bounds
-from rematbench.search.judge import Judge
-from rematbench.search.place import (
-    BEGINNING,
-    RIPE,
-    Item,
-    Place,
-    Stage,
-    in_one_piece,
-    most_pieces,
-)
+from rematbench.search.follow import Follow
+from rematbench.search.place import BEGINNING, RIPE, Item, Place, Stage
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
-from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
+from rematbench.search.tree import Tree
+from rematbench.search.trial import Tried, tried_plan
 
 SHOWN = 1.1
 """Before a listing, work whose bound is at least this multiple of the best step is not queued."""
@@ -39,7 +32,7 @@ TIGHTENED, SIMULATED = 20, 30
 """Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
 
 
-class Search(Judge):
+class Search(Follow):
     """One search under way.  `work`: work so far, in layers that probes lower.  Layouts with fewer
     than `least_pp` pipeline ranks are left out.  A search that `lists` keeps what cannot be faster
     than a known plan, for `list_all`."""
@@ -56,8 +49,8 @@ class Search(Judge):
         least_pp: int = 1,
         lists: bool = False,
     ) -> None:
-        super().__init__(tree)
-        self.shards, self.registry, self.engine, self.within = shards, registry, engine, within
+        super().__init__(tree, registry)
+        self.shards, self.engine, self.within = shards, engine, within
         self.faster_than_s, self.least_pp = faster_than_s, least_pp
         self.queue: Queue[Item] = Queue()
         self.work = 0
@@ -292,67 +285,6 @@ class Search(Judge):
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf
         return None if again else replace(tried, arm=arm.text(1))
-
-    def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
-        """Queue the work that follows a plan that does not fit."""
-        arm = item.arm
-        if tried.reason.startswith(NO_PLAN):
-            self.refusal = tried.reason.removeprefix(NO_PLAN)
-        if tried.verdict and tried.verdict.host_headroom_bytes < 0:
-            self.host_short_bytes = min(self.host_short_bytes, -tried.verdict.host_headroom_bytes)
-        if self._refused(place, item, tried.reason):
-            place.refused.add(arm)
-            self._expand_later(bound_s, place, arm)
-            return
-        if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
-            place.ends.setdefault(in_one_piece(arm), item.step)
-        elif arm.pieces and self._is_flat(place, item, tried.short_bytes):
-            place.flat.add((arm, item.step))
-        place.short[arm, item.step] = tried.short_bytes
-        self._next(bound_s, place, item)
-
-    def _is_flat(self, place: Place, item: Item, short_bytes: float) -> bool:
-        """Whether more pieces, or pieces at all, freed no bytes at a step."""
-        whole = place.short.get((in_one_piece(item.arm), item.step), inf)
-        fewer = place.short.get((item.arm, item.step))
-        return short_bytes == fewer or short_bytes == whole < inf
-
-    def _refused(self, place: Place, item: Item, reason: str) -> bool:
-        """Whether an arm has no plan at the last step and in the most pieces either, for the same
-        reason: then the reason depends on neither the step nor the pieces."""
-        arm, site = item.arm, place.site
-        other = arm.text(place.shard.steps(arm), most_pieces(arm))
-        if not reason.startswith(NO_PLAN) or other == arm.text(item.step, item.pieces):
-            return False
-        return planned_at(site.choice, site.problem, other, self.registry) == reason
-
-    def _settled(self, bound_s: float, place: Place, item: Item) -> bool:
-        """Whether simulations after the entry was queued show that its plan cannot fit; where they
-        do, the work that follows the plan is queued."""
-        arm = item.arm
-        if arm in place.refused:
-            return True
-        if item.step < place.ends.get(in_one_piece(arm), inf):
-            return False
-        self._next(bound_s, place, item)
-        return True
-
-    def _next(self, bound_s: float, place: Place, item: Item) -> None:
-        """Queue the next step of an arm's line, the arm in more pieces, or its expansion."""
-        arm = item.arm
-        found = self._least(place, arm, item.pieces, bound_s, item.step)
-        if found:
-            self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
-        if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
-            self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
-        elif not found:
-            self._expand_later(bound_s, place, arm)
-
-    def _expand_later(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Queue the expansion of an arm that does not fit; that of an arm with a line was queued
-        when the arm was judged, by the bound of the line's first step."""
-        if arm.line is None and not self.tree.ends(arm):
-            self._push(bound_s, Item("expand", place, None, arm))
 
 
 def _count(slower: Counter[str], item: Item) -> None:

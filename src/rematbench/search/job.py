@@ -23,7 +23,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
-from rematbench.search.arms import Arm, Given, Single, Tree, rebuilds, singles
+from rematbench.search.arms import Arm, Single, singles
 from rematbench.search.cut import key
 from rematbench.search.fits import AnyFit
 from rematbench.search.frontier import Search
@@ -32,6 +32,7 @@ from rematbench.search.shard import Shard
 from rematbench.search.shared import Shared
 from rematbench.search.site import Site
 from rematbench.search.space import Choice, Fixed, Space, space
+from rematbench.search.tree import Given, Tree, rebuilds
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import LayoutError
@@ -151,7 +152,8 @@ class SearchJob:
         fastest are asked for."""
         asked, shards = self.asked, [self._shard(index) for index in self._own(part, parts)]
         keeping = not asked.only or IDENTITY in asked.only
-        tree = Tree(self._samples(), load_compare().most_methods, keeping=keeping)
+        most, exact = load_compare().most_methods, asked.within == 0 and not asked.any_fit
+        tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
         kind = AnyFit if asked.any_fit else Search
         return kind(
             shards,

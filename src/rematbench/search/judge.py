@@ -7,10 +7,11 @@ from math import inf
 
 import numpy as np
 
-from rematbench.search.arms import Arm, Tree
+from rematbench.search.arms import Arm
 from rematbench.search.bounds import Bounds
 from rematbench.search.place import Fallen, Item, Place, in_one_piece, most_pieces
 from rematbench.search.probe import Refused
+from rematbench.search.tree import Tree
 
 
 class Judge(ABC):

@@ -17,6 +17,8 @@ from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
 
 NO_PLAN = "no plan: "
+RESERVED = "device memory, as the allocator reserves it"
+"""Why a plan does not fit whose live bytes fit."""
 
 KEPT_ACTIONS = 20_000
 """The largest program, in actions that are written out, that is kept for other clusters."""
@@ -105,7 +107,8 @@ def _judged(tried: Tried, problem: Problem, lowered: Lowered) -> Tried:
         return replace(tried, reason=live.binds, verdict=live)
     held = weighed(problem, lowered, room)
     if held.nbytes > room:
-        return replace(tried, reason="device memory", short_bytes=float(held.nbytes - room))
+        reason = RESERVED if lowered.live_bytes <= room else "device memory"
+        return replace(tried, reason=reason, short_bytes=float(held.nbytes - room))
     found = timed(problem, lowered, held)
     verdict = judge(problem, found)
     if not verdict.fits or found.not_timed:

@@ -1,0 +1,55 @@
+"""Every plan of a search's space, tried one by one: what a search is held against."""
+
+from collections.abc import Iterator
+from itertools import product
+from random import Random
+
+from msgspec.structs import replace
+
+from rematbench.choose.candidates import load_compare
+from rematbench.search.arms import Arm
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.place import most_pieces
+from rematbench.search.probe import Probe
+from rematbench.search.shard import Shard
+from rematbench.search.space import Choice
+from rematbench.search.tree import Tree
+from rematbench.search.trial import Tried, tried_plan
+
+Named = tuple[Choice, Arm, str]
+"""A plan of a space: its layout, its arm, and the plan's text."""
+
+
+def every_arm(made: SearchJob) -> list[Arm]:
+    """All arms, of the tree that leaves none out."""
+    deepest = max(made.space.choices, key=lambda choice: choice.layout.pp)
+    shard = Shard([deepest], made.problem(deepest), made.registry)
+    probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
+    keeping = not made.asked.only or "keep_all" in made.asked.only
+    tree = Tree([probes], load_compare().most_methods, keeping=keeping, exact=True)
+    arms = list(tree.roots)
+    for arm in arms:
+        arms += tree.more(arm)
+    return arms
+
+
+def every_plan(made: SearchJob) -> Iterator[Named]:
+    """Every layout with every arm, at every step of the arm's line and in all its pieces."""
+    for choice, arm in product(made.space.choices, every_arm(made)):
+        line = arm.line.scalar if arm.line else None
+        steps = line.count(max(choice.sizes)) if line else 1
+        for step, pieces in product(range(1, steps + 1), range(1, most_pieces(arm) + 1)):
+            yield choice, arm, arm.text(step, pieces)
+
+
+def everything(one: Asked, most: int | None = None) -> list[Tried]:
+    """Every plan of the space (or `most` plans, drawn), tried: those that fit."""
+    made = SearchJob(one)
+    plans = list(every_plan(made))
+    if most is not None and most < len(plans):
+        plans = Random(most).sample(plans, most)
+    tried = (
+        replace(tried_plan(choice, made.problem(choice), text, 0.0, made.registry), arm=arm.text(1))
+        for choice, arm, text in plans
+    )
+    return [one for one in tried if one.evaluation is not None]
