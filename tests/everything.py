@@ -1,6 +1,6 @@
 """Every plan of a search's space, tried one by one: what a search is held against."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from random import Random
 
@@ -33,19 +33,21 @@ def every_arm(made: SearchJob) -> list[Arm]:
     return arms
 
 
-def every_plan(made: SearchJob) -> Iterator[Named]:
-    """Every layout with every arm, at every step of the arm's line and in all its pieces."""
-    for choice, arm in product(made.space.choices, every_arm(made)):
+def every_plan(made: SearchJob, arms: Sequence[Arm] = ()) -> Iterator[Named]:
+    """Every layout with every arm (or the given ones), at every step of the arm's line and in all
+    its pieces."""
+    for choice, arm in product(made.space.choices, arms or every_arm(made)):
         line = arm.line.scalar if arm.line else None
         steps = line.count(max(choice.sizes)) if line else 1
         for step, pieces in product(range(1, steps + 1), range(1, most_pieces(arm) + 1)):
             yield choice, arm, arm.text(step, pieces)
 
 
-def everything(one: Asked, most: int | None = None) -> list[Tried]:
-    """Every plan of the space (or `most` plans, drawn), tried: those that fit."""
+def everything(one: Asked, most: int | None = None, arms: Sequence[Arm] = ()) -> list[Tried]:
+    """Every plan of the space (or `most` plans, drawn), tried: those that fit.  `arms`: of these
+    arms alone."""
     made = SearchJob(one)
-    plans = list(every_plan(made))
+    plans = list(every_plan(made, arms))
     if most is not None and most < len(plans):
         plans = Random(most).sample(plans, most)
     tried = (

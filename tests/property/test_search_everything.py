@@ -10,9 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.published.bands import reserve_bytes
+from rematbench.search.arms import Arm, arms_of
 from rematbench.search.halves import in_one_process
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Fixed
+from rematbench.search.tree import Given
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
@@ -90,9 +92,10 @@ def fastest_that_fits(one: Asked, found: Sequence[Tried]) -> Tried | None:
     return None
 
 
-def searched_s(one: Asked) -> float:
-    """Seconds of the step that a search finds."""
-    search = SearchJob(one).search()
+def searched_s(one: Asked, arms: Sequence[Arm] = ()) -> float:
+    """Seconds of the step that a search finds, of all arms or of the given ones."""
+    made = SearchJob(one)
+    search = made.search_of(arms) if arms else made.search()
     steps = [tried.step_s for tried in in_one_process(search, most_work=WORK, after=0)]
     assert search.gap <= one.within or not search.queue
     return min(steps, default=inf)
@@ -107,14 +110,14 @@ def fits(one: Asked) -> bool:
     return search.best_s < inf
 
 
-def held(one: Asked, found: Sequence[Tried]) -> None:
+def held(one: Asked, found: Sequence[Tried], arms: Sequence[Arm] = ()) -> None:
     """The law."""
     best = fastest_that_fits(one, found)
     best_s = best.step_s if best else inf
     for gap in GAPS:
-        least_s = searched_s(replace(one, within=gap))
+        least_s = searched_s(replace(one, within=gap), arms)
         assert least_s == best_s or (1.0 - gap) * least_s <= best_s * (1 + 1e-9), (gap, best)
-    assert fits(one) or best is None, best
+    assert arms or best is None or fits(one), best
 
 
 def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> Asked:
@@ -159,3 +162,27 @@ def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
     found = everything(one, MOST)
     for share in SHARES[2:3] if short else SHARES:
         held(at_the_edge(one, found, share), found)
+
+
+COMPOSED = (
+    *("pp_offload+mst", "balanced_checkpointing+pp_offload+mst", "memo+mst", "mst", "memo"),
+    *("balanced_checkpointing+pp_offload", "full_recompute+pp_offload"),
+    *("balanced_checkpointing:point=all+memo+mst", "pp_offload"),
+)
+NAMED = [(18, "balanced_checkpointing+pp_offload+mst"), (0, "memo")]
+DRAWN = [
+    pytest.param(seed, text, marks=pytest.mark.soak)
+    for seed in range(20)
+    for text in Random(seed).sample(COMPOSED, 2)
+]
+
+
+@pytest.mark.parametrize(("seed", "text"), [*NAMED, *DRAWN])
+def test_the_best_layout_of_a_method_is_found(seed: int, text: str, short: bool) -> None:
+    """As the matrix asks; with the first two a search lost 0.3 % and found nothing that fits."""
+    one = replace(drawn(seed), only=())
+    registry = SearchJob(one).registry
+    arms = Given(arms_of(registry.resolve(text), registry)).roots
+    found = everything(one, MOST // 6, arms)
+    for share in (SHARES[0], SHARES[2]) if short else SHARES:
+        held(at_the_edge(one, found, share), found, arms_of(registry.resolve(text), registry))

@@ -245,15 +245,18 @@ class Worker:
 
     def __call__(self, task: Task) -> list[Line]:
         """The lines of the cells, in the order of the clusters."""
+        return list(self.lines(task))
+
+    def lines(self, task: Task) -> Iterator[Line]:
+        """The lines of the cells, each when it is asked for."""
         shared = Shared({}, Programs())
-        found: list[Line] = []
         for name in self.spec.clusters:
             cell = CellJob(self.spec, task[0], name, task[1], shared, self.within)
             answers = Answers(cell, self.spec, self.registry, {})
-            found += [line_of(answers, BEST, arm, answers.best(arm)) for arm in answers.searched]
-            found.append(line_of(answers, SAME, self.spec.baseline, answers.one_layout()))
-            found.append(line_of(answers, ANY, "", answers.any_plan()))
-        return found
+            for arm in answers.searched:
+                yield line_of(answers, BEST, arm, answers.best(arm))
+            yield line_of(answers, SAME, self.spec.baseline, answers.one_layout())
+            yield line_of(answers, ANY, "", answers.any_plan())
 
 
 def line_of(answers: Answers, table: str, arm: str, answer: Answer) -> Line:

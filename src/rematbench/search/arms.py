@@ -37,12 +37,14 @@ class Scalar(Struct, frozen=True):
 
 class Single(Struct, frozen=True):
     """One method of an arm.  `text` is the method with its settings; with a scalar, `text.format`
-    fills in the scalar's value.  `composes` is false for policies (as in `compare`)."""
+    fills in the scalar's value.  `composes` is false for policies (as in `compare`).  `cuts`:
+    whether the method computes in pieces."""
 
     method: str
     text: str
     scalar: Scalar | None = None
     composes: bool = True
+    cuts: bool = False
 
     def at(self, step: int) -> str:
         """The method's text at a step of its scalar (from 1 on)."""
@@ -78,6 +80,11 @@ class Arm(Struct, frozen=True):
         """The arm without `part`."""
         return Arm(tuple(one for one in self.parts if one != part))
 
+    @property
+    def whole(self) -> "Arm":
+        """The arm without methods that compute in pieces."""
+        return Arm(tuple(part for part in self.parts if not part.cuts))
+
     def text(self, step: int = 0, pieces: int = 1) -> str:
         """The arm's text for `Registry.resolve`, at a step of its line and of its pieces."""
         words = (part.at(pieces if part is self.pieces else step) for part in self.parts)
@@ -107,14 +114,14 @@ def _settings(method: Method, registry: Registry) -> list[Single]:
         return [Single(method.name, text, Scalar("share", steps))]
     if chooses(method, registry):
         return [Single(method.name, typed(entry, {**settings, **each})) for each in entry.grid]
-    return [Single(method.name, typed(entry, settings))]
+    return [Single(method.name, typed(entry, settings), cuts=_cuts(entry))]
 
 
 def chooses(method: Method, registry: Registry) -> bool:
     """Whether a method, as it is set, chooses parameters of its grid by itself, from more than what
     the layouts of a shard share (pieces follow from the shapes of tensors)."""
     entry = registry.methods[method.name]
-    if getattr(entry.cls, "pieces", False):
+    if _cuts(entry):
         return False
     return any(getattr(method, key) is None for each in entry.grid for key in each)
 
@@ -144,7 +151,8 @@ def _tuned(registry: Registry, text: str) -> Single:
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: one method at a time; search composes them itself")
-    return Single(methods[0].name, text, composes="=" in text)
+    cuts = _cuts(registry.methods[methods[0].name])
+    return Single(methods[0].name, text, composes="=" in text, cuts=cuts)
 
 
 def _of_method(entry: MethodEntry) -> Iterable[Single]:
@@ -153,7 +161,11 @@ def _of_method(entry: MethodEntry) -> Iterable[Single]:
         parameter, steps = share
         return [Single(entry.name, f"{entry.name}:{parameter}={{}}", Scalar("share", steps))]
     settings = entry.grid or ({},)
-    if len(settings) > 1 and getattr(entry.cls, "pieces", False):
+    if len(settings) > 1 and _cuts(entry):
         values = tuple(typed(entry, each) for each in settings)
-        return [Single(entry.name, entry.name, Scalar("pieces", values=values))]
-    return [Single(entry.name, typed(entry, each)) for each in settings]
+        return [Single(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)]
+    return [Single(entry.name, typed(entry, each), cuts=_cuts(entry)) for each in settings]
+
+
+def _cuts(entry: MethodEntry) -> bool:
+    return bool(getattr(entry.cls, "pieces", False))

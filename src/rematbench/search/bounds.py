@@ -21,6 +21,10 @@ from rematbench.search.probe import Facts, Line
 ROUNDING_BYTES = 1 << 20
 """A chunk's share of bytes is rounded up to a multiple of this."""
 
+ROUNDED_BYTES = 64
+"""Shards of layers' states are whole numbers: what a further layer adds is one of two, which differ
+by a few bytes a layer at most."""
+
 
 class Bounds:
     """Lower bounds for each layout, [steps of the arm's line, layouts]: bytes of the fullest
@@ -207,9 +211,8 @@ def peak_bound(
         return np.asarray(inside + pools + passing)
 
     ends = np.maximum(peak(0, opening, lower, lower), peak(2, ending, others, final) + more_bytes)
-    return np.where(
-        c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends
-    )
+    most = np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes))
+    return np.where(c.pp > 2, most, ends) - ROUNDED_BYTES
 
 
 def _of_last(columns: Columns, kept: Any, waiting: Any, least: Array) -> tuple[Array, Array]:

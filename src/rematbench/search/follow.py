@@ -69,13 +69,21 @@ class Follow(Judge):
     def _next(self, bound_s: float, place: Place, item: Item) -> None:
         """Queue the next step of an arm's line, the arm in more pieces, or its expansion."""
         arm = item.arm
-        found = self._least(place, arm, item.pieces, bound_s, item.step)
-        if found:
-            self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
+        found = self._go_along(bound_s, place, item)
         if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         elif not found:
             self._expand_later(bound_s, place, arm)
+
+    def _go_along(self, bound_s: float, place: Place, item: Item) -> bool:
+        """Queue the next step of an arm's line, where there is any.  It waits with its own bound
+        also where the step before fits: a larger share may be faster, beside other traffic of the
+        host link or with other operators in pieces."""
+        arm = item.arm
+        found = self._least(place, arm, item.pieces, bound_s, item.step)
+        if found:
+            self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
+        return found is not None
 
     def _expand_later(self, bound_s: float, place: Place, arm: Arm) -> None:
         """Queue the expansion of an arm that does not fit; that of an arm with a line was queued

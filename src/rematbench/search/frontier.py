@@ -220,7 +220,9 @@ class Search(Follow):
         as what one rebuilds the next need not copy; and with one more method a smaller share may
         do."""
         return not self.listing and any(
-            known.parts == arm.parts[: len(known.parts)] and step >= least
+            known.parts == arm.parts[: len(known.parts)]
+            and step >= least
+            and not (known == arm and arm.line)
             for known, least in place.fits.items()
         )
 
@@ -280,7 +282,9 @@ class Search(Follow):
         else:
             if item.pieces == 1:
                 place.fits[arm] = min(item.step, place.fits.get(arm, item.step))
-            if arm.line is None and not self.tree.ends(arm):  # else it grows when it is judged
+            if arm.line:
+                self._go_along(bound_s, place, item)
+            elif not self.tree.ends(arm):  # an arm with a line grows when it is judged
                 self._put_aside(tried.step_s, Item("expand", place, None, arm))
             self.beat(tried.step_s)
             place.counted = tried.step_s < self.faster_than_s < inf

@@ -130,14 +130,15 @@ class LeastBytes:
 
     def _highs(self, pieces: Arm | None) -> list[float]:
         """Bytes that passes of the arm that keeps everything need above the kept bytes, on the
-        first, a middle and the last rank; with `pieces`: extrapolated to endlessly many pieces."""
+        first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
+        many where their number is open."""
         if pieces not in self._known_highs:
             self._known_highs[pieces] = self._made_highs(pieces)
         return self._known_highs[pieces]
 
     def _made_highs(self, pieces: Arm | None) -> list[float]:
-        probe = self.shard.probe
-        probes = [probe(pieces, at) for at in (1, 2)] if pieces else [probe(KEEP)]
+        probe, arm = self.shard.probe, pieces or KEEP
+        probes = [probe(arm, at) for at in ((1, 2) if arm.pieces else (1,))]
         facts = [one.nbytes for one in probes if isinstance(one, Probe)]
         if len(facts) < len(probes):
             return [0.0] * 3

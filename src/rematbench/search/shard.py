@@ -192,8 +192,8 @@ class Shard(Cut):
         """The facts for seconds at both ends of an arm's line.  Which operators are cut in pieces
         may depend on the share, so an arm with a line counts no seconds for pieces."""
         ends = self._ends(arm, pieces)
-        if arm.line is not None and arm.pieces is not None:
-            whole = self._ends(arm.without(arm.pieces), 1)
+        if arm.line is not None and arm.whole != arm:
+            whole = self._ends(arm.whole, 1)
             ends = ends if isinstance(whole, Refused) else whole
         assert not isinstance(ends, Refused)
         return ends[0].facts, ends[1].facts

@@ -93,7 +93,7 @@ class Tree:
 
     def lean(self, arm: Arm) -> Arm:
         """The lean arm of an arm's family, without the method that computes in pieces."""
-        parts = (self.stands_for[part] or part for part in arm.parts if part is not arm.pieces)
+        parts = (self.stands_for[part] or part for part in arm.parts if not part.cuts)
         return Arm(tuple(parts))
 
     def plans(self, layers: int) -> int:
@@ -121,7 +121,8 @@ class Tree:
 
     def family(self, arm: Arm) -> tuple[Arm, Arm | None]:
         """The family of an arm: its lean arm, and the arm of its pieces alone or None."""
-        return self.lean(arm), Arm((arm.pieces,)) if arm.pieces else None
+        cuts = tuple(part for part in arm.parts if part.cuts)
+        return self.lean(arm), Arm(cuts) if cuts else None
 
 
 class Given(Tree):
