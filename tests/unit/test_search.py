@@ -259,6 +259,18 @@ def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
     assert "full_recompute+mst" in found[0].method
 
 
+def test_pieces_whose_number_is_typed_make_room_too() -> None:
+    """NOTHING FITS was said: bytes of a family with such a method were those of no pieces."""
+    spec = ProblemSpec(
+        model="llama-3.1-8b", cluster="a800-80gb", system="megatron-core", gpus=8,
+        seq_len=131072, global_batch=8, hbm_bytes=32 * GIB,
+    )  # fmt: skip
+    typed = ("full_recompute", "mst:mlp_chunks=16,head_chunks=16")
+    fixed = Fixed(tp=8, pp=1, micro_batch=1, zero_stage=1)
+    found = last(Asked(spec=spec, only=typed, fixed=fixed)).found
+    assert [tried.method for tried in found] == ["+".join(typed)]
+
+
 def test_a_method_with_settings_is_searched_as_it_is_typed() -> None:
     """So is a policy by its name; what is a composition already is refused."""
     made = SearchJob(replace(asked(), only=("memo:alpha=0.3", "full_recompute:block 1")))
