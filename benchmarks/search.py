@@ -1,6 +1,7 @@
 """Seconds of `search`, proved gaps on the way, and how near its bounds are: `./bench run python
 benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to see that it runs;
-`--matrix` searches all cells of the matrix anew (six minutes) and nothing else.  `--times N`
+`--matrix` searches all cells of the matrix anew (six minutes), or those of the given models and
+lengths (`llama-65b:262144`), and nothing else.  `--times N`
 searches each cell N times and takes the least CPU seconds of each of its questions: the work is the
 same every time, and what others on the machine's cores add to it is not.
 
@@ -171,12 +172,13 @@ def main(arguments: list[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--matrix", action="store_true")
+    parser.add_argument("--matrix", nargs="*", metavar="MODEL:TOKENS")
     parser.add_argument("--times", type=int, default=1, metavar="N")
     chosen = parser.parse_args(arguments)
     quiet()
-    if chosen.matrix:
-        cells((), times=chosen.times)
+    if chosen.matrix is not None:
+        named = (text.split(":") for text in chosen.matrix)
+        cells([(model, int(tokens)) for model, tokens in named], times=chosen.times)
         return
     small = chosen.small
     asked = job(small)

@@ -25,6 +25,7 @@ from rematbench.search.bounds import (
 from rematbench.search.columns import Array
 from rematbench.search.contention import CopyBound, hidden, least_crowd, stages
 from rematbench.search.cut import Cut
+from rematbench.search.head import More, in_pieces, with_head
 from rematbench.search.highs import chord
 from rematbench.search.least import LeastBytes
 from rematbench.search.probe import Facts, Floor, Found, Probe, Prober, Refused
@@ -189,14 +190,21 @@ class Shard(Cut):
         return mixed(*ends, share)
 
     def _timed(self, arm: Arm, pieces: int) -> tuple[Facts, Facts]:
-        """The facts for seconds at both ends of an arm's line.  Which operators are cut in pieces
-        may depend on the share, so an arm with a line counts no seconds for pieces."""
+        """The facts for seconds at both ends of an arm's line.  Which operators of layers are cut
+        in pieces may depend on the share, so an arm with a line counts no seconds for these; the
+        pieces of the head do not."""
         ends = self._ends(arm, pieces)
-        if arm.line is not None and arm.whole != arm:
-            whole = self._ends(arm.whole, 1)
-            ends = ends if isinstance(whole, Refused) else whole
         assert not isinstance(ends, Refused)
-        return ends[0].facts, ends[1].facts
+        facts = ends[0].facts, ends[1].facts
+        if arm.line is None or arm.whole == arm:
+            return facts
+        whole = self._ends(arm.whole, 1)
+        if isinstance(whole, Refused):
+            return facts
+        zero, one = (probe.facts for probe in whole)
+        both = in_pieces(facts[0].last, zero.last), in_pieces(facts[1].last, one.last)
+        least, single = More._make(map(min, *both)), self._prober.single
+        return with_head(zero, least, single=single), with_head(one, least, single=single)
 
     def _ends(self, arm: Arm, pieces: int) -> tuple[Probe, Probe] | Refused:
         """The probes at both ends of an arm's line; two equal ones for an arm without a line."""
