@@ -26,11 +26,7 @@ def every_arm(made: SearchJob) -> list[Arm]:
     shard = Shard([deepest], made.problem(deepest), made.registry)
     probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
     keeping = not made.asked.only or "keep_all" in made.asked.only
-    tree = Tree([probes], load_compare().most_methods, keeping=keeping, exact=True)
-    arms = list(tree.roots)
-    for arm in arms:
-        arms += tree.more(arm)
-    return arms
+    return Tree([probes], load_compare().most_methods, keeping=keeping, exact=True).arms
 
 
 def every_plan(made: SearchJob, arms: Sequence[Arm] = ()) -> Iterator[Named]:

@@ -96,10 +96,8 @@ def _arms(made: SearchJob) -> tuple[Tree, list[Arm]]:
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
     shard = Shard([layout], made.problem(layout), made.registry)
     probes = {s: p for s in known if isinstance(p := shard.probe(Arm((s,))), Probe)}
-    tree, arms = Tree([probes], 3), [KEEP]
-    for arm in arms:
-        arms += tree.more(arm)
-    return tree, arms
+    tree = Tree([probes], 3)
+    return tree, tree.arms
 
 
 def _checked(

@@ -215,10 +215,10 @@ class Search(Follow):
         self._push(bound_s, Item("root", place, None, arm, known + 1))
 
     def _dominated(self, place: Place, arm: Arm, step: int = 1) -> bool:
-        """Whether an arm at a step of its line is made of a plan that fits by further methods, or
-        by a larger share, so that it is not faster.  It may be faster than its other methods alone,
-        as what one rebuilds the next need not copy; and with one more method a smaller share may
-        do."""
+        """Whether an arm at a step of its line is made of a plan that fits by further methods, at
+        no smaller a share, so that it is not faster.  It may be faster than its other methods
+        alone, as what one rebuilds the next need not copy; and with one more method a smaller share
+        may do."""
         return not self.listing and any(
             known.parts == arm.parts[: len(known.parts)]
             and step >= least

@@ -1,6 +1,5 @@
 """Seconds that the pieces of a head add, beside layers that may be in pieces or not."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from rematbench.search.passes import ChunkCost, PassCost
@@ -22,12 +21,12 @@ def in_pieces(cut: Line, whole: Line) -> More:
     """What pieces of the head add, from the last chunk with a head in pieces (`cut`) and without.
     Layers are in pieces in `cut` or not: what they take is left out of both."""
 
-    def head_s(line: Line, of: Callable[[ChunkCost], PassCost]) -> float:
-        return of(line.base).compute_s - line.layers * of(line.slope).compute_s
+    def head_s(line: Line) -> list[float]:
+        passes = zip(line.base[:2], line.slope[:2], strict=True)
+        return [base.compute_s - line.layers * slope.compute_s for base, slope in passes]
 
-    passes: list[Callable[[ChunkCost], PassCost]] = [lambda c: c.forward, lambda c: c.backward]
-    forward_s, backward_s = (NEAR * max(0.0, head_s(cut, of) - head_s(whole, of)) for of in passes)
-    return More(forward_s, backward_s)
+    both = zip(head_s(cut), head_s(whole), strict=True)
+    return More._make(NEAR * max(0.0, one - other) for one, other in both)
 
 
 def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
@@ -39,8 +38,7 @@ def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
 
 def _longer(chunk: ChunkCost, more: More) -> ChunkCost:
     def longer(cost: PassCost, seconds: float) -> PassCost:
-        names = ("compute_s", "kernel_s")
-        return cost._replace(**{name: getattr(cost, name) + seconds for name in names})
+        return cost._replace(compute_s=cost.compute_s + seconds, kernel_s=cost.kernel_s + seconds)
 
     return chunk._replace(
         forward=longer(chunk.forward, more.forward_s),

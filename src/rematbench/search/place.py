@@ -31,9 +31,9 @@ class Place(Struct):
     at which an arm fits, in as few pieces as it has; `families`:
     whether a family may fit; `tightened`: whether any of its arms has a bound by the schedule;
     `judged`: arms and pieces that have bounds; `known`: simulated plans, by content;
-    `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
-    a line's least step that host memory cannot hold; `refused`: arms without a plan at any step and
-    in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
+    `short`: live bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces;
+    `ends`: a line's least step that host memory cannot hold; `refused`: arms without a plan at any
+    step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
 
     shard: Shard
     index: int

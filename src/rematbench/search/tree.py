@@ -67,9 +67,8 @@ class Tree:
         """The arms with one more method, whose place is after the places of `arm`'s methods; none
         for an arm with a spare."""
         last = max((self.places[part] for part in arm.parts), default=-1)
-        if len(arm.parts) == self.most or not all(part.composes for part in arm.parts):
-            return []
-        if any(part not in self.added for part in arm.parts):
+        composes = all(part.composes and part in self.added for part in arm.parts)
+        if len(arm.parts) == self.most or not composes:
             return []
         return [
             Arm((*arm.parts, single))
@@ -99,12 +98,18 @@ class Tree:
     def plans(self, layers: int) -> int:
         """The number of plans at a layout whose longest chunk has `layers` layers: every step of
         the scalars of every arm."""
-        count, waiting = 0, list(self.roots)
-        while waiting:
-            arm = waiting.pop()
-            waiting += self.more(arm)
-            count += prod(part.scalar.count(layers) for part in arm.parts if part.scalar)
-        return count
+        return sum(
+            prod(part.scalar.count(layers) for part in arm.parts if part.scalar)
+            for arm in self.arms
+        )
+
+    @property
+    def arms(self) -> list[Arm]:
+        """The roots, and every arm that is made of these by adding methods."""
+        found = list(self.roots)
+        for arm in found:
+            found += self.more(arm)
+        return found
 
     @cached_property
     def families(self) -> list[tuple[Arm, Arm | None]]:
