@@ -12,14 +12,15 @@ from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console
 from rematbench.runs.cell import problem_of
-from rematbench.runs.gpu_lines import Rate, Spent, Turn, read_lines
+from rematbench.runs.gpu_lines import Prediction, Rate, Spent, Turn, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
 from rematbench.tables.gpu_runtime import actions_table, checks_table
 from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
 from rematbench.worlds.layer_suite import HandCell, layer_cells, layer_names, load_layers
-from rematbench.worlds.predicted import PREDICTED, predict, write_predictions
+from rematbench.worlds.predicted import PREDICTIONS, predict, write_predictions
+from rematbench.worlds.searched import load_searched, search_all
 
 SuiteFile = Annotated[
     Path | None, Option(metavar="SUITE.yaml", help="Problems (default: of each part in config/).")
@@ -54,12 +55,12 @@ def measure_gpu(
     Each part is a process with a time limit of its own, and writes what it has at once: a crash
     of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
     writes them), `steps.json`, `copies.json`, on demand `repetitions.jsonl`, `agreement/`,
-    `baselines/`, `rates.jsonl`, `actions.jsonl` and `layers/`, a log of each part and
+    `baselines/`, `rates.jsonl`, `actions.jsonl`, `layers/` and `searched/`, a log of each part and
     `summary.json`, written again after each part.  What these parts left there before goes
-    first (but `layers` goes on where it ended); what other parts left stays and counts, and
-    `summary.json` keeps how they ended.  Exit
-    code 1 unless every part ended well, every cell asked for has a record, and every claim
-    holds (`rates`, `actions` and `layers` make none).
+    first (but `layers` and `searched` go on where they ended); what other parts left stays and
+    counts, and `summary.json` keeps how they ended.  Exit code 1 unless every part ended well,
+    every cell asked for has a record, and every claim holds (`rates`, `actions`, `layers` and
+    `searched` make none).
 
     \b
     Example:
@@ -94,20 +95,29 @@ def measure_gpu(
 def predict_gpu(
     output: Output,
     suite: SuiteFile = None,
+    part: Annotated[
+        Literal["layers", "searched"], Option(help="The part of `measure-gpu` to predict.")
+    ] = "layers",
     anew: Annotated[bool, Option("--anew", help="Replace predictions that say otherwise.")] = False,
+    processes: Annotated[int, Option(min=1, max=64, help="Worker processes of a search.")] = 2,
 ) -> None:
     """Predict the steps that `measure-gpu --part layers` measures: seconds, and bytes allocated,
-    reserved and pinned, into DIR/predictions.jsonl.  Commit that file before the measurement, which
-    takes no predictions of other constants or plans.
+    reserved and pinned, into DIR/predictions.jsonl.  With --part searched search the suite's jobs
+    first, each for devices of several sizes, and predict the best plans into DIR/searched.jsonl.
+    Commit the file before the measurement, which takes no predictions of other constants or plans.
 
     \b
     Example:
       rematbench predict-gpu -o results/measured/gpu
     """
-    every = layer_cells(load_layers(suite or _own("layers")))
-    found = [predict(cell) for cell in every if not isinstance(cell, HandCell)]
     need_folder("-o", output)
-    typer.echo(write_predictions(found, output / PREDICTED, anew=anew))
+    found: list[Prediction] = []
+    if part == "searched":
+        found += search_all(load_searched(suite or _own(part)), processes)
+    else:
+        every = layer_cells(load_layers(suite or _own(part)))
+        found += [predict(cell) for cell in every if not isinstance(cell, HandCell)]
+    typer.echo(write_predictions(found, output / PREDICTIONS[part], anew=anew))
 
 
 def gpu_tables(

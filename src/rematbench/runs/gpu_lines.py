@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from rematbench.host.gpu_state import GpuState
 from rematbench.runs.record import Provenance, RecordError
+from rematbench.spec.problemspec import ProblemSpec
 
 T = TypeVar("T", bound=Struct)
 
@@ -65,6 +66,20 @@ class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pinned_bytes: int = 0
     host_bytes: int = 0
     provenance: Provenance
+
+
+class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prediction of a plan that a search of `job` found for a device of `memory_gib`: row
+    `place` of the answer, where rows that differ in settings alone count as one (0: no such row).
+    `beside`: the best plan of the methods that the suite sets beside the answer.  `spec` and
+    `method` (the text of the composition) make the cell again, whatever a later search finds."""
+
+    job: str
+    memory_gib: float
+    place: int
+    beside: bool
+    spec: ProblemSpec
+    method: str
 
 
 class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

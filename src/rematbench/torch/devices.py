@@ -69,6 +69,14 @@ def pinned_peak() -> int:
     return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
 
 
+def hold_to(device: torch.device, nbytes: int) -> None:
+    """Let torch's allocator reserve at most `nbytes` on a GPU, so that a job for a smaller device
+    runs out of memory here where it does there."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+
+
 def forget_peaks(device: torch.device | None = None) -> None:
     """Reset the peaks of the allocators."""
     torch.cuda.reset_peak_memory_stats(device)

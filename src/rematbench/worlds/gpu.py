@@ -25,8 +25,10 @@ from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings, read_summary
 from rematbench.worlds.layer_suite import load_layers
 from rematbench.worlds.layers import measure_layers
+from rematbench.worlds.predicted import PREDICTIONS
 from rematbench.worlds.rates import load_rates, measure_rates
 from rematbench.worlds.repetitions import measure_repetitions
+from rematbench.worlds.searched import load_searched, measure_searched
 from rematbench.worlds.spent import measure_actions
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
@@ -41,15 +43,18 @@ ON_DEMAND = {
     "rates": 470.0,
     "actions": 200.0,
     "layers": 560.0,
+    "searched": 560.0,
 }
 """Seconds that each part may take that runs only on request: repeated steps, steps of real
-packages, the rates of kernels and copies, the actions of a step, and predicted steps by turns."""
+packages, the rates of kernels and copies, the actions of a step, predicted steps by turns, and by
+turns the plans that a search found."""
 ENDS_S = 25.0
 """Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "rates": ("rates.yaml", load_rates),
     "actions": ("gpu_layers.yaml", load_layers),
     "layers": ("gpu_layers.yaml", load_layers),
+    "searched": ("gpu_searched.yaml", load_searched),
 }
 """Parts with a suite of their own: its file in config/, and its reader.  Others have gpu.yaml."""
 BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
@@ -121,7 +126,7 @@ def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -
     device = versions(asked.device)["device"]
     ended = _before(asked.output / SUMMARY, device, parts)
     for part in parts:
-        if part != "layers":  # its turns stay, and those of its problems go one by one
+        if part not in PREDICTIONS:  # turns stay beside their predictions
             forget(part, asked.output)
     for part in parts:
         ended.append(_run(part, asked, say))
@@ -268,11 +273,13 @@ def _agreement(asked: GpuAsked) -> None:
 def _baselines(asked: GpuAsked) -> None:
     """Run the packages on the large problem, each policy in its own process."""
     problem = asked.cells("large")[0].problem
-    for name, settings in BASELINES:
-        method, limits = policy(name, settings), {"steps": 2, "timeout_s": 60.0}
+    for package_name, settings in BASELINES:
+        name = "-".join((package_name, *(settings.values() or ("none",))))
+        if asked.only and not name.startswith(asked.only):
+            continue
+        method, limits = policy(package_name, settings), {"steps": 2, "timeout_s": 60.0}
         record = package.run(problem, method, "executed", device=asked.device, **limits)
-        word = "-".join(settings.values()) or "none"
-        keep_record(record, asked.output / "baselines", f"{name}-{word}")
+        keep_record(record, asked.output / "baselines", name)
 
 
 def _rates(asked: GpuAsked) -> None:
@@ -291,6 +298,11 @@ def _layers(asked: GpuAsked) -> None:
     measure_layers(suite, asked.only, asked.output, asked.device, limit_s)
 
 
+def _searched(asked: GpuAsked) -> None:
+    limit_s = asked.limit_s("searched") - ENDS_S
+    measure_searched(asked.only, asked.output, asked.device, limit_s)
+
+
 PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "steps": _steps,
     "copies": _copies,
@@ -302,4 +314,5 @@ PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "rates": _rates,
     "actions": _actions,
     "layers": _layers,
+    "searched": _searched,
 }

@@ -19,7 +19,13 @@ from rematbench.runs.cell import Cell, problem_of
 from rematbench.runs.gpu_lines import Turn, append_line, by_cell, one_line, read_lines
 from rematbench.worlds.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.worlds.machine import Machine
-from rematbench.worlds.predicted import identity, read_predictions, refusal, stands_for
+from rematbench.worlds.predicted import (
+    PREDICTIONS,
+    identity,
+    read_predictions,
+    refusal,
+    stands_for,
+)
 from rematbench.worlds.speed import has_peak_of
 
 FEWEST = 3
@@ -68,17 +74,36 @@ def measure_layers(
 ) -> None:
     """Run the cells of this device by turns within `limit_s` seconds; a line of the file of the
     cell's problem for each turn."""
+
+    def unsettled(live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
+        return _unsettled(live, suite, turns)
+
+    found = layer_cells(suite, only)
+    run_by_turns(found, unsettled, output, "layers", device, limit_s)
+
+
+def run_by_turns(
+    found: Sequence[Cell],
+    unsettled: Callable[[list[Cell], Sequence[Turn]], list[Cell]],
+    output: Path,
+    part: str,
+    device: Device,
+    limit_s: float,
+) -> None:
+    """Run those of the cells that are of this device by turns within `limit_s` seconds, each that
+    its prediction in `output` does not refuse; lines in the folder of the `part`.  `unsettled`: the
+    cells that need another turn."""
     from rematbench.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
     from rematbench.torch.turns import Turns  # noqa: PLC0415
 
     until = time.monotonic() + limit_s
     place = prepared_device(device, 0)
     machine = Machine(device)
-    found = [cell for cell in layer_cells(suite, only) if device == "cpu" or is_here(cell, machine)]
+    found = [cell for cell in found if device == "cpu" or is_here(cell, machine)]
     if not found:
         raise CommandError(f"no problem of the suite is of {machine.name}")
-    known = read_predictions(output, found)
-    taken = Taken(output / "layers", machine, found)
+    known = read_predictions(output / PREDICTIONS[part], found)
+    taken = Taken(output / part, machine, found)
     live, least = [], {}
     for cell in found:
         line = known.get(stands_for(cell))
@@ -95,7 +120,7 @@ def measure_layers(
         means = cell.means if isinstance(cell, HandCell) else None
         return turns.turn(cell.problem, cell.plan, means)
 
-    _rounds(live, suite, taken, turn, until, least)
+    _rounds(live, unsettled, taken, turn, until, least)
 
 
 def is_here(cell: Cell, machine: Machine) -> bool:
@@ -143,20 +168,23 @@ class Taken:
 
 def _rounds(
     live: list[Cell],
-    suite: LayerSuite,
+    unsettled: Callable[[list[Cell], Sequence[Turn]], list[Cell]],
     taken: Taken,
     turn: Callable[[Cell], tuple[str, str, dict[str, Any]]],
     until: float,
     least: Mapping[str, float],
 ) -> None:
-    """Rounds in random order until every problem is settled, or the next turn would take too long.
-    A cell that fails has no further turn.  `least`: predicted seconds of a cell's first turn."""
+    """Rounds in random order until every cell is settled, or the next turn would take too long.
+    Cells of one model follow each other, because each change draws other weights.  A cell that
+    fails has no further turn.  `least`: predicted seconds of a cell's first turn."""
+    models = list(dict.fromkeys(cell.problem.workload.model.name for cell in live))
     took = {cell.name: least.get(cell.name, 0.0) for cell in live}
     number = taken.rounds
     draw = random.Random(SEED + number)
     while live:
         number += 1
         draw.shuffle(live)
+        live.sort(key=lambda cell: models.index(cell.problem.workload.model.name))
         for place, cell in enumerate(tuple(live)):
             begun = time.monotonic()
             if begun + took[cell.name] > until:
@@ -166,12 +194,12 @@ def _rounds(
             taken.note(cell, number, place, status, reason, **seen)
             if status != "ok":
                 live.remove(cell)
-        live = _unsettled(live, suite, taken)
+        live = unsettled(live, taken.turns)
 
 
-def _unsettled(live: list[Cell], suite: LayerSuite, taken: Taken) -> list[Cell]:
+def _unsettled(live: list[Cell], suite: LayerSuite, turns: Sequence[Turn]) -> list[Cell]:
     """The cells of the problems in which some ratio is not known well enough."""
-    found, waiting = by_cell(taken.turns), set()
+    found, waiting = by_cell(turns), set()
     for cell in live:
         problem = problem_of(cell.name)
         reference = found.get(f"{problem}.{suite.references[problem]}", [])

@@ -18,7 +18,7 @@ from rematbench.plugins.registry import IDENTITY
 from rematbench.program.alone import without_neighbours
 from rematbench.runs.cell import Cell, problem_of
 from rematbench.runs.digests import code_digest
-from rematbench.runs.gpu_lines import Prediction, append_line, read_lines
+from rematbench.runs.gpu_lines import Prediction, Searched, append_line, read_lines
 from rematbench.runs.record import plan_hash, provenance, run_spec
 from rematbench.simulate.evaluate import fullest_rank
 from rematbench.simulate.max_plus import simulate_chunks
@@ -26,6 +26,8 @@ from rematbench.simulate.seconds import action_seconds
 from rematbench.worlds.layer_suite import HandCell
 
 PREDICTED = "predictions.jsonl"
+PREDICTIONS = {"layers": PREDICTED, "searched": "searched.jsonl"}
+"""The file of predictions of each part that takes turns."""
 
 
 def predict(cell: Cell) -> Prediction:
@@ -71,7 +73,7 @@ def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) ->
     """Write predictions; the words that say what was done.  Predictions that say the same as the
     file's leave it as it is; CommandError where they say something else, unless `anew`."""
     if path.exists() and not anew:
-        old = {line.cell: line for line in read_lines(path, Prediction)}
+        old = {line.cell: line for line in lines_of(path)}
         same = {line.cell: _told(line, old[line.cell]) for line in found if line.cell in old}
         changed = [line.cell for line in found if same.get(line.cell) != old.get(line.cell)]
         if changed or old.keys() - same.keys():
@@ -84,6 +86,12 @@ def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) ->
     return f"{path}: {len(found)} predictions"
 
 
+def lines_of(path: Path) -> Sequence[Prediction]:
+    """The predictions of a file, of the kind that its part has."""
+    kind = Searched if path.name == PREDICTIONS["searched"] else Prediction
+    return read_lines(path, kind)
+
+
 def _told(line: Prediction, old: Prediction) -> Prediction:
     """The prediction with the older one's provenance, and its seconds where only rounding differs:
     sums in another order are no other prediction."""
@@ -93,13 +101,12 @@ def _told(line: Prediction, old: Prediction) -> Prediction:
     return replace(line, provenance=old.provenance, code=old.code, step_s=step_s)
 
 
-def read_predictions(folder: Path, found: Iterable[Cell]) -> dict[str, Prediction]:
-    """The predictions of a folder by cell; CommandError where a cell has none by the present
+def read_predictions(path: Path, found: Iterable[Cell]) -> dict[str, Prediction]:
+    """The predictions of a file by cell; CommandError where a cell has none by the present
     constants and plans."""
-    path = folder / PREDICTED
     if not path.exists():
         raise CommandError(f"{path}: no predictions; `rematbench predict-gpu` makes them, first")
-    known = {line.cell: line for line in read_lines(path, Prediction)}
+    known: dict[str, Prediction] = {line.cell: line for line in lines_of(path)}
     for cell in found:
         if isinstance(cell, HandCell):
             continue

@@ -1,0 +1,173 @@
+"""The part `searched` of `measure-gpu`: the plans that a search finds, measured by turns.
+
+`predict-gpu --part searched` searches each job of the suite at each device memory and writes the
+plans with their predictions.  The measurement makes its cells from these lines, and holds torch to
+the memory that was searched for.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.choose.outcome import make_problem
+from rematbench.host.console import CommandError
+from rematbench.packages.process import Device
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError
+from rematbench.runs.cell import Cell
+from rematbench.runs.gpu_lines import Searched, Turn, by_cell, read_lines
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked
+from rematbench.search.space import Choice
+from rematbench.search.trial import Tried
+from rematbench.spec.configfile import (
+    ConfigError,
+    convert,
+    read_mapping,
+    require_known,
+    require_unique,
+)
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.tables.table import GIB
+from rematbench.workload import PositiveInt
+from rematbench.worlds.layers import FEWEST, run_by_turns
+from rematbench.worlds.predicted import PREDICTIONS, predict
+
+SHOWN = 200
+"""Rows of an answer among which those of different compositions are looked for."""
+WITHIN = 1e-3
+"""The gap that a search proves, a share of the step: less than a measurement can tell."""
+
+
+class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Jobs of one GPU, and the methods whose best plan is measured `beside` each answer: what a
+    person would run who does not search."""
+
+    jobs: "tuple[OneGpuJob, ...]"
+    beside: tuple[str, ...]
+
+
+class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job that is searched at each device memory; of each answer the first `rows` are measured,
+    of rows that differ in settings alone the first."""
+
+    name: str
+    why: str
+    model: str
+    cluster: str
+    system: str
+    seq_len: PositiveInt
+    global_batch: PositiveInt
+    memory_gib: tuple[float, ...]
+    rows: PositiveInt = 4
+
+    def spec(self, memory_gib: float) -> ProblemSpec:
+        """The problem at a device memory.  States stay on the device: turns share them."""
+        return ProblemSpec(
+            model=self.model,
+            cluster=self.cluster,
+            system=self.system,
+            gpus=1,
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            hbm_bytes=round(memory_gib * GIB),
+            optimizer="device",
+        )
+
+    def at(self, memory_gib: float) -> str:
+        """The name of the problem at a device memory."""
+        return f"{self.name}-{memory_gib:g}gib".replace(".", "_")
+
+
+def load_searched(path: Path) -> SearchedSuite:
+    """The suite of a file; ConfigError or RateError in one line for what it does not allow."""
+    label = str(path)
+    suite = convert(read_mapping(path, label), SearchedSuite, label)
+    require_unique([job.name for job in suite.jobs], label, "jobs")
+    require_known(suite.beside, list(discover().methods), (label, "beside", "method"))
+    for job in suite.jobs:
+        for memory in job.memory_gib:
+            make_problem(job.spec(memory))
+    return suite
+
+
+def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
+    """Search every job at every memory; yield the plans to measure with their predictions."""
+    for job in suite.jobs:
+        for memory in job.memory_gib:
+            asked = Asked(spec=job.spec(memory), within=WITHIN)
+            *_, end = rounds(asked, shown=SHOWN, processes=processes)
+            if not end.found:
+                raise CommandError(f"{job.at(memory)}: no plan fits")
+            *_, other = rounds(replace(asked, only=suite.beside), shown=1, processes=processes)
+            beside = [(one.method, one.choice) for one in other.found[:1]]
+            found = [(one.method, one.choice) for one in different(end.found)[: job.rows]]
+            for place, one in enumerate(found, 1):
+                yield _line(job, memory, place, *one, beside=one in beside)
+            for one in beside:
+                if one not in found:
+                    yield _line(job, memory, 0, *one, beside=True)
+
+
+def different(found: Sequence[Tried]) -> list[Tried]:
+    """The first plan of each micro-batch and set of methods, in the order of the answer."""
+    registry, first = discover(), dict[Any, Tried]()
+    for tried in found:
+        methods = frozenset(registry.resolve(tried.method).name.split("+"))
+        first.setdefault((methods, tried.choice.layout), tried)
+    return list(first.values())
+
+
+def _line(
+    job: OneGpuJob, memory: float, place: int, method: str, choice: Choice, *, beside: bool
+) -> Searched:
+    spec = replace(job.spec(memory), micro_batch=choice.layout.micro_batch)
+    word = f"searched.{place}" if place else "beside.0"
+    cell = _cell(f"{job.at(memory)}.{word}", spec, method)
+    return Searched(
+        job=job.name,
+        memory_gib=memory,
+        place=place,
+        beside=beside,
+        spec=spec,
+        method=method,
+        **msgspec.structs.asdict(predict(cell)),
+    )
+
+
+def _cell(name: str, spec: ProblemSpec, method: str) -> Cell:
+    problem = make_problem(spec)
+    composed = discover().resolve(method, None, problem)
+    return Cell(name, problem, composed, composed.plan(problem))
+
+
+def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
+    """The cells of a file of predictions; `only`: these, or those of these problems."""
+    found = []
+    for line in read_lines(path, Searched):
+        if not only or any(f"{line.cell}.".startswith(f"{word}.") for word in only):
+            try:
+                found.append(_cell(line.cell, line.spec, line.method))
+            except (ConfigError, MethodError) as error:
+                raise CommandError(f"{path}: {line.cell}: {error}") from error
+    if not found:
+        raise CommandError(f"{path}: no cell of --only {', '.join(only)}")
+    return found
+
+
+def measure_searched(only: Sequence[str], output: Path, device: Device, limit_s: float) -> None:
+    """Run the plans of the folder's predictions by turns within `limit_s` seconds, the fewest turns
+    of each."""
+
+    def unsettled(live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
+        had = by_cell(turns)
+        return [cell for cell in live if len(had[cell.name]) < FEWEST]
+
+    path = output / PREDICTIONS["searched"]
+    if not path.exists():
+        raise CommandError(f"{path}: `rematbench predict-gpu --part searched` makes it, first")
+    run_by_turns(searched_cells(path, only), unsettled, output, "searched", device, limit_s)
