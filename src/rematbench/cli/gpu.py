@@ -12,10 +12,11 @@ from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console
 from rematbench.runs.cell import problem_of
-from rematbench.runs.gpu_lines import Prediction, Rate, Spent, Turn, read_lines
+from rematbench.runs.gpu_lines import Prediction, Rate, Searched, Spent, Turn, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
 from rematbench.tables.gpu_runtime import actions_table, checks_table
+from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_rows, searched_table
 from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
 from rematbench.worlds.layer_suite import HandCell, layer_cells, layer_names, load_layers
@@ -32,6 +33,7 @@ Parts = Annotated[
         help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}.",
     ),
 ]
+SEARCHED = PREDICTIONS["searched"]
 Where = Annotated[
     Literal["cuda", "cpu"], Option(help="cpu: to try it out; its seconds mean nothing.")
 ]
@@ -126,7 +128,8 @@ def gpu_tables(
     suite: Annotated[Path | None, Option(metavar="SUITE.yaml", help="That of the layers.")] = None,
 ) -> None:
     """Tables of `measure-gpu` folders: their claims; rates measured, predicted and published; steps
-    and bytes measured and predicted; each method's speed over full recomputation, and both MFUs.
+    and bytes measured and predicted; each method's speed over full recomputation, and both MFUs;
+    plans that a search found, and what following it loses.
     Of a claim, a cell or a file that several folders have, the last folder's counts.
 
     \b
@@ -139,12 +142,16 @@ def gpu_tables(
     if found := _those_with(folder, "rates.jsonl"):
         tables.append(rates_table(read_lines(found[-1] / "rates.jsonl", Rate)))
     if found := _those_with(folder, "actions.jsonl"):
-        tables.append(actions_table(read_lines(found[-1] / "actions.jsonl", Spent)))
+        tables.append(actions_table(_last_of_cells(found)))
     if rows := _layer_rows(folder, suite):
         tables += [layers_table(rows), ratios_table(rows)]
+    if found := _those_with(folder, SEARCHED):
+        lines = read_lines(found[-1] / SEARCHED, Searched)
+        if plans := searched_rows(lines, _turns(found[-1], "searched")):
+            tables += [advice_table(advice_rows(plans)), searched_table(plans)]
     if not tables:
         names = ", ".join(map(str, folder))
-        raise CommandError(f"{names}: no {SUMMARY}, rates.jsonl or layers/*.jsonl")
+        raise CommandError(f"{names}: no {SUMMARY}, rates.jsonl, layers/ or searched/*.jsonl")
     need_folder("-o", output)
     for table in tables:
         table.write(output)
@@ -157,15 +164,26 @@ def _those_with(folders: list[Path], name: str) -> list[Path]:
     return [path for path in folders if (path / name).exists()]
 
 
+def _turns(folder: Path, part: str) -> list[Turn]:
+    files = sorted(folder.glob(f"{part}/*.jsonl"))
+    return [turn for file in files for turn in read_lines(file, Turn)]
+
+
+def _last_of_cells(folders: list[Path]) -> list[Spent]:
+    """The lines of all cells whose actions were timed; of a cell that several folders have, those
+    of the last folder."""
+    found: dict[str, list[Spent]] = {}
+    for path in folders:
+        lines = read_lines(path / "actions.jsonl", Spent)
+        for cell in dict.fromkeys(line.cell for line in lines):
+            found[cell] = [line for line in lines if line.cell == cell]
+    return [line for lines in found.values() for line in lines]
+
+
 def _layer_rows(folders: list[Path], suite: Path | None) -> list[dict[str, Any]]:
     """The rows of all folders' turns in the suite's order; of a cell that several folders have, the
     last row that was measured, else the last."""
-    turns = {
-        path: [
-            turn for file in sorted(path.glob("layers/*.jsonl")) for turn in read_lines(file, Turn)
-        ]
-        for path in folders
-    }
+    turns = {path: _turns(path, "layers") for path in folders}
     if not any(turns.values()):
         return []
     asked = load_layers(suite or _own("layers"))

@@ -187,7 +187,7 @@ def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[d
         row["run"] = folder.name
         row |= {"status": _status(last), "reason": last.reason}
         row |= {"context": problems[problem].workload.seq_len, "device": last.provenance.device}
-        row |= _beside(line, found[name])
+        row |= beside_prediction(line, found[name])
         reference = f"{problem}.{suite.references[problem]}"
         if row["step_s"]:
             row |= _ratios(found[name], found.get(reference, ()), line, known[reference])
@@ -206,7 +206,7 @@ def _status(turn: Turn) -> str:
     return f"refused: {short}" if turn.status == "refused" else turn.status
 
 
-def _beside(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
+def beside_prediction(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
     """Measured and predicted numbers of a cell with their errors; medians of its turns' seconds,
     peaks of all its turns."""
     steps = [statistics.median(turn.step_s) for turn in turns if turn.step_s]

@@ -5,22 +5,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from rematbench.program.action import Kind
 from rematbench.runs.gpu_lines import Spent
 from rematbench.tables.gpu import CPU_NOTE
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, whole
-from rematbench.worlds.gpu_checks import Finding, Summary
+from rematbench.worlds.gpu_checks import PACKAGES_RUN, Finding, Summary
 
 
 def checks_table(summaries: Mapping[str, Summary]) -> Table:
     """Every claim of the runs, whether it holds, and its numbers.  Of a claim that several runs
-    have, the last one's counts that knows."""
+    have, the last one's counts that knows; the packages' own runs are those of all."""
     words = {True: "yes", False: "NO", None: "not known"}
     said: dict[str, tuple[str, Finding]] = {}
     for run, summary in summaries.items():
         for found in summary.findings:
-            if found.holds is not None or found.claim not in said:
+            if found.claim == PACKAGES_RUN and found.claim in said:
+                said[found.claim] = _joined(*said[found.claim], Path(run).name, found)
+            elif found.holds is not None or found.claim not in said:
                 said[found.claim] = Path(run).name, found
     rows = [
         {"claim": claim, "holds": words[found.holds], "numbers": found.text, "run": run}
@@ -41,6 +45,11 @@ def checks_table(summaries: Mapping[str, Summary]) -> Table:
         rows=tuple(rows),
         note=f"Written {', '.join(days)}. Did not end: {'; '.join(lost) or 'nothing'}.",
     )
+
+
+def _joined(run: str, one: Finding, other: str, last: Finding) -> tuple[str, Finding]:
+    holds = None if None in (one.holds, last.holds) else one.holds and last.holds
+    return f"{run}, {other}", replace(last, holds=holds, text=f"{one.text}; {last.text}")
 
 
 def actions_table(lines: Sequence[Spent]) -> Table:

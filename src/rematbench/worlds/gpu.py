@@ -272,7 +272,7 @@ def _agreement(asked: GpuAsked) -> None:
 
 def _baselines(asked: GpuAsked) -> None:
     """Run the packages on the large problem, each policy in its own process."""
-    problem = asked.cells("large")[0].problem
+    problem = replace(asked, only=()).cells("large")[0].problem
     for package_name, settings in BASELINES:
         name = "-".join((package_name, *(settings.values() or ("none",))))
         if asked.only and not name.startswith(asked.only):

@@ -30,6 +30,8 @@ WORKSPACES = 2 * (32 << 20)
 
 
 SUMMARY = "summary.json"
+PACKAGES_RUN = "the packages run"
+"""The claim of baselines' own steps."""
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -211,7 +213,7 @@ def _packages(folder: Path) -> Iterator[Finding]:
         said.append((name, ok, f"{step_s:.4g} s, allocated {peak / 2**30:.3f} GiB"))
     said += [(name, False, why) for name, why in cells.unreadable.items()]
     if said:
-        yield _finding("the packages run", said, "")
+        yield _finding(PACKAGES_RUN, said, "")
 
 
 def _lossless(cells: Cells) -> Iterator[Finding]:

@@ -1,0 +1,154 @@
+"""Tables of the plans that a search found, measured on one GPU: is its advice the fastest, and does
+it fit?
+"""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from rematbench.runs.gpu_lines import Searched, Turn, by_cell
+from rematbench.tables.gpu import CPU_NOTE, TIME_BAR, beside_prediction
+from rematbench.tables.speed import seconds
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
+
+LOSS_BAR = 0.02
+"""Expected before any measurement: how much longer than the fastest measured plan the first one of
+the search takes, on average of jobs and memories (ours)."""
+
+Row = dict[str, Any]
+
+
+def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]:
+    """A row for each predicted plan that had a turn.  `slower`: how much longer its step is than
+    the fastest measured one of the same job and memory, a share."""
+    had, rows = by_cell(turns), []
+    for line in lines:
+        if own := had.get(line.cell):
+            row: Row = {key: getattr(line, key) for key in ("cell", "job", "place", "method")}
+            row |= {"memory_gib": line.memory_gib, "beside": line.beside}
+            row |= {"micro_batch": line.spec.micro_batch, "status": own[-1].status}
+            row |= {"reason": own[-1].reason, "device": own[-1].provenance.device}
+            row |= {"predicted_first": own[0].provenance.written >= line.provenance.written}
+            rows.append(row | beside_prediction(line, own))
+    for _, same in _answers(rows):
+        fastest = min((row["step_s"] for row in same if row["step_s"]), default=None)
+        for row in same:
+            row["slower"] = row["step_s"] / fastest - 1.0 if row["step_s"] else None
+    return rows
+
+
+def advice_rows(rows: Sequence[Row]) -> list[Row]:
+    """A row for each job and memory: the search's first plan, the fastest one that was measured,
+    and the best plan beside the answer.  `lost`: 1 where the first plan ran out of memory."""
+    found = []
+    for (job, memory), same in _answers(rows):
+        pick = next((row for row in same if row["place"] == 1), None)
+        ran = [row for row in same if row["step_s"]]
+        if pick is None or not ran:
+            continue
+        fastest = min(ran, key=lambda row: float(row["step_s"]))
+        beside = next((row for row in same if row["beside"]), None)
+        row = {"job": job, "memory_gib": memory, "device": pick["device"]}
+        row |= {"pick": _named(pick), "status": pick["status"]}
+        row |= {key: pick[key] for key in ("step_s", "predicted_step_s", "step_s_error")}
+        row |= {"reserved_bytes": pick["reserved_bytes"], "fastest": _named(fastest)}
+        row |= {"measured": len(ran), "lost": pick["slower"] if pick["step_s"] else 1.0}
+        row |= {"beside": _named(beside) if beside else None}
+        row |= {"gain": _over(beside, pick, "step_s")}
+        found.append(row | {"predicted_gain": _over(beside, pick, "predicted_step_s")})
+    return found
+
+
+def searched_table(rows: Sequence[Row]) -> Table:
+    """Every plan, measured beside predicted."""
+    errors = [abs(row["step_s_error"]) for row in rows if row["step_s"]]
+    out = [f"{row['cell']} ({row['method']})" for row in rows if row["status"] == "oom"]
+    late = "" if all(row["predicted_first"] for row in rows) else "NOT all predicted first. "
+    return Table(
+        name="gpu_searched",
+        title=f"Plans that a search found, on {_device(rows)}, measured beside predicted",
+        columns=(
+            Column("job", "job"),
+            Column("memory_gib", "memory GiB", fixed(0)),
+            Column("place", "row", whole),
+            Column("method", "method"),
+            Column("micro_batch", "micro-batch", whole),
+            Column("status", "status"),
+            Column("n", "n", whole),
+            Column("step_s", "step s", seconds),
+            Column("predicted_step_s", "predicted", seconds),
+            Column("step_s_error", "error %", signed_percent),
+            Column("slower", "slower %", percent),
+            Column("allocated_bytes", "allocated GiB", gib),
+            Column("allocated_bytes_error", "error %", signed_percent),
+            Column("reserved_bytes", "reserved GiB", gib),
+            Column("reserved_bytes_error", "error %", signed_percent),
+            *(Column(key, "") for key in ("cell", "beside", "reason", "device", "pinned_bytes")),
+        ),
+        rows=tuple(rows),
+        note=f"{_cpu(rows)}{late}Row: of the search's answer, rows that differ in settings alone "
+        "counted once; 0: the best plan of the methods that run beside it. Slower: than the "
+        "fastest measured plan of the same job and memory. Mean absolute error of the step "
+        f"{100 * statistics.fmean(errors or [0.0]):.2f} % of {len(errors)} (expected: at most "
+        f"{100 * TIME_BAR:g} %). Ran out of memory: {', '.join(out) or 'none'}.",
+    )
+
+
+def advice_table(rows: Sequence[Row]) -> Table:
+    """What following the search loses, by job and device memory."""
+    lost = [row["lost"] for row in rows]
+    mean, most = statistics.fmean(lost or [0.0]), max(lost, default=0.0)
+    out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
+    return Table(
+        name="gpu_advice",
+        title=f"What following the search loses on {_device(rows)}, by device memory",
+        columns=(
+            Column("job", "job"),
+            Column("memory_gib", "memory GiB", fixed(0)),
+            Column("pick", "the search says"),
+            Column("status", "status"),
+            Column("step_s", "step s", seconds),
+            Column("predicted_step_s", "predicted", seconds),
+            Column("reserved_bytes", "reserved GiB", gib),
+            Column("measured", "measured plans", whole),
+            Column("fastest", "fastest of them"),
+            Column("lost", "lost %", percent),
+            Column("beside", "without a search"),
+            Column("gain", "gain %", signed_percent),
+            Column("predicted_gain", "predicted", signed_percent),
+            *(Column(key, "") for key in ("step_s_error", "device")),
+        ),
+        rows=tuple(rows),
+        note=f"{_cpu(rows)}torch is held to the device memory that was searched for. Lost: how "
+        "much longer the step takes than the fastest measured one; on average "
+        f"{100 * mean:.2f} %, at most {100 * most:.1f} % of {len(rows)} (expected: at most "
+        f"{100 * LOSS_BAR:g} % on average). Ran out of memory: "
+        f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of full "
+        "recomputation and mini-sequences, which is searched too; gain: of its step over the "
+        "search's.",
+    )
+
+
+def _answers(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], list[Row]]]:
+    """Yield (job, memory) and its rows, which follow each other."""
+    for key, same in groupby(rows, key=lambda row: (row["job"], row["memory_gib"])):
+        yield key, list(same)
+
+
+def _named(row: Row) -> str:
+    return f"{row['method']}, micro-batch {row['micro_batch']}"
+
+
+def _over(beside: Row | None, pick: Row, key: str) -> float | None:
+    if beside is None or not beside["step_s"] or not pick["step_s"]:
+        return None
+    return float(beside[key] / pick[key] - 1.0)
+
+
+def _device(rows: Sequence[Row]) -> str:
+    return ", ".join(sorted({row["device"] for row in rows}))
+
+
+def _cpu(rows: Sequence[Row]) -> str:
+    return f"{CPU_NOTE} " if _device(rows).startswith("cpu") else ""
