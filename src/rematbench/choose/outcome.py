@@ -243,18 +243,20 @@ def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
 
 
 def _replayed(
-    program: Program, rank: int, held: RankBytes, capacity_bytes: int | None, passes: int = 0
+    program: Program, rank: int, held: RankBytes, capacity_bytes: int | None, *, whole: bool = False
 ) -> AllocatorPeaks:
-    """The allocator peaks of one rank over up to twice the steps that lead to the peak. By then the
-    schedule has run for as long as its warm-up, more than a period, and the pattern of blocks
-    repeats (tests compare with all steps). With `passes`: over that many whole training steps."""
+    """The allocator peaks of one rank over two training steps: the second finds the segments that
+    the first left cached, and may need others.  Of each (unless `whole`) up to twice the passes
+    that lead to the peak, and the two that follow: by then the schedule has run for as long as its
+    warm-up, more than a period, and the pattern of blocks repeats (tests compare with all passes).
+    """
     actions = program.ranks[rank]
     resident = held.blocks(actions.late)
     mode: Mode = "expandable" if program.expandable else "default"
-    steps = None if passes else 2 * held.peak_step + 1
-    if steps and actions.late:
-        steps += 3  # through the second micro-batch, where all gradients are alive
-    return replay(actions, resident, capacity_bytes, mode, steps, passes or 1)
+    passes = None if whole else 2 * held.peak_step + 3
+    if passes and actions.late:
+        passes += 1  # through the second micro-batch, where all gradients are alive
+    return replay(actions, resident, capacity_bytes, mode, passes, 2)
 
 
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,7 +276,7 @@ def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries
         return Retries()
     rank, program = fullest_rank(evaluation.ranks), lower(plan, problem)
     held = evaluation.ranks[rank]
-    found = _replayed(program, rank, held, problem.usable_bytes, passes=2)
+    found = _replayed(program, rank, held, problem.usable_bytes, whole=True)
     return Retries(per_step=found.retries, fails=found.oom_at is not None)
 
 
