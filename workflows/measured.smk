@@ -52,7 +52,10 @@ rule gpu:
     output:
         expand(
             "results/paper/tables/gpu_{table}{suffix}",
-            table=("checks", "rates", "layers", "ratios", "actions"),
+            table=(
+                *("checks", "rates", "layers", "ratios"),
+                *("actions", "advice", "searched"),
+            ),
             suffix=SUFFIXES,
         ),
     log:

@@ -6,7 +6,9 @@ MEASURED = {
     name: sorted(str(path) for path in Path(f"results/measured/{name}").glob("*.json"))
     for name in ("executed", "traced", "convergence")
 }
-GPU_RUNS = ["results/measured/gpu", "results/measured/gpu-mended"]
+GPU_RUNS = [
+    f"results/measured/{name}" for name in ("gpu", "gpu-mended", "gpu-searched")
+]
 """In the order of their measurement."""
 ON_GPU = [
     str(path) for run in GPU_RUNS for path in sorted(Path(run).glob("**/*.json*"))

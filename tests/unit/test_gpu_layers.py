@@ -1,6 +1,7 @@
 """Predictions before a measurement, turns in random order, ratios and their tables; no torch."""
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
 ) -> None:
     path = tmp_path / PREDICTED
     with pytest.raises(CommandError, match="no predictions"):
-        predicted.read_predictions(tmp_path, [])
+        predicted.read_predictions(path, [])
     found = foretold(suite, tmp_path)
     lines = read_lines(path, Prediction)
     assert [line.status for line in lines] == ["ok", "ok", "ok", "oom", "oom"]
@@ -119,10 +120,10 @@ def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
     with pytest.raises(CommandError, match=r"long\.keep_all\.0"):
         predicted.write_predictions(lines[:-1], path, anew=False)
     assert path.read_bytes() == before
-    assert predicted.read_predictions(tmp_path, found)[lines[0].cell] == lines[0]
+    assert predicted.read_predictions(path, found)[lines[0].cell] == lines[0]
     predicted.write_predictions([replace(lines[0], run_id="x"), *lines[1:]], path, anew=True)
     with pytest.raises(CommandError, match="other constants or plans"):
-        predicted.read_predictions(tmp_path, found)
+        predicted.read_predictions(path, found)
 
 
 def turn(cell: str, number: int, *seconds: float, **more: Any) -> Turn:
@@ -144,10 +145,14 @@ def test_a_ratio_is_paired_by_round_with_students_interval() -> None:
     assert layers.is_settled(mine, [], 0.0)  # the reference did not run
 
 
+def unsettled(suite: LayerSuite) -> Callable[[list[Cell], Sequence[Turn]], list[Cell]]:
+    return lambda live, turns: layers._unsettled(live, suite, turns)
+
+
 def rounds(suite: LayerSuite, folder: Path, steps: Any, until_s: float = 60.0) -> Taken:
     every = [cell for cell in layer_suite.layer_cells(suite) if cell.name.startswith("short")]
     taken = Taken(folder / "layers", Machine(), every)  # type: ignore[arg-type]
-    layers._rounds(list(every), suite, taken, steps, time.monotonic() + until_s, {})
+    layers._rounds(list(every), unsettled(suite), taken, steps, time.monotonic() + until_s, {})
     return taken
 
 
@@ -181,7 +186,8 @@ def test_a_turn_that_would_take_too_long_does_not_begin(suite: LayerSuite, tmp_p
     every = [cell for cell in layer_suite.layer_cells(suite) if cell.name.startswith("short")]
     taken = Taken(tmp_path / "layers", Machine(), every)  # type: ignore[arg-type]
     until, least = time.monotonic() + 60.0, dict.fromkeys((cell.name for cell in every), 61.0)
-    layers._rounds(list(every), suite, taken, lambda *_: ("ok", "", {}), until, least)
+    done = lambda *_: ("ok", "", {})  # noqa: E731
+    layers._rounds(list(every), unsettled(suite), taken, done, until, least)
     assert taken.turns == []
 
 
@@ -257,7 +263,7 @@ def test_a_step_by_hand_stands_beside_the_others_without_a_prediction(tmp_path: 
     assert isinstance(by_hand, HandCell)
     lines = [predicted.predict(cell) for name, cell in cells.items() if "torch" not in name]
     predicted.write_predictions(lines, tmp_path / PREDICTED, anew=False)
-    known = predicted.read_predictions(tmp_path, cells.values())
+    known = predicted.read_predictions(tmp_path / PREDICTED, cells.values())
     assert predicted.stands_for(by_hand) == "one.keep_all.0"
     assert predicted.stands_for(cells["one.torch.checkpoint"]) == "one.full_recompute.0"
     much = replace(known["one.keep_all.0"], allocated_bytes=1 << 60)

@@ -71,7 +71,7 @@ def test_parameters_round_to_the_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in names("model") if re.match("(memo-)?gpt-", name)]
+    "name", [name for name in names("model") if re.fullmatch(r"(memo-)?gpt-[\d.]+[bt]", name)]
 )
 def test_a_name_with_a_size_has_that_size(name: str) -> None:
     number, unit = re.findall(r"([\d.]+)([bt])$", name)[0]

@@ -1,17 +1,28 @@
 """Allocator retries: torch's rule, a later training step, and where they are said."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from rematbench.choose.outcome import Outcome, Retries, judge, make_problem, retries, run_plan
+from rematbench.choose.outcome import (
+    Outcome,
+    Retries,
+    judge,
+    lately,
+    make_problem,
+    retries,
+    run_plan,
+)
+from rematbench.cli.ranking import _retry_lines
+from rematbench.cli.show import FRAGMENTS, retried
 from rematbench.lowering.lower import lower
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.allocator import MIB
 from rematbench.program.replay import replay
 from rematbench.runs.record import make_record
-from rematbench.simulate.evaluate import evaluate_program
+from rematbench.simulate.evaluate import evaluate_program, fullest_rank
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
 from tests.typed import typed
@@ -22,8 +33,9 @@ LAYOUT = Layout(tp=2, pp=4, global_batch=8)
 JOB = {"model": "llama3-8b", "cluster": "h100-80gb", "system": "megatron-core", "seq_len": 8192}
 ROOM, FAILS, AMPLE = 26_127_384_000, 26_227_000_000, 27_000_000_000
 """Usable bytes at which two blocks of each micro-batch find room only after a retry, at which the
-second such retry finds none (its free bytes lie in segments that are in use), and where none is
-needed; the plan allocates 26,022,576,128 bytes and would reserve 26,501,709,824."""
+second such retry finds none, after the peak (its free bytes lie in segments that are in use),
+and where none is needed; the plan allocates 26,022,576,128 bytes and would reserve
+26,501,709,824."""
 
 
 def given(usable_bytes: int) -> Problem:
@@ -74,7 +86,7 @@ def test_two_pools_take_turns() -> None:
 
 @pytest.mark.parametrize(
     ("usable_bytes", "found"),
-    [(ROOM, Retries(per_step=16)), (FAILS, Retries(per_step=2, fails=True)), (AMPLE, Retries())],
+    [(ROOM, Retries(per_step=16)), (AMPLE, Retries())],
 )
 def test_a_plan_near_the_limit(usable_bytes: int, found: Retries) -> None:
     """Counted where the verdict needed them, and the record has the number; the verdict is what it
@@ -90,6 +102,24 @@ def test_a_plan_near_the_limit(usable_bytes: int, found: Retries) -> None:
     assert make_record(problem, method, outcome).allocator_retries == found
 
 
+def test_a_retry_that_fails_after_the_peak_is_out_of_memory() -> None:
+    problem = given(FAILS)
+    outcome = ran(problem)
+    assert outcome.status == "oom"
+    assert outcome.plan is not None
+    lowered = lately(problem, outcome.plan)
+    number = fullest_rank(lowered.ranks)
+    actions, held = lowered.program.ranks[number], lowered.ranks[number]
+    near = 2 * held.peak_step + 1
+    failed = [
+        replay(actions, held.blocks(None), problem.usable_bytes, num_steps=steps).oom_at
+        for steps in (near, None)
+    ]
+    assert failed[0] is None
+    assert failed[1] is not None
+    assert failed[1] >= near
+
+
 def test_what_was_not_modelled_is_not_said_to_need_none() -> None:
     problem = given(AMPLE)
     plan = problem.base_plan
@@ -103,8 +133,8 @@ def test_what_was_not_modelled_is_not_said_to_need_none() -> None:
 def test_simulate_says_them() -> None:
     text = typed("simulate", METHOD, *words(given(ROOM))).out
     assert "16 allocator retries a step (their time is not modelled)" in text
-    text = typed("simulate", METHOD, *words(given(FAILS))).out
-    assert "2 allocator retries in a step, the last of which fails too" in text
+    (line,) = retried(Retries(per_step=2, fails=True))
+    assert "2 allocator retries in a step, the last of which fails too" in line
     assert "retries" not in typed("simulate", METHOD, *words(given(AMPLE))).out
     answer = json.loads(typed("simulate", METHOD, *words(given(ROOM), "--json")).out)
     assert answer["allocator_retries"] == {"per_step": 16, "fails": False}
@@ -114,8 +144,9 @@ def test_compare_says_them() -> None:
     asked = ["--only", METHOD, "--only", "memo"]
     text = typed("compare", *words(given(ROOM), *asked)).out
     assert f"allocator retries a step (their time is not modelled): {METHOD} 16" in text
-    text = typed("compare", *words(given(FAILS), *asked)).out
-    assert f"twice the way to the peak): {METHOD}" in " ".join(text.split())
+    entry = SimpleNamespace(name=METHOD, retries=Retries(per_step=2, fails=True))
+    (line,) = _retry_lines([SimpleNamespace(entry=entry)])  # type: ignore[list-item]
+    assert line == f"{FRAGMENTS}: {METHOD}"
     rows = json.loads(typed("compare", *words(given(ROOM), *asked, "--json")).out)["rows"]
     tried = {row["name"]: (row["allocator_retries"], row["allocator_fails"]) for row in rows}
     assert tried[METHOD] == (16, False)

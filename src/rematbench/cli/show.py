@@ -23,8 +23,8 @@ HOST_SHARE = 0.01
 """The least share of a step spent waiting for the host that is printed."""
 UNTIMED = "their time is not modelled"
 FRAGMENTS = (
-    "fragments of a whole step may not fit (the verdict knows them only as far as twice the way to "
-    "the peak)"
+    "fragments of a whole step may not fit (the verdict knows them only as far as two passes after "
+    "twice the way to the peak)"
 )
 BANNERS = {
     "ok": "FITS",
