@@ -12,8 +12,10 @@ from rematbench.search.halves import rounds
 from rematbench.search.job import Asked
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
+from rematbench.tables.gpu_runtime import checks_table
 from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_rows, searched_table
-from rematbench.worlds import predicted, searched
+from rematbench.worlds import gpu, predicted, searched
+from rematbench.worlds.gpu_checks import PACKAGES_RUN, Finding, Summary
 from rematbench.worlds.searched import OneGpuJob, SearchedSuite
 from tests.unit.test_gpu_layers import turn
 
@@ -102,3 +104,28 @@ def test_tables_say_what_following_the_search_loses(lines: list[Searched]) -> No
     assert "tiny at 16 GiB" in advice_table([row]).note
     assert f"Ran out of memory: {first.cell}" in searched_table(rows).note
     assert advice_rows(searched_rows(lines, turns[2:])) == []  # the first plan has had no turn
+
+
+def test_packages_runs_of_several_folders_stand_together() -> None:
+    def summary(holds: bool | None, text: str) -> Summary:
+        found = Finding(claim=PACKAGES_RUN, holds=holds, text=text)
+        return Summary(written="2026-01-02T", device="a GPU", parts=(), findings=(found,))
+
+    runs = {"x/one": summary(True, "a 1 s"), "x/two": summary(False, "b oom")}
+    (row,) = checks_table(runs).rows
+    assert (row["holds"], row["numbers"], row["run"]) == ("NO", "a 1 s; b oom", "one, two")
+    (row,) = checks_table({**runs, "x/three": summary(None, "c")}).rows
+    assert row["holds"] == "not known"
+
+
+def test_one_package_runs_where_it_alone_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(gpu.package, "run", lambda problem, method, *_, **__: problem.layout)
+    monkeypatch.setattr(gpu, "keep_record", lambda record, folder, name: ran.append(name))
+    asked = gpu.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
+    gpu.PARTS["baselines"](asked)
+    assert ran == ["deepspeed-plain"]
+    gpu.PARTS["baselines"](replace(asked, only=()))
+    assert ran[1:] == ["megatron_core-none", "megatron_core-full", "deepspeed-none", ran[0]]

@@ -256,11 +256,11 @@ def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns += [Column(key, "") for key in ("reason", "device", "predicted_first")]
     return Table(
         name="gpu_layers",
-        title=f"Steps on {_device(rows)}, measured beside predicted",
+        title=f"Steps on {devices_of(rows)}, measured beside predicted",
         columns=tuple(columns),
         rows=tuple(rows),
-        note=f"{_note(rows)}n: turns; a step is the median of the medians of turns, bytes the most "
-        f"of any turn. Predicted pinned bytes count powers of two. {bars}",
+        note=f"{caveats(rows)}n: turns; a step is the median of the medians of turns, bytes the "
+        f"most of any turn. Predicted pinned bytes count powers of two. {bars}",
     )
 
 
@@ -272,7 +272,7 @@ def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
     text = ", ".join(f"{value:.3f}" for value in kept) or "not measured"
     return Table(
         name="gpu_ratios",
-        title=f"Speed over full recomputation and MFU by context, on {_device(rows)}",
+        title=f"Speed over full recomputation and MFU by context, on {devices_of(rows)}",
         columns=(
             Column("context", "context", whole),
             *(Column(key, key) for key in ("problem", "method", "against")),
@@ -285,16 +285,18 @@ def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
             Column("mfu_dense", "MFU dense %", percent),
         ),
         rows=tuple(sorted(ran, key=lambda row: (row["context"], row["problem"]))),
-        note=f"{_note(rows)}Ratio: seconds of `against` over the method's, paired by round. What "
+        note=f"{caveats(rows)}Ratio: seconds of `against` over the method's, paired by round. What "
         f"keeps attention: {text} (expected: {low:g} to {high:g} at 32K to 128K).",
     )
 
 
-def _device(rows: Sequence[dict[str, Any]]) -> str:
+def devices_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The names of the devices that rows were measured on."""
     return ", ".join(sorted({row["device"] for row in rows}))
 
 
-def _note(rows: Sequence[dict[str, Any]]) -> str:
+def caveats(rows: Sequence[dict[str, Any]]) -> str:
+    """What a note says first: that rows are of a CPU, or were predicted too late; else nothing."""
     early = all(row["predicted_first"] for row in rows)
     told = "" if early else "NOT every prediction was written before its measurement. "
-    return (f"{CPU_NOTE} " if _device(rows).startswith("cpu") else "") + told
+    return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + told

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from rematbench.runs.gpu_lines import Searched, Turn, by_cell
-from rematbench.tables.gpu import CPU_NOTE, TIME_BAR, beside_prediction
+from rematbench.tables.gpu import TIME_BAR, beside_prediction, caveats, devices_of
 from rematbench.tables.speed import seconds
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
@@ -54,6 +54,7 @@ def advice_rows(rows: Sequence[Row]) -> list[Row]:
         row |= {key: pick[key] for key in ("step_s", "predicted_step_s", "step_s_error")}
         row |= {"reserved_bytes": pick["reserved_bytes"], "fastest": _named(fastest)}
         row |= {"measured": len(ran), "lost": pick["slower"] if pick["step_s"] else 1.0}
+        row |= {"predicted_first": pick["predicted_first"]}
         row |= {"beside": _named(beside) if beside else None}
         row |= {"gain": _over(beside, pick, "step_s")}
         found.append(row | {"predicted_gain": _over(beside, pick, "predicted_step_s")})
@@ -64,10 +65,9 @@ def searched_table(rows: Sequence[Row]) -> Table:
     """Every plan, measured beside predicted."""
     errors = [abs(row["step_s_error"]) for row in rows if row["step_s"]]
     out = [f"{row['cell']} ({row['method']})" for row in rows if row["status"] == "oom"]
-    late = "" if all(row["predicted_first"] for row in rows) else "NOT all predicted first. "
     return Table(
         name="gpu_searched",
-        title=f"Plans that a search found, on {_device(rows)}, measured beside predicted",
+        title=f"Plans that a search found, on {devices_of(rows)}, measured beside predicted",
         columns=(
             Column("job", "job"),
             Column("memory_gib", "memory GiB", fixed(0)),
@@ -87,7 +87,7 @@ def searched_table(rows: Sequence[Row]) -> Table:
             *(Column(key, "") for key in ("cell", "beside", "reason", "device", "pinned_bytes")),
         ),
         rows=tuple(rows),
-        note=f"{_cpu(rows)}{late}Row: of the search's answer, rows that differ in settings alone "
+        note=f"{caveats(rows)}Row: of the search's answer, rows that differ in settings alone "
         "counted once; 0: the best plan of the methods that run beside it. Slower: than the "
         "fastest measured plan of the same job and memory. Mean absolute error of the step "
         f"{100 * statistics.fmean(errors or [0.0]):.2f} % of {len(errors)} (expected: at most "
@@ -102,7 +102,7 @@ def advice_table(rows: Sequence[Row]) -> Table:
     out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
     return Table(
         name="gpu_advice",
-        title=f"What following the search loses on {_device(rows)}, by device memory",
+        title=f"What following the search loses on {devices_of(rows)}, by device memory",
         columns=(
             Column("job", "job"),
             Column("memory_gib", "memory GiB", fixed(0)),
@@ -120,13 +120,12 @@ def advice_table(rows: Sequence[Row]) -> Table:
             *(Column(key, "") for key in ("step_s_error", "device")),
         ),
         rows=tuple(rows),
-        note=f"{_cpu(rows)}torch is held to the device memory that was searched for. Lost: how "
+        note=f"{caveats(rows)}torch is held to the device memory that was searched for. Lost: how "
         "much longer the step takes than the fastest measured one; on average "
         f"{100 * mean:.2f} %, at most {100 * most:.1f} % of {len(rows)} (expected: at most "
         f"{100 * LOSS_BAR:g} % on average). Ran out of memory: "
-        f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of full "
-        "recomputation and mini-sequences, which is searched too; gain: of its step over the "
-        "search's.",
+        f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of the "
+        "methods that the suite sets beside the search; gain: of its step over the search's.",
     )
 
 
@@ -144,11 +143,3 @@ def _over(beside: Row | None, pick: Row, key: str) -> float | None:
     if beside is None or not beside["step_s"] or not pick["step_s"]:
         return None
     return float(beside[key] / pick[key] - 1.0)
-
-
-def _device(rows: Sequence[Row]) -> str:
-    return ", ".join(sorted({row["device"] for row in rows}))
-
-
-def _cpu(rows: Sequence[Row]) -> str:
-    return f"{CPU_NOTE} " if _device(rows).startswith("cpu") else ""
