@@ -1,7 +1,7 @@
 """Predictions before a measurement, turns in random order, ratios and their tables; no torch."""
 
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +145,11 @@ def test_a_ratio_is_paired_by_round_with_students_interval() -> None:
     assert layers.is_settled(mine, [], 0.0)  # the reference did not run
 
 
-def unsettled(suite: LayerSuite) -> Callable[[list[Cell], Sequence[Turn]], list[Cell]]:
-    return lambda live, turns: layers._unsettled(live, suite, turns)
-
-
 def rounds(suite: LayerSuite, folder: Path, steps: Any, until_s: float = 60.0) -> Taken:
     every = [cell for cell in layer_suite.layer_cells(suite) if cell.name.startswith("short")]
     taken = Taken(folder / "layers", Machine(), every)  # type: ignore[arg-type]
-    layers._rounds(list(every), unsettled(suite), taken, steps, time.monotonic() + until_s, {})
+    unsettled = partial(layers._unsettled, suite)
+    layers._rounds(list(every), unsettled, taken, steps, time.monotonic() + until_s, {})
     return taken
 
 
@@ -186,8 +183,8 @@ def test_a_turn_that_would_take_too_long_does_not_begin(suite: LayerSuite, tmp_p
     every = [cell for cell in layer_suite.layer_cells(suite) if cell.name.startswith("short")]
     taken = Taken(tmp_path / "layers", Machine(), every)  # type: ignore[arg-type]
     until, least = time.monotonic() + 60.0, dict.fromkeys((cell.name for cell in every), 61.0)
-    done = lambda *_: ("ok", "", {})  # noqa: E731
-    layers._rounds(list(every), unsettled(suite), taken, done, until, least)
+    unsettled = partial(layers._unsettled, suite)
+    layers._rounds(list(every), unsettled, taken, lambda *_: ("ok", "", {}), until, least)
     assert taken.turns == []
 
 

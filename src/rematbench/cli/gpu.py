@@ -12,7 +12,15 @@ from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console
 from rematbench.runs.cell import problem_of
-from rematbench.runs.gpu_lines import Prediction, Rate, Searched, Spent, Turn, read_lines
+from rematbench.runs.gpu_lines import (
+    Prediction,
+    Rate,
+    Searched,
+    Spent,
+    Turn,
+    by_cell,
+    read_lines,
+)
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
 from rematbench.tables.gpu_runtime import actions_table, checks_table
@@ -174,9 +182,7 @@ def _last_of_cells(folders: list[Path]) -> list[Spent]:
     of the last folder."""
     found: dict[str, list[Spent]] = {}
     for path in folders:
-        lines = read_lines(path / "actions.jsonl", Spent)
-        for cell in dict.fromkeys(line.cell for line in lines):
-            found[cell] = [line for line in lines if line.cell == cell]
+        found |= by_cell(read_lines(path / "actions.jsonl", Spent))
     return [line for lines in found.values() for line in lines]
 
 

@@ -38,7 +38,7 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
     found = []
     for name, at, variant in _asked(suite, registry, only):
         method = registry.resolve(variant.method, dict(variant.settings), problems[at])
-        found.append(Cell(name, problems[at], method, _plan(problems[at], method)))
+        found.append(planned_cell(name, problems[at], method))
     return found
 
 
@@ -66,6 +66,13 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
     words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
     base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
     method = registry.resolve(spec.method, words)
+    return planned_cell(name, problem, method, base)
+
+
+def planned_cell(
+    name: str, problem: Problem, method: Composition, base: Plan | None = None
+) -> Cell:
+    """The cell of a method on a problem, with a plan that lowers or the reason for none."""
     return Cell(name, problem, method, _plan(problem, method, base), base)
 
 
@@ -88,7 +95,7 @@ def _asked(
             for number, variant in enumerate(variants):
                 name = f"{spec.name}.{bundle}.{number}"
                 elsewhere = variant.problems and spec.name not in variant.problems
-                if not elsewhere and _wanted(name, only):
+                if not elsewhere and is_wanted(name, only):
                     yield name, spec.name, variant
 
 
@@ -103,5 +110,6 @@ def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Pl
     return plan
 
 
-def _wanted(name: str, only: Sequence[str]) -> bool:
+def is_wanted(name: str, only: Sequence[str]) -> bool:
+    """Whether a cell is one of `only` (PROBLEM, PROBLEM.METHOD, a whole name), or that is empty."""
     return not only or any(name == word or name.startswith(f"{word}.") for word in only)

@@ -124,6 +124,7 @@ class Repeated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provenance: Provenance
 
 
+OfCell = TypeVar("OfCell", Turn, "Spent")
 STEP = "STEP"
 
 
@@ -179,9 +180,9 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
     return found
 
 
-def by_cell(turns: Iterable[Turn]) -> dict[str, list[Turn]]:
-    """Turns by the name of their cell, in their order."""
-    found: dict[str, list[Turn]] = {}
-    for turn in turns:
-        found.setdefault(turn.cell, []).append(turn)
+def by_cell(lines: Iterable[OfCell]) -> dict[str, list[OfCell]]:
+    """Lines by the name of their cell, in their order."""
+    found: dict[str, list[OfCell]] = {}
+    for line in lines:
+        found.setdefault(line.cell, []).append(line)
     return found

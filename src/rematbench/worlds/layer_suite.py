@@ -9,7 +9,7 @@ from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.by_hand import Means
-from rematbench.runs.cell import Cell, cells
+from rematbench.runs.cell import Cell, cells, is_wanted
 from rematbench.runs.suite import Suite, Variant, bundles, read_suite
 from rematbench.spec.configfile import ConfigError, require_known
 
@@ -79,16 +79,12 @@ def by_hand_names(suite: LayerSuite) -> dict[str, str]:
 
 def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
     """The planned cells of the suite; `only`: of these problems, or these cells."""
-
-    def wanted(name: str) -> bool:
-        return not only or any(f"{name}.".startswith(f"{word}.") for word in only)
-
-    names = [name for name in _planned(suite) if wanted(name)]
+    names = [name for name in _planned(suite) if is_wanted(name, only)]
     found = cells(suite, [], names) if names else []
     keep_all = discover().resolve(IDENTITY, {})
     specs = {spec.name: spec for spec in suite.problems}
     for name, at, one in _by_hand(suite):
-        if wanted(name):
+        if is_wanted(name, only):
             problem = specs[at].problem()
             found.append(HandCell(name, problem, keep_all, problem.base_plan, means=one.means))
     if not found:

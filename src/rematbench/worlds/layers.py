@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,11 +75,7 @@ def measure_layers(
 ) -> None:
     """Run the cells of this device by turns within `limit_s` seconds; a line of the file of the
     cell's problem for each turn."""
-
-    def unsettled(live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
-        return _unsettled(live, suite, turns)
-
-    found = layer_cells(suite, only)
+    found, unsettled = layer_cells(suite, only), partial(_unsettled, suite)
     run_by_turns(found, unsettled, output, "layers", device, limit_s)
 
 
@@ -197,7 +194,7 @@ def _rounds(
         live = unsettled(live, taken.turns)
 
 
-def _unsettled(live: list[Cell], suite: LayerSuite, turns: Sequence[Turn]) -> list[Cell]:
+def _unsettled(suite: LayerSuite, live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
     """The cells of the problems in which some ratio is not known well enough."""
     found, waiting = by_cell(turns), set()
     for cell in live:

@@ -87,9 +87,12 @@ def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) ->
 
 
 def lines_of(path: Path) -> Sequence[Prediction]:
-    """The predictions of a file, of the kind that its part has."""
-    kind = Searched if path.name == PREDICTIONS["searched"] else Prediction
-    return read_lines(path, kind)
+    """The predictions of a file, of the kind that its part has; CommandError without the file."""
+    searched = path.name == PREDICTIONS["searched"]
+    if not path.exists():
+        command = f"rematbench predict-gpu{' --part searched' if searched else ''}"
+        raise CommandError(f"{path}: no predictions; `{command}` makes them, first")
+    return read_lines(path, Searched if searched else Prediction)
 
 
 def _told(line: Prediction, old: Prediction) -> Prediction:
@@ -104,8 +107,6 @@ def _told(line: Prediction, old: Prediction) -> Prediction:
 def read_predictions(path: Path, found: Iterable[Cell]) -> dict[str, Prediction]:
     """The predictions of a file by cell; CommandError where a cell has none by the present
     constants and plans."""
-    if not path.exists():
-        raise CommandError(f"{path}: no predictions; `rematbench predict-gpu` makes them, first")
     known: dict[str, Prediction] = {line.cell: line for line in lines_of(path)}
     for cell in found:
         if isinstance(cell, HandCell):

@@ -18,11 +18,10 @@ from rematbench.host.console import CommandError
 from rematbench.packages.process import Device
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
-from rematbench.runs.cell import Cell
-from rematbench.runs.gpu_lines import Searched, Turn, by_cell, read_lines
+from rematbench.runs.cell import Cell, is_wanted, planned_cell
+from rematbench.runs.gpu_lines import Searched, Turn, by_cell
 from rematbench.search.halves import rounds
-from rematbench.search.job import Asked
-from rematbench.search.space import Choice
+from rematbench.search.job import Asked, SearchJob
 from rematbench.search.trial import Tried
 from rematbench.spec.configfile import (
     ConfigError,
@@ -35,7 +34,7 @@ from rematbench.spec.problemspec import ProblemSpec
 from rematbench.tables.table import GIB
 from rematbench.workload import PositiveInt
 from rematbench.worlds.layers import FEWEST, run_by_turns
-from rematbench.worlds.predicted import PREDICTIONS, predict
+from rematbench.worlds.predicted import PREDICTIONS, lines_of, predict
 
 SHOWN = 200
 """Rows of an answer among which those of different compositions are looked for."""
@@ -106,26 +105,25 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
             *_, other = rounds(replace(asked, only=suite.beside), shown=1, processes=processes)
             beside = [(one.method, one.choice) for one in other.found[:1]]
             found = [(one.method, one.choice) for one in different(end.found)[: job.rows]]
-            for place, one in enumerate(found, 1):
-                yield _line(job, memory, place, *one, beside=one in beside)
-            for one in beside:
-                if one not in found:
-                    yield _line(job, memory, 0, *one, beside=True)
+            places = {one: place for place, one in enumerate(found, 1)}
+            for method, choice in dict.fromkeys((*found, *beside)):
+                one, spec = (method, choice), SearchJob(asked).spec(choice)
+                place = places.get(one, 0)
+                yield _line(job, memory, place, method, spec, beside=one in beside)
 
 
 def different(found: Sequence[Tried]) -> list[Tried]:
     """The first plan of each micro-batch and set of methods, in the order of the answer."""
     registry, first = discover(), dict[Any, Tried]()
     for tried in found:
-        methods = frozenset(registry.resolve(tried.method).name.split("+"))
+        methods = frozenset(one.name for one in registry.resolve(tried.method).methods)
         first.setdefault((methods, tried.choice.layout), tried)
     return list(first.values())
 
 
 def _line(
-    job: OneGpuJob, memory: float, place: int, method: str, choice: Choice, *, beside: bool
+    job: OneGpuJob, memory: float, place: int, method: str, spec: ProblemSpec, *, beside: bool
 ) -> Searched:
-    spec = replace(job.spec(memory), micro_batch=choice.layout.micro_batch)
     word = f"searched.{place}" if place else "beside.0"
     cell = _cell(f"{job.at(memory)}.{word}", spec, method)
     return Searched(
@@ -142,14 +140,15 @@ def _line(
 def _cell(name: str, spec: ProblemSpec, method: str) -> Cell:
     problem = make_problem(spec)
     composed = discover().resolve(method, None, problem)
-    return Cell(name, problem, composed, composed.plan(problem))
+    return planned_cell(name, problem, composed)
 
 
 def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
     """The cells of a file of predictions; `only`: these, or those of these problems."""
     found = []
-    for line in read_lines(path, Searched):
-        if not only or any(f"{line.cell}.".startswith(f"{word}.") for word in only):
+    for line in lines_of(path):
+        assert isinstance(line, Searched)
+        if is_wanted(line.cell, only):
             try:
                 found.append(_cell(line.cell, line.spec, line.method))
             except (ConfigError, MethodError) as error:
@@ -167,7 +166,5 @@ def measure_searched(only: Sequence[str], output: Path, device: Device, limit_s:
         had = by_cell(turns)
         return [cell for cell in live if len(had[cell.name]) < FEWEST]
 
-    path = output / PREDICTIONS["searched"]
-    if not path.exists():
-        raise CommandError(f"{path}: `rematbench predict-gpu --part searched` makes it, first")
-    run_by_turns(searched_cells(path, only), unsettled, output, "searched", device, limit_s)
+    found = searched_cells(output / PREDICTIONS["searched"], only)
+    run_by_turns(found, unsettled, output, "searched", device, limit_s)
