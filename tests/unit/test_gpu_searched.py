@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from rematbench.cli.gpu import searched_plans
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan
 from rematbench.runs.gpu_lines import Searched, Turn, append_line, read_lines
@@ -17,9 +18,10 @@ from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_r
 from rematbench.worlds import gpu, predicted, searched
 from rematbench.worlds.gpu_checks import PACKAGES_RUN, Finding, Summary
 from rematbench.worlds.searched import OneGpuJob, SearchedSuite
-from tests.unit.test_gpu_layers import turn
+from tests.unit.test_gpu_layers import H100, turn
 
-MEASURED = data_dir("config").parent / "results/measured/gpu-searched"
+MEASURED = data_dir("config").parent / "results/measured"
+RUNS = ("gpu-searched", "gpu-h100")
 JOB = OneGpuJob(
     name="tiny", why="test", model="tiny-llama-deep", cluster="h200-141gb-single",
     system="rematbench", seq_len=64, global_batch=4, memory_gib=(16.0,), rows=2,
@@ -59,9 +61,10 @@ def test_cells_are_those_that_were_predicted(lines: list[Searched], tmp_path: Pa
         searched.searched_cells(path)
 
 
-def test_committed_predictions_make_the_plans_that_were_measured() -> None:
+@pytest.mark.parametrize("run", RUNS)
+def test_committed_predictions_make_the_plans_that_were_measured(run: str) -> None:
     """Another search may find other plans; what was measured stays what it was."""
-    path = MEASURED / predicted.PREDICTIONS["searched"]
+    path = MEASURED / run / predicted.PREDICTIONS["searched"]
     known = {line.cell: line for line in read_lines(path, Searched)}
     for cell in searched.searched_cells(path):
         assert isinstance(cell.plan, Plan)
@@ -96,7 +99,9 @@ def test_tables_say_what_following_the_search_loses(lines: list[Searched]) -> No
     assert (row["lost"], row["gain"], row["measured"]) == pytest.approx((0.1, 1.0, 3))
     assert row["fastest"].startswith(second.method)
     note = advice_table([row]).note
-    assert "on average 10.00 %, at most 10.0 % of 1 (expected: at most 2 % on average)" in note
+    assert "on average 10.00 % of 1, at most 10.0 % (expected: at most 2 % on average)" in note
+    note = advice_table([row, row | {"device": "another GPU", "lost": 0.0}]).note
+    assert f"on average 5.00 % of 2 ({H100} 10.00 % of 1, another GPU 0.00 % of 1)" in note
     assert "none of the first plans" in note
     failed = [replace(turns[0], step_s=(), status="oom"), *turns[1:]]
     (row,) = advice_rows(rows := searched_rows(lines, failed))
@@ -104,6 +109,14 @@ def test_tables_say_what_following_the_search_loses(lines: list[Searched]) -> No
     assert "tiny at 16 GiB" in advice_table([row]).note
     assert f"Ran out of memory: {first.cell}" in searched_table(rows).note
     assert advice_rows(searched_rows(lines, turns[2:])) == []  # the first plan has had no turn
+
+
+def test_plans_measured_on_several_cards_stand_together() -> None:
+    rows = advice_rows(searched_plans([MEASURED / run for run in RUNS]))
+    assert [row["job"].partition("-")[0] for row in rows] == ["h200"] * 12 + ["h100"] * 8
+    assert len({row["device"] for row in rows}) == len(RUNS)
+    again = searched_plans([MEASURED / RUNS[1]] * 2)
+    assert again == searched_plans([MEASURED / RUNS[1]])
 
 
 def test_packages_runs_of_several_folders_stand_together() -> None:
@@ -116,6 +129,8 @@ def test_packages_runs_of_several_folders_stand_together() -> None:
     assert (row["holds"], row["numbers"], row["run"]) == ("NO", "a 1 s; b oom", "one, two")
     (row,) = checks_table({**runs, "x/three": summary(None, "c")}).rows
     assert row["holds"] == "not known"
+    silent = Summary(written="2026-01-02T", device="another GPU", parts=(), findings=())
+    assert checks_table({**runs, "x/three": silent}).title == "Checks of the runtime on a GPU"
 
 
 def test_one_package_runs_where_it_alone_is_asked_for(

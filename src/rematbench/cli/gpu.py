@@ -153,10 +153,8 @@ def gpu_tables(
         tables.append(actions_table(_last_of_cells(found)))
     if rows := _layer_rows(folder, suite):
         tables += [layers_table(rows), ratios_table(rows)]
-    if found := _those_with(folder, SEARCHED):
-        lines = read_lines(found[-1] / SEARCHED, Searched)
-        if plans := searched_rows(lines, _turns(found[-1], "searched")):
-            tables += [advice_table(advice_rows(plans)), searched_table(plans)]
+    if plans := searched_plans(_those_with(folder, SEARCHED)):
+        tables += [advice_table(advice_rows(plans)), searched_table(plans)]
     if not tables:
         names = ", ".join(map(str, folder))
         raise CommandError(f"{names}: no {SUMMARY}, rates.jsonl, layers/ or searched/*.jsonl")
@@ -175,6 +173,15 @@ def _those_with(folders: list[Path], name: str) -> list[Path]:
 def _turns(folder: Path, part: str) -> list[Turn]:
     files = sorted(folder.glob(f"{part}/*.jsonl"))
     return [turn for file in files for turn in read_lines(file, Turn)]
+
+
+def searched_plans(folders: list[Path]) -> list[dict[str, Any]]:
+    """The rows of all folders' searched plans; of a cell that several folders have, the last's."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in folders:
+        rows = searched_rows(read_lines(path / SEARCHED, Searched), _turns(path, "searched"))
+        found |= {row["cell"]: row for row in rows}
+    return list(found.values())
 
 
 def _last_of_cells(folders: list[Path]) -> list[Spent]:

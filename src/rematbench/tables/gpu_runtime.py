@@ -37,10 +37,11 @@ def checks_table(summaries: Mapping[str, Summary]) -> Table:
         if ran.reason
     ]
     days = sorted({summary.written[:10] for summary in summaries.values()})
-    devices = dict.fromkeys(summary.device for summary in summaries.values())
+    known = [one for one in summaries.values() if any(f.holds is not None for f in one.findings)]
+    devices = dict.fromkeys(summary.device for summary in known)
     return Table(
         name="gpu_checks",
-        title=f"Checks of the runtime on {', '.join(devices)}",
+        title=f"Checks of the runtime on {', '.join(devices) or 'no GPU'}",
         columns=tuple(Column(key, key) for key in ("claim", "holds", "numbers", "run")),
         rows=tuple(rows),
         note=f"Written {', '.join(days)}. Did not end: {'; '.join(lost) or 'nothing'}.",

@@ -97,8 +97,7 @@ def searched_table(rows: Sequence[Row]) -> Table:
 
 def advice_table(rows: Sequence[Row]) -> Table:
     """What following the search loses, by job and device memory."""
-    lost = [row["lost"] for row in rows]
-    mean, most = statistics.fmean(lost or [0.0]), max(lost, default=0.0)
+    most = max((row["lost"] for row in rows), default=0.0)
     out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
     return Table(
         name="gpu_advice",
@@ -122,11 +121,25 @@ def advice_table(rows: Sequence[Row]) -> Table:
         rows=tuple(rows),
         note=f"{caveats(rows)}torch is held to the device memory that was searched for. Lost: how "
         "much longer the step takes than the fastest measured one; on average "
-        f"{100 * mean:.2f} %, at most {100 * most:.1f} % of {len(rows)} (expected: at most "
+        f"{_mean_lost(rows)}, at most {100 * most:.1f} % (expected: at most "
         f"{100 * LOSS_BAR:g} % on average). Ran out of memory: "
         f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of the "
         "methods that the suite sets beside the search; gain: of its step over the search's.",
     )
+
+
+def _mean_lost(rows: Sequence[Row]) -> str:
+    """The mean of what is lost and the number of rows; of several devices those of each too."""
+    by_device: dict[str, list[float]] = {}
+    for row in rows:
+        by_device.setdefault(row["device"], []).append(row["lost"])
+    words = [f"{device} {_mean(lost)}" for device, lost in by_device.items()]
+    each = f" ({', '.join(words)})" if len(words) > 1 else ""
+    return _mean([row["lost"] for row in rows]) + each
+
+
+def _mean(lost: Sequence[float]) -> str:
+    return f"{100 * statistics.fmean(lost or [0.0]):.2f} % of {len(lost)}"
 
 
 def _answers(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], list[Row]]]:
