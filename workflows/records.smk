@@ -7,7 +7,8 @@ MEASURED = {
     for name in ("executed", "traced", "convergence")
 }
 GPU_RUNS = [
-    f"results/measured/{name}" for name in ("gpu", "gpu-mended", "gpu-searched", "gpu-h100")
+    f"results/measured/{name}"
+    for name in ("gpu", "gpu-mended", "gpu-searched", "gpu-h100")
 ]
 """In the order of their measurement."""
 ON_GPU = [
