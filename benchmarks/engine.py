@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rematbench.choose.outcome import reserved
+from rematbench.choose.reserved import reserved
 from rematbench.cost.constants import load_calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select

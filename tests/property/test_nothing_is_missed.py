@@ -10,7 +10,8 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import reserved, run_plan
+from rematbench.choose.outcome import run_plan
+from rematbench.choose.reserved import reserved
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry

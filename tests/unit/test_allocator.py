@@ -1,15 +1,19 @@
 """The caching allocator on literal sequences, and on whole plans."""
 
+from dataclasses import replace as replaced
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import lately, make_problem, unpressed
+from rematbench.choose.outcome import make_problem
+from rematbench.choose.reserved import Lowered, lately, unpressed, weighed, weighed_until
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.program.allocator import MIB, AllocatorPeaks, Mode, rounded
 from rematbench.program.program import RankProgram, parse_program
-from rematbench.program.replay import replay
+from rematbench.program.replay import _Run, replay
 from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.problemspec import ProblemSpec
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
@@ -215,3 +219,67 @@ def test_what_comes_after_the_peak_and_in_a_second_step_is_replayed(
     assert near.reserved_bytes < 0.95 * lowered.peaks.reserved_bytes
     assert lowered.peaks == replay(actions, blocks, None, passes=2)
     assert lowered.peaks.reserved_bytes >= least_gib * 2**30
+
+
+def rooms(lowered: Lowered) -> list[int]:
+    """Bytes around the live bytes and around what the allocator reserves."""
+    live, held = lowered.live_bytes, lowered.peaks.reserved_bytes
+    return [
+        live - 1,
+        live,
+        (2 * live + held) // 3,
+        (live + 2 * held) // 3,
+        held - 1,
+        held,
+        2 * held,
+    ]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("method", ["keep_all", "full_recompute", "memo:alpha=0.5"])
+def test_a_replay_that_ends_early_gives_the_same_verdict(method: str, pp: int) -> None:
+    """Also where cached segments would be given back, and with a reserve of one MiB."""
+    whole = problem(model=WIDE, seq_len=1024, pp=pp, global_batch=6)
+    plan = discover().resolve(method, None, whole).plan(whole)
+    assert isinstance(plan, Plan)
+    early = 0
+    for room in rooms(known := Lowered(whole, plan)):
+        more = room - whole.usable_bytes
+        cluster = replace(whole.cluster, hbm_bytes=whole.cluster.hbm_bytes + more)
+        given = replaced(whole, cluster=cluster)
+        assert given.usable_bytes == room
+        for enough in (room, room - MIB):
+            found = weighed_until(given, one := Lowered(given, plan), enough)
+            exact = weighed(given, Lowered(given, plan), enough)
+            assert (found.nbytes > enough) == (exact.nbytes > enough)
+            assert found.at_least or found == exact
+            assert found.nbytes <= exact.nbytes
+            assert weighed(given, one) == weighed(given, Lowered(given, plan))
+            early += found.at_least
+    assert early or known.placed_bytes
+
+
+@pytest.mark.parametrize("text", ["keep_all", "balanced_checkpointing", "mst:mlp_chunks=4"])
+def test_a_round_that_changes_nothing_is_replayed_once(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """One rank runs its micro-batches one after the other, and nothing is alive between them."""
+    given = problem(model=WIDE, seq_len=1000, global_batch=6)
+    plan = discover().resolve(text, None, given).plan(given)
+    assert isinstance(plan, Plan)
+    (actions,) = lower(plan, given).ranks
+    lines, asked = _Run._lines, list[int]()
+
+    def counted(run: _Run, *given: Any) -> None:
+        asked[-1] += 1
+        lines(run, *given)
+
+    def peaks() -> AllocatorPeaks:
+        asked.append(0)
+        return replay(actions, (), None, passes=2)
+
+    monkeypatch.setattr(_Run, "_lines", counted)
+    found = peaks()
+    monkeypatch.setattr(_Run, "_known", lambda *_: 0)
+    assert found == peaks()
+    assert asked[0] < asked[1] / 2

@@ -5,15 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rematbench.choose.outcome import (
-    Outcome,
-    Retries,
-    judge,
-    lately,
-    make_problem,
-    retries,
-    run_plan,
-)
+from rematbench.choose.outcome import Outcome, Retries, judge, make_problem, retries, run_plan
+from rematbench.choose.reserved import lately
 from rematbench.cli.ranking import _retry_lines
 from rematbench.cli.show import FRAGMENTS, retried
 from rematbench.lowering.lower import lower

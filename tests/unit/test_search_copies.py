@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.choose import outcome
-from rematbench.choose.outcome import Lowered
 from rematbench.choose.programs import Programs
+from rematbench.choose.reserved import Lowered
 from rematbench.cost.copies import pinned_block_bytes
 from rematbench.lowering.lower import lower
 from rematbench.plan import MIB, Plan

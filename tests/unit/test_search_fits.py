@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.search import questions
+from rematbench.choose.reserved import Reserved, weighed, weighed_until
+from rematbench.search import questions, trial
 from rematbench.search.arms import Arm
 from rematbench.search.fits import leaner
 from rematbench.search.frontier import Search
@@ -80,6 +81,30 @@ def test_arms_that_fall_unprobed_change_no_answer(
         assert found.plans_short_bytes == every.plans_short_bytes
     probed, of_all = (sum(one.layers for one in search.shards) for search in (found, every))
     assert probed < of_all
+
+
+def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the allocator alone keeps plans from fitting, and where a plan fits."""
+    hbm, seen, ended = int(10.27 * GIB), set(), list[bool]()
+
+    def noted(*given: Any) -> Reserved:
+        ended.append((found := weighed_until(*given)).at_least)
+        return found
+
+    for _ in range(8):
+        one = asked(seq_len=2048, hbm_bytes=hbm)
+        monkeypatch.setattr(trial, "weighed_until", weighed)
+        every = arms_alone(one)
+        monkeypatch.setattr(trial, "weighed_until", noted)
+        ended.clear()
+        found = arms_alone(one)
+        assert found.best_s == every.best_s
+        assert found.fell == every.fell
+        if found.best_s == inf:
+            assert found.short_bytes == every.short_bytes
+        seen.add((any(ended), found.best_s < inf))
+        hbm += int(min(found.short_bytes, GIB // 8)) + 2**20
+    assert {(True, False), (True, True)} <= seen
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full), 4])

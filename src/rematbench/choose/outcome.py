@@ -1,32 +1,23 @@
 """Problems from plain inputs, the outcome of one method on a problem, the verdict on memory."""
 
-from collections import deque
-from collections.abc import Sequence
-from functools import cached_property
-from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import same_plan
+from rematbench.choose.reserved import Lowered, Reserved, lately, replayed, weighed
 from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem, Weight
-from rematbench.program.allocator import AllocatorPeaks, Mode
 from rematbench.program.check import Proof, check
-from rematbench.program.program import Program
-from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import (
     PlanEvaluation,
     RankBytes,
     evaluate_program,
     fullest_rank,
-    program_bytes,
 )
-from rematbench.solve.memory_plan import planned_peak
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
@@ -156,107 +147,10 @@ def weigh(problem: Problem, plan: Plan) -> Weight:
     return Weight(lowered.peak_device_bytes, weighed(problem, lowered).nbytes)
 
 
-class Reserved(NamedTuple):
-    """Bytes that an allocator reserves, and whether it released cached segments for that."""
-
-    nbytes: int
-    pressed: bool = False
-
-
-class Lowered:
-    """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
-    unlimited memory, each made once.  No cluster changes them."""
-
-    def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.problem, self.plan = problem, plan
-        self.held: dict[int, Reserved] = {}  # what `weighed` found, by usable bytes
-
-    @cached_property
-    def program(self) -> Program:
-        """The lowered plan."""
-        return lower(self.plan, self.problem)
-
-    def forget(self, most_actions: int) -> None:
-        """Forget a program with more actions in memory, which is lowered again where it is asked
-        for."""
-        program: Program | None = self.__dict__.get("program")
-        if program is not None and program.written > most_actions:
-            del self.program
-
-    @cached_property
-    def ranks(self) -> tuple[RankBytes, ...]:
-        """The bytes of every pipeline rank."""
-        return program_bytes(self.problem, self.plan, self.program)
-
-    @property
-    def peak_device_bytes(self) -> tuple[int, ...]:
-        """The ledger peak of every pipeline rank."""
-        return tuple(rank.device_peak for rank in self.ranks)
-
-    @cached_property
-    def live_bytes(self) -> int:
-        """The largest ledger peak of a device."""
-        return max(self.peak_device_bytes)
-
-    @cached_property
-    def peaks(self) -> AllocatorPeaks:
-        """The allocator's peaks on a device with unlimited memory."""
-        rank = fullest_rank(self.ranks)
-        return unpressed(self.program, rank, self.ranks[rank])
-
-
-_LATELY: deque[tuple[Problem, bytes, Lowered]] = deque(maxlen=8)
-
-
-def lately(problem: Problem, plan: Plan) -> Lowered:
-    """The lowered plan.  The last few are kept: a method weighs plans before it asks for the
-    seconds of one of them, and notes in `fit` how it chose."""
-    key = same_plan(plan)
-    for of, content, lowered in _LATELY:
-        if of is problem and content == key:
-            return lowered
-    _LATELY.append((problem, key, Lowered(problem, plan)))
-    return _LATELY[-1][-1]
-
-
-def weighed(problem: Problem, lowered: Lowered, room_bytes: float = inf) -> Reserved:
-    """What the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
-    `room_bytes` is not replayed: no allocator needs less."""
-    if lowered.live_bytes > room_bytes:
-        return Reserved(lowered.live_bytes)
-    at = problem.usable_bytes
-    if at not in lowered.held:
-        known = None if lowered.program.planned else lowered.peaks
-        lowered.held[at] = reserved(problem, lowered.program, lowered.ranks, known)
-    return lowered.held[at]
-
-
 def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:
     """The evaluation of a plan that `weighed` has weighed."""
     found = evaluate_program(problem, lowered.plan, lowered.program, ranks=lowered.ranks)
     return replace(found, reserved_bytes=held.nbytes, pressed=held.pressed)
-
-
-def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
-    """The allocator peaks of a rank on a device with unlimited memory."""
-    return _replayed(program, rank, held, None)
-
-
-def _replayed(
-    program: Program, rank: int, held: RankBytes, capacity_bytes: int | None, *, whole: bool = False
-) -> AllocatorPeaks:
-    """The allocator peaks of one rank over two training steps: the second finds the segments that
-    the first left cached, and may need others.  Of each (unless `whole`) up to twice the passes
-    that lead to the peak, and the two that follow: by then the schedule has run for as long as its
-    warm-up, more than a period, and the pattern of blocks repeats (tests compare with all passes).
-    """
-    actions = program.ranks[rank]
-    resident = held.blocks(actions.late)
-    mode: Mode = "expandable" if program.expandable else "default"
-    passes = None if whole else 2 * held.peak_step + 3
-    if passes and actions.late:
-        passes += 1  # through the second micro-batch, where all gradients are alive
-    return replay(actions, resident, capacity_bytes, mode, passes, 2)
 
 
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -276,44 +170,8 @@ def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries
         return Retries()
     rank, program = fullest_rank(evaluation.ranks), lower(plan, problem)
     held = evaluation.ranks[rank]
-    found = _replayed(program, rank, held, problem.usable_bytes, whole=True)
+    found = replayed(program, rank, held, problem.usable_bytes, whole=True)
     return Retries(per_step=found.retries, fails=found.oom_at is not None)
-
-
-def reserved(
-    problem: Problem,
-    program: Program,
-    ranks: Sequence[RankBytes],
-    known: AllocatorPeaks | None = None,
-) -> Reserved:
-    """What the fullest rank's allocator reserves, by replay. `known`: the peaks that `unpressed`
-    found for that rank."""
-    rank = fullest_rank(ranks)
-    return rank_reserved(program, rank, ranks[rank], problem.usable_bytes, known)
-
-
-def rank_reserved(
-    program: Program,
-    rank: int,
-    held: RankBytes,
-    usable_bytes: int,
-    known: AllocatorPeaks | None = None,
-) -> Reserved:
-    """What one rank's allocator reserves, by replay.
-
-    `known`: the rank's peaks on a device with unlimited memory. An allocator that reaches the
-    usable bytes releases cached segments and tries again: only where the retry fails too is the
-    rank out of memory, and then the reserved bytes are those of unlimited memory. Where the plan
-    places its activations itself, the bytes of that placement count.
-    """
-    if program.planned and (planned := planned_peak(program.ranks[rank])):
-        return Reserved(held.parameter + held.gradient + held.optimizer + planned)
-    found = known or _replayed(program, rank, held, None)
-    if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
-        pressed = _replayed(program, rank, held, usable_bytes)
-        if pressed.oom_at is None:
-            return Reserved(pressed.reserved_bytes, pressed=True)
-    return Reserved(found.reserved_bytes)
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:

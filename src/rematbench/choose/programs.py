@@ -3,7 +3,7 @@
 from msgspec.json import encode
 
 from rematbench.choose.candidates import same_plan
-from rematbench.choose.outcome import Lowered, Reserved, weighed
+from rematbench.choose.reserved import Lowered, Reserved, weighed
 from rematbench.plan import Plan
 from rematbench.problem import Problem, Weight
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import reserved
+from rematbench.choose.reserved import reserved
 from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Activation, Op, OpTable, Part
 from rematbench.packages.process import baselines, load

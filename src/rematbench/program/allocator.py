@@ -10,6 +10,7 @@ pool instead.  All streams count as one stream: a freed block can be reused at o
 issue-order ledger.
 """
 
+import math
 from bisect import bisect_left, insort
 from functools import lru_cache
 from typing import Literal
@@ -34,16 +35,22 @@ allocate, including plans that do not fit, because these are replayed too."""
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
     """Peaks of a replay.  `oom_at`: the index of the step that did not fit (None: all fit).
     `retries`: how often, in the last pass, cudaMalloc failed and was tried again after cached
-    segments were given back (torch's num_alloc_retries)."""
+    segments were given back (torch's num_alloc_retries).  `ended`: the replay ended at the first
+    request that reserved more than it was asked about; the peaks are those until then."""
 
     reserved_bytes: int
     allocated_bytes: int
     oom_at: int | None = None
     retries: int = 0
+    ended: bool = False
 
 
 class OutOfMemory(Exception):
     """cudaMalloc fails even after all cached segments were given back."""
+
+
+class Exceeded(Exception):
+    """More is reserved than a replay was asked about."""
 
 
 class Pool:
@@ -149,10 +156,13 @@ class Pool:
 
 
 class Allocator:
-    """The allocator of one device: a large and a small pool, and an optional capacity."""
+    """The allocator of one device: a large and a small pool, and an optional capacity.  Exceeded is
+    raised once more than `enough_bytes` are reserved."""
 
-    def __init__(self, capacity_bytes: int | None, mode: Mode) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(
+        self, capacity_bytes: int | None, mode: Mode, enough_bytes: float = math.inf
+    ) -> None:
+        self.capacity_bytes, self.enough_bytes = capacity_bytes, enough_bytes
         self.pools = (Pool(small=False, mode=mode), Pool(small=True, mode=mode))
         self.reserved = self.allocated = 0
         self.reserved_peak = self.allocated_peak = 0
@@ -193,15 +203,18 @@ class Allocator:
                 raise OutOfMemory
         self.reserved += growth
         self.reserved_peak = max(self.reserved_peak, self.reserved)
+        if self.reserved > self.enough_bytes:
+            raise Exceeded
         pool.grow(growth)
 
-    def peaks(self, oom_at: int | None) -> AllocatorPeaks:
+    def peaks(self, *, oom_at: int | None = None, ended: bool = False) -> AllocatorPeaks:
         """The peaks so far."""
         return AllocatorPeaks(
             reserved_bytes=self.reserved_peak,
             allocated_bytes=self.allocated_peak,
             oom_at=oom_at,
             retries=self.retries,
+            ended=ended,
         )
 
 

@@ -1,5 +1,6 @@
 """Replays a rank's allocations and frees on the model of PyTorch's caching allocator."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ from rematbench.program.action import HOST, HOST_UPDATE, Action, Kind
 from rematbench.program.allocator import (
     Allocator,
     AllocatorPeaks,
+    Exceeded,
     Mode,
     OutOfMemory,
     rounded,
@@ -105,12 +107,14 @@ def replay(
     mode: Mode = "default",
     num_steps: int | None = None,
     passes: int = 1,
+    enough_bytes: float = math.inf,
 ) -> AllocatorPeaks:
     """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
     `passes` replays them several times, like successive training steps: a later pass finds the
     segments that the first pass left cached.  Where the rank makes tensors late, a pass that ends
-    with their making precedes; the resident blocks are then the others."""
-    memory = Allocator(capacity_bytes, mode)
+    with their making precedes; the resident blocks are then the others.  The replay ends where more
+    than `enough_bytes` are reserved."""
+    memory = Allocator(capacity_bytes, mode, enough_bytes)
     steps = rank.steps[:num_steps]
     late = rank.late
     chosen = {step.block for step in steps}
@@ -126,8 +130,10 @@ def replay(
             memory.retries = 0
             run.step(steps)
     except OutOfMemory:
-        return memory.peaks(run.done)
-    return memory.peaks(None)
+        return memory.peaks(oom_at=run.done)
+    except Exceeded:
+        return memory.peaks(ended=True)
+    return memory.peaks()
 
 
 class _Run:
@@ -139,6 +145,7 @@ class _Run:
         self.made: set[tuple[int, str]] = set()  # units whose states exist
         self.gradients: dict[tuple[int, str, str], list[Placed]] = {}  # by chunk, unit, operator
         self.alive: dict[tuple[int, int], dict[str, Placed]] = {}
+        self.rounds: list[tuple[object, list[int]]] = []
         self.done = 0
 
     def step(self, steps: Sequence[Step]) -> None:
@@ -147,16 +154,45 @@ class _Run:
         for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0
-        for index, micro_batch, chunk in steps:
+        order = [step.block for step in steps]
+        begun, before = 0, self.memory.state  # when nothing was alive
+        while self.done < len(steps):
+            if not self.alive:
+                round_ = order[begun : self.done]
+                if round_ and not self.units and self.memory.state == before:
+                    self.rounds.append((before, round_))
+                begun, before = self.done + self._known(order[self.done :]), self.memory.state
+                if begun > self.done:
+                    self.done = begun
+                    continue
+            index, micro_batch, chunk = steps[self.done]
             alive = self.alive.setdefault((micro_batch, chunk), {})
             for lines, times in self.lines[index]:
-                self._lines(lines, alive, chunk)
-                for _ in range(times - 1):
-                    before = self.memory.state
-                    self._lines(lines, alive, chunk)
-                    if self.memory.state == before:  # further times change nothing either
-                        break
+                self._repeated(lines, times, alive, chunk)
+            if not alive:
+                del self.alive[micro_batch, chunk]
             self.done += 1
+
+    def _known(self, blocks: list[int]) -> int:
+        """How many of the next blocks change nothing: they are a round, or its beginning, from a
+        state in which the round began and ended with nothing alive."""
+        state = self.memory.state
+        for before, round_ in self.rounds:
+            length = min(len(round_), len(blocks))
+            if before == state and round_[:length] == blocks[:length]:
+                return length
+        return 0
+
+    def _repeated(
+        self, lines: list[Request], times: int, alive: dict[str, Placed], chunk: int
+    ) -> None:
+        """The same lines `times` times, or until a time changes nothing, nor would any further."""
+        for _ in range(times - 1):
+            before = self.memory.state
+            self._lines(lines, alive, chunk)
+            if self.memory.state == before:
+                return
+        self._lines(lines, alive, chunk)
 
     def _lines(self, lines: list[Request], alive: dict[str, Placed], chunk: int) -> None:
         memory = self.memory

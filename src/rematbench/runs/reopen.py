@@ -2,7 +2,8 @@
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import make_problem, reserved
+from rematbench.choose.outcome import make_problem
+from rematbench.choose.reserved import reserved
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem

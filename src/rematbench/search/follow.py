@@ -1,13 +1,15 @@
 """What a search tries after a plan that does not fit."""
 
 from math import inf
+from operator import itemgetter
 
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import Arm
 from rematbench.search.judge import Judge
 from rematbench.search.place import Item, Place, in_one_piece, most_pieces
+from rematbench.search.site import Site
 from rematbench.search.tree import Tree
-from rematbench.search.trial import NO_PLAN, RESERVED, Tried, planned_at
+from rematbench.search.trial import NO_PLAN, RESERVED, Tried, lacked_bytes, planned_at
 
 
 class Follow(Judge):
@@ -16,10 +18,15 @@ class Follow(Judge):
     def __init__(self, tree: Tree, registry: Registry) -> None:
         super().__init__(tree)
         self.registry = registry
+        self._ended: list[tuple[float, Site, bytes]] = []  # plans, by the least bytes they lack
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue the work that follows a plan that does not fit."""
         arm = item.arm
+        if tried.at_least:
+            self._ended.append((tried.short_bytes, place.site, tried.content))
+        else:
+            self._short(tried.short_bytes)
         if tried.reason.startswith(NO_PLAN):
             self.refusal = tried.reason.removeprefix(NO_PLAN)
         if tried.verdict and tried.verdict.host_headroom_bytes < 0:
@@ -38,6 +45,13 @@ class Follow(Judge):
                 place.flat.add((arm, item.step))
             place.short[arm, item.step] = tried.short_bytes
         self._next(bound_s, place, item)
+
+    def _replay_whole(self) -> None:
+        """Find what plans lack whose replay ended early, as long as it may be the least."""
+        for short_bytes, site, content in sorted(self._ended, key=itemgetter(0)):
+            if short_bytes < self.plans_short_bytes:
+                self._short(lacked_bytes(site.problem, site.trials.ended[content]))
+        self._ended.clear()
 
     def _is_flat(self, place: Place, item: Item, short_bytes: float) -> bool:
         """Whether more pieces, or pieces at all, freed no live bytes at a step.  A peak of live

@@ -83,6 +83,7 @@ class Search(Follow):
     @property
     def short_bytes(self) -> float:
         """The least device bytes that an excluded plan, or the states of a layout, lacked."""
+        self._replay_whole()
         return min(self.plans_short_bytes, self._states_short_bytes)
 
     @property
@@ -109,6 +110,7 @@ class Search(Follow):
             own, before = item.stage not in BEGINNING, shard.layers
             found = self._take(bound_s, item)
             if not self.queue and self.best_s == self.faster_than_s == inf:  # nothing fits
+                self._replay_whole()
                 self._measure_shortage()
             turn += own
             self.work += own + shard.layers - before
@@ -277,7 +279,6 @@ class Search(Follow):
         place.known.add(tried.content)
         if tried.evaluation is None:
             self.fell[tried.reason.split(":")[0]] += 1
-            self._short(tried.short_bytes)
             self._go_on(bound_s, place, item, tried)
         else:
             if item.pieces == 1:

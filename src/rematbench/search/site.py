@@ -16,7 +16,7 @@ class Site:
     def __init__(self, choice: Choice, problem: Problem, programs: Programs | None = None) -> None:
         self.choice, self.problem = choice, problem
         self.tight_s: dict[str, float] = {}
-        self.trials = Trials({}, programs)
+        self.trials = Trials(programs)
 
     @cached_property
     def frame(self) -> Frame:

@@ -1,13 +1,12 @@
 """The trial of one candidate: plan, lower, count bytes, and time the step where the bytes fit."""
 
-from typing import NamedTuple
-
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import same_plan
-from rematbench.choose.outcome import Lowered, Verdict, judge, judged, timed, weighed
+from rematbench.choose.outcome import Verdict, judge, judged, timed
 from rematbench.choose.programs import Programs
+from rematbench.choose.reserved import Lowered, weighed, weighed_until
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
@@ -28,7 +27,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     """One candidate after its trial.  `content`: what its plan is known by; empty without a plan.
     `arm`: what all plans have in common that differ in a share or in pieces alone.
     Without an evaluation, `reason` says why: the plan does not fit (it lacks `short_bytes` of a
-    device's memory), or the method has no plan."""
+    device's memory; `at_least`: or more), or the method has no plan."""
 
     choice: Choice
     method: str
@@ -37,6 +36,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     arm: str = ""
     reason: str = ""
     short_bytes: float = float("inf")
+    at_least: bool = False
     evaluation: PlanEvaluation | None = None
     verdict: Verdict | None = None
 
@@ -46,12 +46,13 @@ class Tried(Struct, frozen=True, kw_only=True):
         return self.evaluation.step_s if self.evaluation else float("inf")
 
 
-class Trials(NamedTuple):
+class Trials(Struct):
     """The trials of a layout, by the content of their plans; `programs`: lowered plans that are
-    kept for other clusters."""
+    kept for other clusters; `ended`: plans whose replay of the allocator ended early."""
 
-    tried: dict[bytes, Tried]
     programs: Programs | None = None
+    tried: dict[bytes, Tried] = {}
+    ended: dict[bytes, Lowered] = {}
 
 
 def tried_plan(
@@ -71,7 +72,7 @@ def tried_plan(
     plan = planned_at(choice, problem, method, registry)
     if isinstance(plan, str):
         return replace(tried, reason=plan)
-    known, tried = known or Trials({}), replace(tried, content=same_plan(plan))
+    known, tried = known or Trials(), replace(tried, content=same_plan(plan))
     if found := known.tried.get(tried.content):
         return replace(found, method=method, bound_s=bound_s)
     if engines and not engines.of(plan):
@@ -79,12 +80,23 @@ def tried_plan(
     try:
         shared = known.programs
         lowered = shared.lowered(problem, plan) if shared else Lowered(problem, plan)
-        known.tried[tried.content] = _judged(tried, problem, lowered)
+        found = known.tried[tried.content] = _judged(tried, problem, lowered)
     except (PlanError, LayoutError) as error:
         return replace(tried, content=b"", reason=f"{NO_PLAN}{error}")
-    if shared:
-        lowered.forget(KEPT_ACTIONS)  # it is timed on another cluster, if at all
-    return known.tried[tried.content]
+    if found.at_least:
+        known.ended[tried.content] = lowered
+    # it is timed on another cluster, or replayed whole, if at all
+    lowered.forget(KEPT_ACTIONS if shared else 0)
+    return found
+
+
+def lacked_bytes(problem: Problem, lowered: Lowered) -> float:
+    """The device bytes that a plan lacks whose replay of the allocator ended early."""
+    return float(weighed(problem, lowered).nbytes - _room(problem))
+
+
+def _room(problem: Problem) -> int:
+    return problem.usable_bytes - problem.reserve_bytes
 
 
 def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:
@@ -100,15 +112,16 @@ def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry
 def _judged(tried: Tried, problem: Problem, lowered: Lowered) -> Tried:
     """`tried` with the plan's evaluation where the plan fits, else with the reason.  What takes the
     least time is done first: live bytes, host bytes, the allocator, the step's seconds."""
-    room = problem.usable_bytes - problem.reserve_bytes
+    room = _room(problem)
     pinned = host_node_bytes(problem, lowered.ranks)
     live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)
     if live.host_headroom_bytes < 0 and lowered.live_bytes <= room:
         return replace(tried, reason=live.binds, verdict=live)
-    held = weighed(problem, lowered, room)
+    held = weighed_until(problem, lowered, room)
     if held.nbytes > room:
         reason = RESERVED if lowered.live_bytes <= room else "device memory"
-        return replace(tried, reason=reason, short_bytes=float(held.nbytes - room))
+        short_bytes = float(held.nbytes - room)
+        return replace(tried, reason=reason, short_bytes=short_bytes, at_least=held.at_least)
     found = timed(problem, lowered, held)
     verdict = judge(problem, found)
     if not verdict.fits or found.not_timed:

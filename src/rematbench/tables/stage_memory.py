@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import rank_reserved
+from rematbench.choose.reserved import rank_reserved
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, resolve
 from rematbench.lowering.lower import rank_orders

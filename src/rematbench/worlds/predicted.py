@@ -10,7 +10,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import lately, run_plan, unpressed
+from rematbench.choose.outcome import run_plan
+from rematbench.choose.reserved import lately, unpressed
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
 from rematbench.plan import Plan, Unsupported
