@@ -8,6 +8,7 @@ from msgspec import Struct
 from rich.console import Console
 from typer import Exit
 
+from rematbench.cli.search_shown import where
 from rematbench.host.console import GIB, CommandError, grid, plain
 from rematbench.search.job import Asked
 from rematbench.search.questions import (
@@ -89,12 +90,7 @@ def _line(find: str, answer: Answer) -> str:
 
 def told(tried: Tried) -> str:
     """A plan, its layout and its step time in one line."""
-    lay = tried.choice.layout
-    where = f"tp {lay.tp} cp {lay.cp} pp {lay.pp} vpp {lay.vpp} dp {lay.dp} zero {lay.zero_stage}"
-    uneven = f" {' '.join(tried.choice.words)}" if tried.choice.words else ""
-    uneven += " optimizer on host" if tried.choice.hosted else ""
-    where += f" micro-batch {lay.micro_batch}{uneven}"
-    return f"{tried.method} at {where}, step {tried.step_s:.4g} s"
+    return f"{tried.method} at {where(tried.choice)}, step {tried.step_s:.4g} s"
 
 
 def _prices(out: Console, asked: Asked, processes: int) -> None:

@@ -25,7 +25,7 @@ from rematbench.search.answer import Found, difference, line, simplest
 from rematbench.search.halves import Progress
 from rematbench.search.job import SearchJob
 from rematbench.search.planners import Planned
-from rematbench.search.space import DEGREES
+from rematbench.search.space import DEGREES, Choice
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
@@ -99,18 +99,23 @@ def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
         out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
 
 
+def where(choice: Choice) -> str:
+    """A layout in words: what is above one, and where the optimizer's states are."""
+    lay = choice.layout
+    words = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
+    words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
+    words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
+    words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
+    words += [*choice.words, *(["optimizer on host"] if choice.hosted else [])]
+    return " ".join(words) or "1 GPU"
+
+
 def _said(found: Found) -> str:
     """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
-    lay, row = found.tried.choice.layout, line(0, found)
-    degrees = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
-    degrees += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
-    degrees += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
-    degrees += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
-    degrees += [*found.tried.choice.words]
-    degrees += ["optimizer on host"] if found.tried.choice.hosted else []
+    row = line(0, found)
     low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
     return (
-        f"{row['name']} at {' '.join(degrees) or '1 GPU'}, {speed} tokens/s/GPU "
+        f"{row['name']} at {where(found.tried.choice)}, {speed} tokens/s/GPU "
         f"({low} to {high}), {gib(row['headroom_bytes'])} GiB left, "
         f"{row['host_node_bytes'] / GIB:.0f} GiB of a node's host memory"
     )
