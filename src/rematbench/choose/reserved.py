@@ -111,9 +111,12 @@ def weighed(problem: Problem, lowered: Lowered, room_bytes: float = inf) -> Rese
         return Reserved(lowered.live_bytes)
     at = problem.usable_bytes
     if at not in lowered.held:
-        if placed := lowered.placed_bytes:
-            return lowered.held.setdefault(at, Reserved(placed))
-        lowered.held[at] = reserved(problem, lowered.program, lowered.ranks, lowered.peaks)
+        known = lowered.placed_bytes or lowered.peaks.reserved_bytes
+        lowered.held[at] = (
+            Reserved(known)
+            if lowered.placed_bytes or known <= at
+            else reserved(problem, lowered.program, lowered.ranks, lowered.peaks)
+        )
     return lowered.held[at]
 
 
