@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
-from rematbench.choose.reserved import Lowered, lately, unpressed, weighed, weighed_until
+from rematbench.choose.reserved import Lowered, lately, unpressed, weighed
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -249,7 +249,7 @@ def test_a_replay_that_ends_early_gives_the_same_verdict(method: str, pp: int) -
         given = replaced(whole, cluster=cluster)
         assert given.usable_bytes == room
         for enough in (room, room - MIB):
-            found = weighed_until(given, one := Lowered(given, plan), enough)
+            found = weighed(given, one := Lowered(given, plan), enough, enough_bytes=enough)
             exact = weighed(given, Lowered(given, plan), enough)
             assert (found.nbytes > enough) == (exact.nbytes > enough)
             assert found.at_least or found == exact

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.reserved import Reserved, weighed, weighed_until
+from rematbench.choose.reserved import Reserved, weighed
 from rematbench.search import questions, trial
 from rematbench.search.arms import Arm
 from rematbench.search.fits import leaner
@@ -87,15 +87,15 @@ def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPat
     """Where the allocator alone keeps plans from fitting, and where a plan fits."""
     hbm, seen, ended = int(10.27 * GIB), set(), list[bool]()
 
-    def noted(*given: Any) -> Reserved:
-        ended.append((found := weighed_until(*given)).at_least)
+    def noted(*given: Any, **enough: float) -> Reserved:
+        ended.append((found := weighed(*given, **enough)).at_least)
         return found
 
     for _ in range(8):
         one = asked(seq_len=2048, hbm_bytes=hbm)
-        monkeypatch.setattr(trial, "weighed_until", weighed)
+        monkeypatch.setattr(trial, "weighed", lambda *given, **_: weighed(*given))
         every = arms_alone(one)
-        monkeypatch.setattr(trial, "weighed_until", noted)
+        monkeypatch.setattr(trial, "weighed", noted)
         ended.clear()
         found = arms_alone(one)
         assert found.best_s == every.best_s

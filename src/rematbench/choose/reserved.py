@@ -1,8 +1,8 @@
 """Plans that are lowered, and the bytes that the allocator of their fullest rank reserves."""
 
 from collections import deque
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from math import inf
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Lowered:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
         self.held: dict[int, Reserved] = {}  # what `weighed` found, by usable bytes
-        self._ended: AllocatorPeaks | None = None  # of a replay that ended early
+        self._peaks: AllocatorPeaks | None = None  # perhaps of a replay that ended early
 
     @cached_property
     def program(self) -> Program:
@@ -68,26 +68,25 @@ class Lowered:
         rank = fullest_rank(self.ranks)
         return _placed_bytes(self.program, rank, self.ranks[rank])
 
-    @cached_property
+    @property
     def peaks(self) -> AllocatorPeaks:
         """The allocator's peaks on a device with unlimited memory."""
-        rank = fullest_rank(self.ranks)
-        return unpressed(self.program, rank, self.ranks[rank])
+        return self.peaks_until(inf)
 
     def peaks_until(self, enough_bytes: float) -> AllocatorPeaks:
         """`peaks`, or those of a replay that ended once more than `enough_bytes` were reserved."""
-        ended = self._ended
-        if "peaks" in self.__dict__:
-            return self.peaks
-        if ended is None or ended.reserved_bytes <= enough_bytes:
-            rank = fullest_rank(self.ranks)
-            held = self.ranks[rank]
-            found = replayed(self.program, rank, held, None, enough_bytes=enough_bytes)
-            if not found.ended:
-                self.peaks = found
-                return found
-            self._ended = ended = found
-        return ended
+        known = self._peaks
+        if known is None or (known.ended and known.reserved_bytes <= enough_bytes):
+            known = self._peaks = self.replayed(enough_bytes=enough_bytes)
+        return known
+
+    def replayed(
+        self, capacity_bytes: int | None = None, enough_bytes: float = inf
+    ) -> AllocatorPeaks:
+        """A replay of the fullest rank."""
+        rank = fullest_rank(self.ranks)
+        held = self.ranks[rank]
+        return replayed(self.program, rank, held, capacity_bytes, enough_bytes=enough_bytes)
 
 
 _LATELY: deque[tuple[Problem, bytes, Lowered]] = deque(maxlen=8)
@@ -104,37 +103,24 @@ def lately(problem: Problem, plan: Plan) -> Lowered:
     return _LATELY[-1][-1]
 
 
-def weighed(problem: Problem, lowered: Lowered, room_bytes: float = inf) -> Reserved:
+def weighed(
+    problem: Problem, lowered: Lowered, room_bytes: float = inf, enough_bytes: float = inf
+) -> Reserved:
     """What the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
-    `room_bytes` is not replayed: no allocator needs less."""
+    `room_bytes` is not replayed: no allocator needs less.  A replay ends where more than
+    `enough_bytes` are reserved; how many more is then not known."""
     if lowered.live_bytes > room_bytes:
         return Reserved(lowered.live_bytes)
     at = problem.usable_bytes
     if at not in lowered.held:
-        known = lowered.placed_bytes or lowered.peaks.reserved_bytes
-        lowered.held[at] = (
-            Reserved(known)
-            if lowered.placed_bytes or known <= at
-            else reserved(problem, lowered.program, lowered.ranks, lowered.peaks)
-        )
+        if lowered.placed_bytes:
+            found = Reserved(lowered.placed_bytes)
+        else:
+            found = _within(at, lowered.peaks_until(enough_bytes), lowered.replayed)
+        if found.at_least:
+            return found
+        lowered.held[at] = found
     return lowered.held[at]
-
-
-def weighed_until(problem: Problem, lowered: Lowered, room_bytes: float) -> Reserved:
-    """As `weighed`; of a plan that reserves more than `room_bytes` only that it does, because the
-    replay ends there."""
-    at = problem.usable_bytes
-    if lowered.live_bytes > room_bytes or at in lowered.held or lowered.placed_bytes:
-        return weighed(problem, lowered, room_bytes)
-    found = lowered.peaks_until(room_bytes)
-    if not found.ended:
-        return weighed(problem, lowered, room_bytes)
-    if found.reserved_bytes > at:  # too much at once: cached segments may be released for it
-        rank = fullest_rank(lowered.ranks)
-        pressed = replayed(lowered.program, rank, lowered.ranks[rank], at)
-        if pressed.oom_at is None:
-            return lowered.held.setdefault(at, Reserved(pressed.reserved_bytes, pressed=True))
-    return Reserved(found.reserved_bytes, at_least=True)
 
 
 def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
@@ -165,40 +151,33 @@ def replayed(
     return replay(actions, resident, capacity_bytes, mode, passes, 2, enough_bytes)
 
 
-def reserved(
-    problem: Problem,
-    program: Program,
-    ranks: Sequence[RankBytes],
-    known: AllocatorPeaks | None = None,
-) -> Reserved:
-    """What the fullest rank's allocator reserves, by replay. `known`: the peaks that `unpressed`
-    found for that rank."""
+def reserved(problem: Problem, program: Program, ranks: Sequence[RankBytes]) -> Reserved:
+    """What the fullest rank's allocator reserves, by replay."""
     rank = fullest_rank(ranks)
-    return rank_reserved(program, rank, ranks[rank], problem.usable_bytes, known)
+    return rank_reserved(program, rank, ranks[rank], problem.usable_bytes)
 
 
-def rank_reserved(
-    program: Program,
-    rank: int,
-    held: RankBytes,
-    usable_bytes: int,
-    known: AllocatorPeaks | None = None,
-) -> Reserved:
-    """What one rank's allocator reserves, by replay.
-
-    `known`: the rank's peaks on a device with unlimited memory. An allocator that reaches the
-    usable bytes releases cached segments and tries again: only where the retry fails too is the
-    rank out of memory, and then the reserved bytes are those of unlimited memory. Where the plan
-    places its activations itself, the bytes of that placement count.
-    """
+def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> Reserved:
+    """What one rank's allocator reserves, by replay.  Where the plan places its activations itself,
+    the bytes of that placement count."""
     if placed := _placed_bytes(program, rank, held):
         return Reserved(placed)
-    found = known or replayed(program, rank, held, None)
-    if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
-        pressed = replayed(program, rank, held, usable_bytes)
+    peaks = unpressed(program, rank, held)
+    return _within(usable_bytes, peaks, partial(replayed, program, rank, held))
+
+
+def _within(
+    usable_bytes: int, peaks: AllocatorPeaks, replay_at: Callable[[int], AllocatorPeaks]
+) -> Reserved:
+    """What an allocator with `peaks` on unlimited memory reserves of `usable_bytes`.  Where it
+    reaches them it releases cached segments and tries again (`replay_at`): only where the retry
+    fails too is the rank out of memory, and then the reserved bytes are those of unlimited
+    memory."""
+    if peaks.reserved_bytes > usable_bytes >= peaks.allocated_bytes:
+        pressed = replay_at(usable_bytes)
         if pressed.oom_at is None:
             return Reserved(pressed.reserved_bytes, pressed=True)
-    return Reserved(found.reserved_bytes)
+    return Reserved(peaks.reserved_bytes, at_least=peaks.ended)
 
 
 def _placed_bytes(program: Program, rank: int, held: RankBytes) -> int:

@@ -155,33 +155,36 @@ class _Run:
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0
         order = [step.block for step in steps]
-        begun, before = 0, self.memory.state  # when nothing was alive
+        begun, before = 0, None  # the last time that nothing was alive
         while self.done < len(steps):
-            if not self.alive:
-                round_ = order[begun : self.done]
-                if round_ and not self.units and self.memory.state == before:
-                    self.rounds.append((before, round_))
-                begun, before = self.done + self._known(order[self.done :]), self.memory.state
-                if begun > self.done:
-                    self.done = begun
-                    continue
-            index, micro_batch, chunk = steps[self.done]
-            alive = self.alive.setdefault((micro_batch, chunk), {})
-            for lines, times in self.lines[index]:
-                self._repeated(lines, times, alive, chunk)
-            if not alive:
-                del self.alive[micro_batch, chunk]
+            if not self.alive and not self.units:  # late tensors make each step its own
+                state = self.memory.state
+                if state == before:
+                    self.rounds.append((state, order[begun : self.done]))
+                while known := self._known(state, order[self.done :]):
+                    self.done += known
+                begun, before = self.done, state
+                if begun == len(steps):
+                    break
+            self._run(steps[self.done])
             self.done += 1
 
-    def _known(self, blocks: list[int]) -> int:
-        """How many of the next blocks change nothing: they are a round, or its beginning, from a
-        state in which the round began and ended with nothing alive."""
-        state = self.memory.state
+    def _known(self, state: object, blocks: list[int]) -> int:
+        """How many of the next blocks change nothing: they are a round, or its beginning, that
+        began and ended in this state with nothing alive."""
         for before, round_ in self.rounds:
             length = min(len(round_), len(blocks))
             if before == state and round_[:length] == blocks[:length]:
                 return length
         return 0
+
+    def _run(self, step: Step) -> None:
+        index, micro_batch, chunk = step
+        alive = self.alive.setdefault((micro_batch, chunk), {})
+        for lines, times in self.lines[index]:
+            self._repeated(lines, times, alive, chunk)
+        if not alive:
+            del self.alive[micro_batch, chunk]
 
     def _repeated(
         self, lines: list[Request], times: int, alive: dict[str, Placed], chunk: int

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import same_plan
 from rematbench.choose.outcome import Verdict, judge, judged, timed
 from rematbench.choose.programs import Programs
-from rematbench.choose.reserved import Lowered, weighed, weighed_until
+from rematbench.choose.reserved import Lowered, weighed
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
@@ -117,7 +117,7 @@ def _judged(tried: Tried, problem: Problem, lowered: Lowered) -> Tried:
     live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)
     if live.host_headroom_bytes < 0 and lowered.live_bytes <= room:
         return replace(tried, reason=live.binds, verdict=live)
-    held = weighed_until(problem, lowered, room)
+    held = weighed(problem, lowered, room, enough_bytes=room)
     if held.nbytes > room:
         reason = RESERVED if lowered.live_bytes <= room else "device memory"
         short_bytes = float(held.nbytes - room)
