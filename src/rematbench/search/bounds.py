@@ -78,6 +78,18 @@ class Total:
         return self._at(self.base.kept_bytes, self.slope.kept_bytes)
 
     @cached_property
+    def crossing_bytes(self) -> Array:
+        """Bytes that a GPU sends to other nodes in collectives of forwards."""
+        found = self._at(self.base.crossing_bytes, self.slope.crossing_bytes)
+        return np.maximum(0.0, found)
+
+    @cached_property
+    def recrossing_bytes(self) -> Array:
+        """Bytes that a GPU sends to other nodes in collectives of backwards."""
+        found = self._at(self.base.recrossing_bytes, self.slope.recrossing_bytes)
+        return np.maximum(0.0, found)
+
+    @cached_property
     def copied_bytes(self) -> Array:
         """Device bytes that are freed after their copy to the host."""
         return self._at(self.base.released_bytes, self.slope.released_bytes)

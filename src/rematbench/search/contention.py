@@ -1,8 +1,7 @@
 """A lower bound of the contention of a plan's copies (simulate/contention.py) in a layout's step.
 
 Messages per copied byte, and the share of bytes beside a copy in the other direction, are ratios:
-each is bounded by its least numerator and its largest denominator.  Collectives of passes that
-cross to other nodes are left out.
+each is bounded by its least numerator and its largest denominator.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,12 +87,17 @@ def least_crowd(
     rounding = MIB * sum(made.sizes)
     sure = [share * (a + b) for share, a, b in zip(made.surely, out, back, strict=True)]
     busy_s = fsum(made.all(lambda cost: cost.forward.kernel_s + cost.backward.kernel_s))
-    beside = _by_layer if moves.granularity == "layer" else _by_chunk
+    by_layer = moves.granularity == "layer"
+    beside = _by_layer if by_layer else _by_chunk
+    crossing = fsum(made.all(lambda cost: cost.crossing_bytes))
+    recrossing = fsum(made.all(lambda cost: cost.recrossing_bytes))
+    if not by_layer:  # copies of chunks run beside forwards and backwards
+        crossing = recrossing = crossing + recrossing
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
     return Crowd(
         both=beside(turns, made, moves) / turns.micro_batches / (total + 2 * rounding),
-        sent_per_d2h=sent_bytes / (fsum(out) + rounding),
-        received_per_h2d=sent_bytes / (fsum(back) + rounding),
+        sent_per_d2h=(sent_bytes + crossing) / (fsum(out) + rounding),
+        received_per_h2d=(sent_bytes + recrossing) / (fsum(back) + rounding),
         drawn=fsum(sure) / hbm_bytes_per_s / busy_s,
     )
 
@@ -131,10 +135,19 @@ def sent_bytes(problem: Problem) -> float:
 
 class CopyBound:
     """Seconds that each layout's first rank needs at least for its copies, beside messages of
-    `sent_bytes` in a micro-batch.  Nothing is known where the model's last layers, which a method
+    `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards and of the
+    backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's last layers, which a method
     may spare, begin on the first rank."""
 
-    def __init__(self, columns: Columns, facts: Facts, cost: CostModel, sent_bytes: Array) -> None:
+    def __init__(
+        self,
+        columns: Columns,
+        facts: Facts,
+        cost: CostModel,
+        sent_bytes: Array,
+        *,
+        by_layer: bool,
+    ) -> None:
         self.columns, self.facts = columns, facts
         c, (first, middle, last) = columns, facts
         self.opening = Total(first, c.opening)
@@ -144,6 +157,12 @@ class CopyBound:
         inner = Total(middle, between, np.maximum(0, c.pp * c.vpp - 2))
         others = np.where(c.pp > 1, inner.out_bytes + np.maximum(*ends), 0.0)
         most = self.opening.out_bytes + others + MIB * c.layers
+        ending = Total(last, c.ending)
+        crossing = [
+            which(self.opening) + np.where(c.pp > 1, which(inner) + which(ending), 0.0)
+            for which in (lambda one: one.crossing_bytes, lambda one: one.recrossing_bytes)
+        ]
+        sent_bytes = sent_bytes + (np.minimum(*crossing) if by_layer else sum(crossing))
         self.sure = (c.pp == 1) | (c.after_first >= last.layers)
         alone = cost.copy_bytes_per_s()
         rate = crowded_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)

@@ -206,10 +206,12 @@ class Search(Follow):
     def _root(self, bound_s: float, place: Place, arm: Arm, known: int = 0) -> None:
         """Bound an arm of several methods by the methods before its last, whose probes are cheaper:
         first by one, then by two, as long as the bound is the least of all; then judge it.  A plan
-        is no faster than the plan that its last method was added to.  `known`: the methods that
-        have bounds."""
+        is no faster than the plan that its last method was added to.  An arm that does not fit by
+        what it keeps and copies needs no bound.  `known`: the methods that have bounds."""
         if known + 1 >= len(arm.parts):
             self._judge(bound_s, place, arm)
+            return
+        if not known and self.tree.ends(arm) and self._falls(place, arm):
             return
         found = place.shard.bounds(Arm(arm.parts[: known + 1]))
         if isinstance(found, Bounds):

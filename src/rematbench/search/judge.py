@@ -13,6 +13,9 @@ from rematbench.search.place import Fallen, Item, Place, in_one_piece, most_piec
 from rematbench.search.probe import Refused
 from rematbench.search.tree import Tree
 
+COPIED, KEPT = "host memory, by what is copied", "device memory, by what is kept"
+"""Why an arm falls that is not probed."""
+
 
 class Judge(ABC):
     """What falls to memory, and what of an arm is left.  `fell`: excluded plans and layouts by
@@ -38,7 +41,9 @@ class Judge(ABC):
         if (arm, pieces) in place.judged:
             return
         place.judged.add((arm, pieces))
-        if pieces == 1 and self.tree.ends(arm) and self._falls(place, arm):
+        if pieces == 1 and self.tree.ends_next(arm) and self._falls(place, arm):
+            for more in self.tree.more(arm):
+                self._push(bound_s, Item("made", place, None, more))
             return
         shard, at = place.shard, place.index
         found = self._least(place, arm, pieces, bound_s)
@@ -55,17 +60,15 @@ class Judge(ABC):
             self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)
 
     def _falls(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm does not fit by what it keeps and copies alone.  It is not probed, unless
+        """Whether an arm does not fit by what it keeps and copies.  It is not probed, unless
         nothing fits and what it lacks may be the least."""
         short = place.shard.least.short(arm)
-        if short is None:
+        found = short.falls[place.index] if short is not None else None
+        if found is None:
             return False
-        host, device = (float(lacked[place.index]) for lacked in (short.host, short.device))
-        if max(host, device) <= 0:
-            return False
-        where = "host memory, by what is copied" if host > 0 else "device memory, by what is kept"
-        self.fell[where] += 1
-        self._fallen.append(Fallen(host if host > 0 else device, host > 0, place, arm))
+        nbytes, host = found
+        self.fell[COPIED if host else KEPT] += 1
+        self._fallen.append(Fallen(nbytes, host, place, arm))
         return True
 
     def _measure_shortage(self) -> None:

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm
-from rematbench.search.bounds import host_bound, peak_bound
+from rematbench.search.bounds import peak_bound
 from rematbench.search.columns import Array, Columns
 from rematbench.search.highs import height, no_cost, only_kept
+from rematbench.search.pinned import Pinned
 from rematbench.search.probe import Facts, Floor, Line, Probe, Refused
 
 
@@ -30,8 +31,18 @@ class Probed(Protocol):
         """An arm's Probe."""
         ...
 
-    def floor(self, arm: Arm) -> Floor | Refused:
-        """An arm's Floor."""
+    def floors(self, arm: Arm) -> tuple[Floor, Floor] | Refused:
+        """The floors at both ends of an arm's line."""
+        ...
+
+    def stored(
+        self, arm: Arm, ends: tuple[Facts, Facts], pinned: Pinned
+    ) -> tuple[Facts, NDArray[np.float64]]:
+        """Along an arm's line: its facts, and the least host bytes of a node."""
+        ...
+
+    def wide(self, arm: Arm, found: NDArray[np.float64]) -> NDArray[np.float64]:
+        """An array [steps of an arm's line, layouts]."""
         ...
 
     def bounded(self, arm: Arm) -> bool:
@@ -44,11 +55,26 @@ class Probed(Protocol):
 
 
 class Short(NamedTuple):
-    """Bytes that each layout lacks at least, where positive: of a device, and of a node's host
-    memory."""
+    """Bytes that each layout lacks at least at each step of an arm's line, where positive, of a
+    device and of a node's host memory: arrays [steps, layouts].  `falls`: by layout, what it lacks
+    at least where no step fits, and whether that is host memory; None where a step may fit."""
 
     device: Array
     host: Array
+    falls: list[tuple[float, bool] | None]
+
+
+def _falls(device: Array, host: Array) -> list[tuple[float, bool] | None]:
+    """See `Short`.  Host memory is short where no step has room there; else what the steps with
+    room there lack on the device counts."""
+    lacked = np.where(host > 0, inf, device).min(axis=0)
+    found: list[tuple[float, bool] | None] = []
+    for nbytes, host_bytes in zip(lacked.tolist(), host.min(axis=0).tolist(), strict=True):
+        if nbytes <= 0:
+            found.append(None)
+        else:
+            found.append((host_bytes, True) if nbytes == inf else (nbytes, False))
+    return found
 
 
 class LeastBytes:
@@ -74,9 +100,9 @@ class LeastBytes:
         return np.asarray(found)
 
     def short(self, arm: Arm) -> Short | None:
-        """What an arm lacks at the last step of its line, in any number of pieces, by what it keeps
-        on the device and copies to the host alone; None where its bounds are known, which say
-        more, and for an arm without a plan."""
+        """What an arm lacks along its line, in any number of pieces, by what it keeps on the device
+        and copies to the host, and by what the arm that keeps everything needs above that; None
+        where its bounds are known, which say more, and for an arm without a plan."""
         if self.shard.bounded(arm):
             return None
         if arm not in self._shorts:
@@ -84,19 +110,16 @@ class LeastBytes:
         return self._shorts[arm]
 
     def _short(self, arm: Arm) -> Short | None:
-        found, shard = self.shard.floor(arm), self.shard
-        if isinstance(found, Refused):
+        shard, floors = self.shard, self.shard.floors(arm)
+        if isinstance(floors, Refused):
             return None
-        rounding = shard.rounding_bytes(arm)
-        peak_bytes = peak_bound(shard.columns, found.nbytes) - rounding
-        if arm.line:  # a smaller share copies less
-            host_bytes = np.full_like(peak_bytes, -inf)
-        else:
-            more = found.pinned if not found.pinned.budget else found.pinned._replace(sizes=())
-            host_bytes = host_bound(shard.columns, found.nbytes, lambda n: more.more_bytes(1.0, n))
-            host_bytes = host_bytes - rounding * shard.columns.gpus_per_node
-        room = shard.problem.cost.host_room_bytes
-        return Short(peak_bytes - shard.usable_bytes, host_bytes - room)
+        ends = (floors[0].nbytes, floors[1].nbytes)
+        lean, host_bytes = shard.stored(arm, ends, floors[1].pinned)
+        cut = arm.whole != arm  # pieces have other transients
+        peak_bytes = peak_bound(shard.columns, lean) if cut else self._above(lean, None)
+        device = shard.wide(arm, peak_bytes - shard.rounding_bytes(arm) - shard.usable_bytes)
+        host = host_bytes - shard.problem.cost.host_room_bytes
+        return Short(device, host, _falls(device, host))
 
     def of_all(self, pieces: Arm | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
@@ -112,10 +135,10 @@ class LeastBytes:
 
     def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
         if lean is not None:
-            found = self.shard.probe(Arm((*lean.parts, *(pieces.parts if pieces else ()))), 1)
-            if isinstance(found, Refused):
+            floors = self.shard.floors(Arm((*lean.parts, *(pieces.parts if pieces else ()))))
+            if isinstance(floors, Refused):
                 return self.of_all(pieces)
-            return self._above(found.nbytes, pieces)
+            return self._above(floors[1].nbytes, pieces)
         keep = self.shard.probe(KEEP)
         assert isinstance(keep, Probe)
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)

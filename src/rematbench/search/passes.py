@@ -13,7 +13,12 @@ from rematbench.program.action import Action, Kind
 from rematbench.program.ledger import pool_bytes
 from rematbench.program.profile import Profile
 from rematbench.program.program import Block, Part, Program
-from rematbench.simulate.contention import KERNELS, copied_bytes, trailing_bytes
+from rematbench.simulate.contention import (
+    KERNELS,
+    collectives,
+    copied_bytes,
+    trailing_bytes,
+)
 from rematbench.simulate.macro import COMPUTE, macro_of
 from rematbench.simulate.rows import rows_with
 from rematbench.simulate.seconds import ActionCosts
@@ -48,7 +53,9 @@ class ChunkCost(NamedTuple):
     copies of activations to the host and back; `trailing_bytes`, `inside_bytes`: bytes of the last
     copy of a forward, which runs on beside the next pass, and of a backward's own copies back;
     `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
-    bytes in host memory; `pool_bytes`: its rank's staging pools."""
+    bytes in host memory; `pool_bytes`: its rank's staging pools; `crossing_bytes`,
+    `recrossing_bytes`: bytes that a GPU sends to other nodes in the collectives of the forward, and
+    of the backward, where the chunk copies."""
 
     forward: PassCost
     backward: PassCost
@@ -62,6 +69,8 @@ class ChunkCost(NamedTuple):
     boundary_bytes: float
     host_bytes: float
     pool_bytes: float
+    crossing_bytes: float
+    recrossing_bytes: float
 
     @property
     def kept_bytes(self) -> float:
@@ -132,11 +141,24 @@ class Chunk:
             boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
             host_bytes=sum(least(label, host) for label in ("F", "D2H")),
             pool_bytes=pool_bytes(self.program.ranks[self.rank]),
+            crossing_bytes=0.0,
+            recrossing_bytes=0.0,
         )
 
-    def timed(self, costs: ActionCosts) -> ChunkCost:
-        """The chunk's costs with seconds."""
-        rank = self.rank
+    def timed(self, costs: ActionCosts, *, crossing: bool) -> ChunkCost:
+        """The chunk's costs with seconds.  `crossing`: whether collectives cross to other nodes as
+        in the layouts that the probe stands for."""
+        rank, nbytes = self.rank, self.nbytes
+        crossing = crossing and bool(nbytes.out_bytes or nbytes.back_bytes)
+
+        def crossing_bytes(wanted: str) -> float:
+            cost = costs.problem.cost
+            found = (collectives(block) for block, _ in self.blocks[wanted] if crossing)
+            sent = (
+                fsum(cost.network_bytes(comm, rank) * times for comm, times in one.items())
+                for one in found
+            )
+            return min(sent, default=0.0)
 
         def passes(wanted: str) -> PassCost:
             return _least(pass_cost(b, rank, costs, profile) for b, profile in self.blocks[wanted])
@@ -153,11 +175,13 @@ class Chunk:
             after = takewhile(lambda action: action.kind not in KERNELS, reversed(block.written))
             return fsum(costs(action, rank) for action in after if action.kind is Kind.D2H)
 
-        return self.nbytes._replace(
+        return nbytes._replace(
             forward=passes("F"),
             backward=passes("B"),
             out_s=copies_s("D2H") or min(trailing_s(block) for block, _ in self.blocks["F"]),
             back_s=copies_s("H2D"),
+            crossing_bytes=crossing_bytes("F"),
+            recrossing_bytes=crossing_bytes("B"),
         )
 
 

@@ -44,6 +44,10 @@ class Pinned(NamedTuple):
         return np.maximum(0.0, found - max(over))
 
 
+NOTHING = Pinned(1, (), False)
+"""No tensors."""
+
+
 def pinned_of(plan: Plan, program: Program) -> Pinned:
     """What the chunk of a program's second rank (or of its only one) copies to the host."""
     rank = min(1, program.pp - 1)

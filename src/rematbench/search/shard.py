@@ -28,6 +28,7 @@ from rematbench.search.cut import Cut
 from rematbench.search.head import More, in_pieces, with_head
 from rematbench.search.highs import chord
 from rematbench.search.least import LeastBytes
+from rematbench.search.pinned import NOTHING, Pinned
 from rematbench.search.probe import Facts, Floor, Found, Probe, Prober, Refused
 from rematbench.search.shared import Shared
 from rematbench.search.skeleton import tightened
@@ -58,6 +59,7 @@ class Shard(Cut):
         self.registry = registry
         self._prober = Prober(problem, self.shared.probes)
         self._probes: dict[str, Probe | Refused] = {}
+        self._floors: dict[str, Floor | Refused] = {}
         self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
         self._by_copies: dict[tuple[Arm, int], NDArray[np.bool_]] = {}
 
@@ -73,9 +75,19 @@ class Shard(Cut):
             self._probes[text] = self._asked(text, self._prober)
         return self._probes[text]
 
-    def floor(self, arm: Arm) -> Floor | Refused:
-        """An arm's Floor; for an arm with a line, at the last step of the line."""
-        return self._asked(_at_end(arm, 1), self._prober.floor)
+    def floors(self, arm: Arm) -> tuple[Floor, Floor] | Refused:
+        """The floors at both ends of an arm's line; two equal ones for an arm without a line."""
+        one = self._floor(arm)
+        if isinstance(one, Refused) or arm.line is None:
+            return one if isinstance(one, Refused) else (one, one)
+        zero = self._floor(arm.without(arm.line))
+        return zero if isinstance(zero, Refused) else (zero, one)
+
+    def _floor(self, arm: Arm) -> Floor | Refused:
+        text = _at_end(arm, 1)
+        if text not in self._floors:
+            self._floors[text] = self._asked(text, self._prober.floor)
+        return self._floors[text]
 
     def _asked(self, text: str, asked: Callable[[Composition], Found | Refused]) -> Found | Refused:
         try:
@@ -105,17 +117,30 @@ class Shard(Cut):
         ends = self._ends(arm, pieces)
         if isinstance(ends, Refused):
             return ends
-        longest, shortest = self._shares(arm)
-        rounding = self.rounding_bytes(arm) * self.columns.gpus_per_node
+        one = self.probe(arm)
+        pinned = NOTHING if isinstance(one, Refused) else one.pinned
         nbytes = (ends[0].nbytes, ends[1].nbytes)
-        quick = self._quick(arm, nbytes, longest)
-        host_bytes = host_bound(self.columns, quick, partial(self._more_pinned, arm))
-        lean = quick if shortest is longest else self._quick(arm, nbytes, shortest)
+        lean, host_bytes = self.stored(arm, nbytes, pinned)
         peak_bytes = self._peak_bytes(arm, nbytes, lean)
         step_s = partial(Shard._step_s, proxy(self), arm, pieces)  # no cycle of references
-        return Bounds(peak_bytes, self._wide(arm, host_bytes - rounding), step_s)
+        return Bounds(peak_bytes, host_bytes, step_s)
 
-    def _wide(self, arm: Arm, found: NDArray[Number]) -> NDArray[Number]:
+    def stored(
+        self, arm: Arm, ends: tuple[Facts, Facts], pinned: Pinned
+    ) -> tuple[Facts, NDArray[np.float64]]:
+        """Along an arm's line: its facts, at the shares of the shortest chunks, and the least host
+        bytes of a node, [steps of the line, layouts].  `ends`: the facts at both ends of the line,
+        `pinned`: what is copied at its last step."""
+        longest, shortest = self._shares(arm)
+        quick = self._quick(arm, ends, longest)
+        known = bool(pinned.budget) == (arm.line is not None)
+        more = (pinned if known else NOTHING).more_bytes
+        host_bytes = host_bound(self.columns, quick, partial(more, longest))
+        lean = quick if shortest is longest else self._quick(arm, ends, shortest)
+        rounding = self.rounding_bytes(arm) * self.columns.gpus_per_node
+        return lean, self.wide(arm, host_bytes - rounding)
+
+    def wide(self, arm: Arm, found: NDArray[Number]) -> NDArray[Number]:
         """An array [steps of an arm's line, layouts], also where all steps are equal."""
         return np.broadcast_to(found, (self.steps(arm), len(self.choices)))
 
@@ -125,9 +150,11 @@ class Shard(Cut):
         assert isinstance(one, Probe)
         timed = self._quick(arm, self._timed(arm, pieces), self._shares(arm)[0])
         if not one.copies:
-            return self._wide(arm, step_bound(self.columns, timed, self.send_s) + self.end_s)
-        copies = CopyBound(self.columns, timed, self.problem.cost, self.sent_bytes)
+            return self.wide(arm, step_bound(self.columns, timed, self.send_s) + self.end_s)
         layerwise = one.transfers.granularity == "layer"
+        copies = CopyBound(
+            self.columns, timed, self.problem.cost, self.sent_bytes, by_layer=layerwise
+        )
         kernels_s = found = step_bound(self.columns, timed, self.send_s)
         if layerwise and arm.line is None:
             found = step_bound(self.columns, timed, self.send_s, copies.reloads())
@@ -135,32 +162,24 @@ class Shard(Cut):
         waits = found > kernels_s
         if layerwise:
             waits = waits | copies.outlast()
-        self._by_copies[arm, pieces] = self._wide(arm, waits)
-        return self._wide(arm, found + self.end_s)
+        self._by_copies[arm, pieces] = self.wide(arm, waits)
+        return self.wide(arm, found + self.end_s)
 
     def by_copies(self, arm: Arm, step: int, pieces: int, index: int) -> bool:
         """Whether copies over the host link make the bound of a step's seconds."""
         known = self._by_copies.get((arm, pieces))
         return known is not None and bool(known[step - 1, index])
 
-    def _more_pinned(self, arm: Arm, layers: Any) -> Array:
-        """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed its tensors,
-        along an arm's line, [steps of the line, layouts]."""
-        found, share = self.probe(arm), self._shares(arm)[0]
-        if isinstance(found, Refused) or bool(found.pinned.budget) != (arm.line is not None):
-            return 0.0 * share
-        return np.asarray(found.pinned.more_bytes(share, layers))
-
     def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts], lean: Facts) -> Array:
         """Least device bytes along an arm's line, [steps of the line, layouts].  `ends`: facts at
         both ends of the line, `lean`: along it, at the shares of the shortest chunks."""
         found = self.probe(arm)
         if isinstance(found, Refused):
-            return self._wide(arm, peak_bound(self.columns, lean) - self.rounding_bytes(arm))
+            return self.wide(arm, peak_bound(self.columns, lean) - self.rounding_bytes(arm))
         waits = self.columns.waits.any()
         waiting = self._waiting(arm, found, ends, lean) if waits else None
         peak_bytes = peak_bound(self.columns, lean, found.transfers, waiting)
-        return self._wide(arm, peak_bytes - self.rounding_bytes(arm))
+        return self.wide(arm, peak_bytes - self.rounding_bytes(arm))
 
     def _waiting(self, arm: Arm, one: Probe, ends: tuple[Facts, Facts], lean: Facts) -> Waiting:
         """The model's last chunk where its backward does not follow its forward at once, as in

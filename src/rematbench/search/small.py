@@ -234,5 +234,6 @@ class Measured:
         if key not in small.chunks:
             if crowd not in small.costs:
                 small.costs[crowd] = ActionCosts(small.problem, crowd=crowd)
-            small.chunks[key] = chunk.timed(small.costs[crowd])
+            alike = placed_alike(small.problem)
+            small.chunks[key] = chunk.timed(small.costs[crowd], crossing=alike)
         return small.chunks[key]

@@ -45,6 +45,7 @@ class Tree:
         self.added = [single for single in self.places if single not in idle]
         self.most = most
         self._ends: dict[Arm, bool] = {}
+        self._ends_next: dict[Arm, bool] = {}
         self.roots = (KEEP,) if keeping else tuple(Arm((single,)) for single in self.added)
         rebuild = [s for s in self._of("rebuild") if s.scalar is None and s in self.added]
         leanest = min(rebuild, key=lambda s: found[s].nbytes.middle.slope.kept_bytes, default=None)
@@ -89,6 +90,12 @@ class Tree:
         if arm not in self._ends:
             self._ends[arm] = not (self.grows and self.more(arm))
         return self._ends[arm]
+
+    def ends_next(self, arm: Arm) -> bool:
+        """Whether no method is added to the arms that are made by adding a method to an arm."""
+        if arm not in self._ends_next:
+            self._ends_next[arm] = self.ends(arm) or all(map(self.ends, self.more(arm)))
+        return self._ends_next[arm]
 
     def lean(self, arm: Arm) -> Arm:
         """The lean arm of an arm's family, without the method that computes in pieces."""
@@ -135,9 +142,14 @@ class Given(Tree):
     with a line has a second root at the share 0, which lies before the line's first step."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
-        self.places, self.stands_for, self.most, self._ends = {}, {}, 0, {}
+        self.places, self.stands_for, self.most = {}, {}, 0
+        self._ends, self._ends_next = {}, {}
         self.added, self.spares = [], {}
         self.roots = (*arms, *(_at_zero(arm) for arm in arms if arm.line))
+
+    def more(self, arm: Arm) -> list[Arm]:
+        """None."""
+        return []
 
 
 def _at_zero(arm: Arm) -> Arm:

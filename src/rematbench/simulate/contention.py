@@ -72,7 +72,7 @@ def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
     """Bytes that the collectives of all ranks send to other nodes, one GPU's for each rank, by the
     label of their passes."""
     passes = {
-        id(block): _collectives(block) for block, _ in program.block_runs if block.label in PASSES
+        id(block): collectives(block) for block, _ in program.block_runs if block.label in PASSES
     }
     found: dict[str, list[float]] = {label: [] for label in PASSES}
     for rank in program.ranks:
@@ -85,7 +85,8 @@ def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
     return {label: fsum(parts) for label, parts in found.items()}
 
 
-def _collectives(block: Block) -> Counter[Comm]:
+def collectives(block: Block) -> Counter[Comm]:
+    """The collectives of a block, and how often each occurs."""
     found: Counter[Comm] = Counter()
     for action, count in block.counted():
         if action.comm is not None and action.kind in COLLECTIVES:
