@@ -142,8 +142,8 @@ def _checked(
         float(shard.least.of_all(family[1])[0]) / peak,
         more,
         more_host,
-        (float(short.device[0]) + float(shard.usable_bytes[0])) / peak,
-        (float(short.host[0]) + problem.cost.host_room_bytes) / pinned,
+        (float(short.device[step - 1, 0]) + float(shard.usable_bytes[0])) / peak,
+        (float(short.host[step - 1, 0]) + problem.cost.host_room_bytes) / pinned,
     )
 
 

@@ -53,6 +53,7 @@ class BackwardEmitter:
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.recomputer = Recomputer(chunk, fates, self.w)
+        self.share = WHOLE  # the rows of the piece in progress
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
@@ -140,20 +141,13 @@ class BackwardEmitter:
 
         def write(piece: Piece) -> None:
             self.recomputer.run, self.recomputer.piece = run, piece
+            self.share = Share(piece.fraction, piece.offset)
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
         write_pieces(self.w, run.pieces, write, self.recomputer.noted)
         self.recomputer.run = self.recomputer.piece = None
-
-    @property
-    def _fraction(self) -> float:
-        return self._share.fraction
-
-    @property
-    def _share(self) -> Share:
-        piece = self.recomputer.piece
-        return Share(piece.fraction, piece.offset) if piece else WHOLE
+        self.share = WHOLE
 
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
@@ -171,11 +165,11 @@ class BackwardEmitter:
         beside = ""
         if op.grad_gather is not None:
             full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
-            size = int(op.grad_gather.nbytes * self._fraction)
+            size = int(op.grad_gather.nbytes * self.share.fraction)
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
             event = w.collective(
-                op.grad_gather, unit.prefix, op.name, incoming, allocs, self._share
+                op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share
             )
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
@@ -195,7 +189,7 @@ class BackwardEmitter:
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self._share)
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.share)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
@@ -210,9 +204,9 @@ class BackwardEmitter:
         if op.regather is None:
             return "", []
         full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
-        size = int(op.gathered_bytes * self._fraction)
+        size = int(op.gathered_bytes * self.share.fraction)
         allocs = [Alloc(full, size)] if size else []
-        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
+        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self.share)
         ring = op.regather.kind == "ring"
         if ring:  # the kernel reads each part of the ring as it arrives
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
@@ -238,7 +232,7 @@ class BackwardEmitter:
                 [*reads, *regathered],
                 [],
                 variant=unit.variant,
-                share=self._share,
+                share=self.share,
                 beside="tp" if pending else "",
             )
         if pending:
@@ -260,7 +254,7 @@ class BackwardEmitter:
             [*reads, *needs_full, *added_into],
             made.written,
             variant=unit.variant,
-            share=self._share,
+            share=self.share,
             beside=(op.regather.group if op.regather else "tp") if pending else "",
         )
         if pending:
@@ -268,7 +262,7 @@ class BackwardEmitter:
         if reduced is None:
             return ""
         sources = [*(a.name for a in made.summed), *added_into]
-        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self._share)
+        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self.share)
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event
@@ -292,13 +286,13 @@ class BackwardEmitter:
             if known or not tensors[name].differentiable:
                 continue
             self.grads[storage] = gradient_of(storage)
-            nbytes = piece_bytes(tensors[name], self._fraction)
+            nbytes = piece_bytes(tensors[name], self.share.fraction)
             fresh[name] = Alloc(gradient_of(storage), nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
             whole = list(fresh.values())
             return InputGradients(whole, whole, [])
-        size = int(reduced.nbytes * self._fraction)
+        size = int(reduced.nbytes * self.share.fraction)
         part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.recomputer.tag}"), size)
         direct = [fresh.pop("q")] if "q" in fresh else []
         return InputGradients([part, *direct], [part], list(fresh.values()))

@@ -174,9 +174,10 @@ class Recomputer:
         }
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r{self.tag}"
-        share = Share(fraction, 1.0 - fraction)  # a partial rebuild covers the last rows
         if self.piece:
             share = Share(self.piece.fraction, self.piece.offset)
+        else:
+            share = Share(fraction, 1.0 - fraction)  # a partial rebuild covers the last rows
         names = Names(reads, writes, slices, tag, self._columns(unit, op, writes))
         emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
         made |= writes

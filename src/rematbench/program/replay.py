@@ -1,7 +1,7 @@
 """Replays a rank's allocations and frees on the model of PyTorch's caching allocator."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rematbench.program.action import HOST, HOST_UPDATE, Action, Kind
@@ -35,35 +35,51 @@ class Lines(NamedTuple):
     times: int
 
 
-def requests(block: Block, *, late: bool = False) -> list[Lines]:
+def requests(block: Block, *, late: bool = False) -> Iterator[Lines]:
     """The device allocations and frees of a block in issue order (staging slots are resident, so
     they are left out); with `late` also where weights get a gradient, where units are updated and
     where their backward ends."""
     if late or not block.periods:
-        return [Lines(_requests(block.actions, _ends(block) if late else None), 1)]
-    return _of_parts(block.parts)
+        yield Lines(_requests(block.actions, _ends(block) if late else None), 1)
+    else:
+        yield from _of_parts(block.parts)
 
 
-def _of_parts(parts: Sequence[Part]) -> list[Lines]:
-    found: list[Lines] = []
+def _of_parts(parts: Sequence[Part]) -> Iterator[Lines]:
     for part in parts:
         if part.periods is None:
-            found.append(Lines(_requests(part.written), 1))
+            yield Lines(_requests(part.written), 1)
             continue
-        one = _of_parts(part.inside)
+        one = [*_of_parts(part.inside)]
         births, deaths = outlive_part(part)
         crossing = (*births, *deaths)
         if not crossing and len(one) == 1:
-            found.append(Lines(one[0].lines, part.times))
+            yield Lines(one[0].lines, part.times)
             continue
-        found += one
+        yield from one
         for shift in part.shifts:  # the name of what does not cross a period's ends is free again
             new = {name: shift.name(name) for name in crossing}
-            found += [
-                Lines([(new.get(name, name), size) for name, size in lines], times)
-                for lines, times in one
-            ]
-    return found
+            for lines, times in one:
+                yield Lines([(new.get(name, name), size) for name, size in lines], times)
+
+
+class Asked:
+    """The requests of a block, each made when a replay first comes to it: many replays end
+    early."""
+
+    def __init__(self, requests: Iterator[Lines]) -> None:
+        self._made: list[Lines] = []
+        self._rest: Iterator[Lines] | None = requests
+
+    def __iter__(self) -> Iterator[Lines]:
+        return iter(self._made) if self._rest is None else self._making(self._rest)
+
+    def _making(self, rest: Iterator[Lines]) -> Iterator[Lines]:
+        yield from self._made
+        for lines in rest:
+            self._made.append(lines)
+            yield lines
+        self._rest = None
 
 
 def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:
@@ -118,7 +134,7 @@ def replay(
     steps = rank.steps[:num_steps]
     late = rank.late
     chosen = {step.block for step in steps}
-    lines = {index: requests(rank.blocks[index], late=late is not None) for index in chosen}
+    lines = {index: Asked(requests(rank.blocks[index], late=late is not None)) for index in chosen}
     run = _Run(memory, lines, late)
     try:
         for nbytes in resident_bytes:
@@ -139,7 +155,7 @@ def replay(
 class _Run:
     """Training steps of one rank, one after the other."""
 
-    def __init__(self, memory: Allocator, lines: dict[int, list[Lines]], late: Late | None) -> None:
+    def __init__(self, memory: Allocator, lines: dict[int, Asked], late: Late | None) -> None:
         self.memory, self.lines = memory, lines
         self.units = late.units if late else {}
         self.made: set[tuple[int, str]] = set()  # units whose states exist

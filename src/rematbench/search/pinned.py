@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rematbench.cost.copies import pinned_block_bytes
-from rematbench.plan import ByteBudget, Fate, Offload, Plan, Split
+from rematbench.plan import MIB, ByteBudget, Fate, Offload, Plan, Split
 from rematbench.program.action import Kind
 from rematbench.program.program import Program
 
@@ -31,7 +31,7 @@ class Pinned(NamedTuple):
 
     def more_bytes(self, share: Any, layers: Any) -> Any:
         """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed the tensors
-        in them, at a share of the bytes; arrays for arrays.  The blocks of a tensor that leaves in
+        in them, at a share of the bytes; arrays for arrays.  The block of a tensor that leaves in
         part may exceed nothing."""
         if not self.sizes or self.budget is None:
             return 0.0 * share * layers
@@ -40,8 +40,10 @@ class Pinned(NamedTuple):
         if not self.budget:
             return sum(over) / self.layers * layers + 0.0 * share
         shares = np.cumsum((0, *self.sizes)) / sum(self.sizes)
-        found = np.interp(share, shares, np.cumsum((0, *over))) / self.layers * layers
-        return np.maximum(0.0, found - max(over))
+        surely = np.where(share < 1.0, share - 2 * MIB * self.layers / sum(self.sizes), 1.0)
+        found = np.interp(surely, shares, np.cumsum((0, *over))) / self.layers * layers
+        parted = np.searchsorted(shares[1:-1], surely, side="right")
+        return np.maximum(0.0, found - np.where(surely < 1.0, np.take(over, parted), 0.0))
 
 
 NOTHING = Pinned(1, (), False)

@@ -80,12 +80,14 @@ def power(ends: Sequence[Shifted], times: int) -> Matrix:
         for at, constant in terms.items():
             row[at] = constant + shift
     found: Matrix | None = None
-    while times:
+    while True:
         if times % 2:
             found = base if found is None else _product(found, base)
-        base, times = _product(base, base), times // 2
-    assert found is not None
-    return found
+        times //= 2
+        if not times:
+            assert found is not None
+            return found
+        base = _product(base, base)
 
 
 def _product(a: Matrix, b: Matrix) -> Matrix:
