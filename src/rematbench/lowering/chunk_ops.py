@@ -223,14 +223,22 @@ class ChunkOps:
         """The mini-sequence run inside which an activation exists only in pieces, or None."""
         if not self.mini_sequences:
             return None
-        runs = self.runs(unit).values()
-        return next((run for run in runs if activation in run.interior), None)
+        return self._run_of[unit.table.part, unit.variant].get(activation)
 
-    def parts(self, unit: Unit, activation: str, fate: Resolved) -> list["StoredPart"]:
+    @cached_property
+    def _run_of(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
+        """By operator table, the run inside which an activation exists only in pieces."""
+        return {
+            key: {name: run for run in runs.values() for name in run.interior}
+            for key, runs in self._runs.items()
+        }
+
+    def parts(
+        self, unit: Unit, activation: str, storage: str, fate: Resolved
+    ) -> list["StoredPart"]:
         """The storages that a saved tensor leaves after the forward: whole, split by fate, or in
         pieces.  PlanError for a tensor inside a mini-sequence that is not kept or recomputed as a
         whole."""
-        storage = self.storage(unit, activation)
         run = self.run_of(unit, activation)
         if run is None:
             return stored_parts(storage, fate)
@@ -251,9 +259,9 @@ class ChunkOps:
         """The storages of every saved tensor, as in `parts`; those of the last fates are kept."""
         if self._stored[0] is not fates:
             found = {
-                site: self.parts(unit, name, fates[site])
+                site: self.parts(unit, name, storage, fates[site])
                 for unit in self.units
-                for name, _, site in self.saved(unit)
+                for name, storage, site in self.saved(unit)
             }
             self._stored = (fates, found)
         return self._stored[1]

@@ -168,9 +168,7 @@ class BackwardEmitter:
             size = int(op.grad_gather.nbytes * self.share.fraction)
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
-            event = w.collective(
-                op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share
-            )
+            event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
             if self._gathers_beside(op):

@@ -97,13 +97,14 @@ def resolve(
     for groups that overlap or do not contain their site."""
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
     fates: list[Fate] = [*(rule.fate for rule in plan.rules), Keep()]
+    shared = [isinstance(fate, ByteBudget) for fate in fates]
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
     known: dict[tuple[int, int], Resolved] = {}  # equal layers have the same tensors
     shard_rows = min((tensor.rows for tensor in where.sites.values()), default=1)
     for site, tensor in where.sites.items():
         index = winner.get(site, -1)
-        if isinstance(fates[index], ByteBudget):
+        if shared[index]:
             budgets.setdefault(index, []).append(site)
             continue
         key = (index, id(tensor))

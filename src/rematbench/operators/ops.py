@@ -5,6 +5,7 @@ system's fused operators: they are facts of the stack, never of a method. Symbol
 seq_len / cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
 """
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -88,14 +89,14 @@ class Op(Struct, frozen=True, kw_only=True):
         return self.reduce is not None and self.reduce.kind == "all_to_all"
 
 
-class OpTable(Struct, frozen=True, kw_only=True):
+class OpTable(Struct, frozen=True, kw_only=True, dict=True):
     """The operators of one part of the model in forward order, and every activation they name."""
 
     part: Part
     ops: tuple[Op, ...]
     activations: dict[str, Activation]
 
-    @property
+    @cached_property
     def saved(self) -> tuple[str, ...]:
         """The activations that some backward needs, in forward order of production."""
         wanted = {name for op in self.ops for name in op.saves}
@@ -106,7 +107,7 @@ class OpTable(Struct, frozen=True, kw_only=True):
         """Bytes that autograd keeps for one micro-batch under keep_all."""
         return sum(self.activations[name].nbytes for name in self.saved)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The number of weights of one rank (after tensor parallelism)."""
         return sum(op.parameters for op in self.ops)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.program.action import Action, from_text, to_text
+from rematbench.program.action import Action, Kind, from_text, to_text
 from rematbench.program.late import Late
 from rematbench.program.template import Later, Layers, Pieces, Shift
 
@@ -115,6 +115,12 @@ class Block(Struct, frozen=True, dict=True):
     label: str
     written: tuple[Action, ...]
     periods: tuple[Periods, ...] = ()
+
+    @cached_property
+    def copies(self) -> tuple[tuple[Action, int], ...]:
+        """The copies of activations, and not of states, and how often each occurs."""
+        kinds = (Kind.D2H, Kind.H2D)
+        return tuple(pair for pair in self.counted() if pair[0].kind in kinds and pair[0].part)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:

@@ -46,7 +46,14 @@ class Stages(NamedTuple):
 def _all(
     lines: Sequence[Line], sizes: Sequence[int], which: Callable[[ChunkCost], float]
 ) -> list[float]:
-    return [max(0.0, at(line, which, layers)) for line, layers in zip(lines, sizes, strict=True)]
+    known: dict[tuple[int, int], float] = {}  # stages have few lines and numbers of layers
+    found = []
+    for line, layers in zip(lines, sizes, strict=True):
+        key = (id(line), layers)
+        if key not in known:
+            known[key] = max(0.0, at(line, which, layers))
+        found.append(known[key])
+    return found
 
 
 def at(line: Line, which: Callable[[ChunkCost], float], layers: Any) -> Any:
@@ -157,12 +164,16 @@ class CopyBound:
         inner = Total(middle, between, np.maximum(0, c.pp * c.vpp - 2))
         others = np.where(c.pp > 1, inner.out_bytes + np.maximum(*ends), 0.0)
         most = self.opening.out_bytes + others + MIB * c.layers
-        ending = Total(last, c.ending)
-        crossing = [
-            which(self.opening) + np.where(c.pp > 1, which(inner) + which(ending), 0.0)
-            for which in (lambda one: one.crossing_bytes, lambda one: one.recrossing_bytes)
-        ]
-        sent_bytes = sent_bytes + (np.minimum(*crossing) if by_layer else sum(crossing))
+        chunks = [self.opening, inner, Total(last, c.ending)]
+        crossing, recrossing = (
+            one + np.where(c.pp > 1, other + last_one, 0.0)
+            for one, other, last_one in (
+                [chunk.crossing_bytes for chunk in chunks],
+                [chunk.recrossing_bytes for chunk in chunks],
+            )
+        )
+        beside = np.minimum(crossing, recrossing) if by_layer else crossing + recrossing
+        sent_bytes = sent_bytes + beside
         self.sure = (c.pp == 1) | (c.after_first >= last.layers)
         alone = cost.copy_bytes_per_s()
         rate = crowded_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)

@@ -38,8 +38,8 @@ def stored(problem: Problem, plan: Plan) -> list[Stored]:
         parts = [
             part
             for unit in ops.layer_unit.values()
-            for name, _, site in ops.saved(unit)
-            for part in ops.parts(unit, name, fates[site])
+            for name, storage, site in ops.saved(unit)
+            for part in ops.parts(unit, name, storage, fates[site])
         ]
         stage = ops.sites.stage
         here = sum(part.nbytes for part in parts if not part.offload)

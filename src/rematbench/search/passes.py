@@ -9,7 +9,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from rematbench.program.action import COMPUTE as COMPUTE_STREAM
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import Kind
 from rematbench.program.ledger import pool_bytes
 from rematbench.program.profile import Profile
 from rematbench.program.program import Block, Part, Program
@@ -231,13 +231,7 @@ def pass_bytes(profile: Profile) -> PassCost:
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
     timed: list[Timing] = []
-
-    def timing(action: Action, rank: int) -> Timing:
-        found = costs.timing(action, rank)
-        timed.append(found)
-        return found
-
-    macro = macro_of(rows_with(block, rank, timing), asked=ENTRIES)
+    macro = macro_of(rows_with(block, rank, costs.timing, timed), asked=ENTRIES)
     kernels: list[float] = []
     _, called_s = _issued(block.parts, 1, iter(timed), kernels)
     ends = {target: dict(terms) for target, terms in macro.streams}

@@ -117,6 +117,7 @@ class Prober:
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
+        self._least: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
@@ -134,8 +135,10 @@ class Prober:
         self, measure: Callable[[Composition, int], Found | Refused], method: Composition
     ) -> Found | Refused:
         """What `measure` finds of a method.  Some methods have no plan for one or two layers, and
-        copies by layer repeat only after a few layers: such a method is measured with more."""
-        least = 3 if self.problem.layout.zero_stage > 1 else 1
+        copies by layer repeat only after a few layers: such a method is measured with more, at once
+        where the methods needed so many with other settings."""
+        names = tuple(each.name for each in method.methods)
+        least = self._least.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
         found = measure(method, least)
         for layers in MORE_LAYERS:
             if not isinstance(found, Refused):
@@ -143,6 +146,8 @@ class Prober:
             if max(layers, found.layers) > least:
                 least = max(layers, found.layers)
                 found = measure(method, least)
+        if not isinstance(found, Refused):
+            self._least[names] = least
         return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:

@@ -154,6 +154,12 @@ def _same_copies(problem: Problem) -> Cluster:
     )
 
 
+def _leaves_nodes(problem: Problem) -> bool:
+    """Whether tensor- or context-parallel groups lie on several nodes."""
+    lay = problem.layout
+    return lay.tp * lay.cp * lay.ulysses > problem.cluster.gpus_per_node
+
+
 def small_problem(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
     """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
     model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
@@ -234,6 +240,6 @@ class Measured:
         if key not in small.chunks:
             if crowd not in small.costs:
                 small.costs[crowd] = ActionCosts(small.problem, crowd=crowd)
-            alike = placed_alike(small.problem)
-            small.chunks[key] = chunk.timed(small.costs[crowd], crossing=alike)
+            crossing = placed_alike(small.problem) and _leaves_nodes(small.problem)
+            small.chunks[key] = chunk.timed(small.costs[crowd], crossing=crossing)
         return small.chunks[key]

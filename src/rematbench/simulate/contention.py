@@ -181,8 +181,8 @@ def copied_bytes(block: Block, kind: Kind) -> int:
 
 
 def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
-    """The copies of a kind of activations, and not of states, and how often each occurs."""
-    return [pair for pair in block.counted() if pair[0].kind is kind and pair[0].part]
+    """The copies of a kind of activations, and how often each occurs."""
+    return [pair for pair in block.copies if pair[0].kind is kind]
 
 
 def _block_bytes(rank: RankProgram, block: int) -> int:

@@ -81,14 +81,20 @@ class RowBlock(NamedTuple):
     busy_s: tuple[float, ...]
 
 
-def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) -> RowBlock:
-    """Compile a block into rows, with the timings of its actions.  Periods that repeat are compiled
-    once."""
+def rows_with(
+    block: Block,
+    rank: int,
+    timing: Callable[[Action, int], Timing],
+    timed: list[Timing] | None = None,
+) -> RowBlock:
+    """Compile a block into rows, with the timings of its actions, which are added to `timed`.
+    Periods that repeat are compiled once."""
+    timed = [] if timed is None else timed
     if block.periods:
-        parts, busy = _parts(block.parts, rank, timing)
+        parts, busy = _parts(block.parts, rank, timing, timed)
         rows = [*_all_rows(parts)]
     else:
-        rows, busy = _rows(block.written, rank, timing)
+        rows, busy = _rows(block.written, rank, timing, timed)
         parts = [RowPart(tuple(rows))]
     waits, events = dict.fromkeys([r.wait for r in rows]), dict.fromkeys([r.event for r in rows])
     receives = tuple([name for name in waits if name.startswith("recv_")])
@@ -97,15 +103,18 @@ def rows_with(block: Block, rank: int, timing: Callable[[Action, int], Timing]) 
 
 
 def _parts(
-    parts: Sequence[Part], rank: int, timing: Callable[[Action, int], Timing]
+    parts: Sequence[Part],
+    rank: int,
+    timing: Callable[[Action, int], Timing],
+    timed: list[Timing],
 ) -> tuple[list[RowPart], list[float]]:
     """Compiled parts, and the seconds in which they keep each stream busy."""
     found: list[tuple[list[RowPart], list[float]]] = []
     for part in parts:
         if part.periods:
-            found.append(_parts(part.inside, rank, timing))
+            found.append(_parts(part.inside, rank, timing, timed))
         else:
-            rows, busy_s = _rows(part.written, rank, timing)
+            rows, busy_s = _rows(part.written, rank, timing, timed)
             found.append(([RowPart(tuple(rows))], busy_s))
     rest: list[RowPart] = []
     busy = [0.0] * len(STREAMS)
@@ -171,7 +180,10 @@ def _look(parts: Sequence[RowPart], known: set[str], found: dict[str, None]) -> 
 
 
 def _rows(
-    actions: Sequence[Action], rank: int, timing: Callable[[Action, int], Timing]
+    actions: Sequence[Action],
+    rank: int,
+    timing: Callable[[Action, int], Timing],
+    timed: list[Timing],
 ) -> tuple[list[Row], list[float]]:
     """The rows of some actions, and the seconds in which they keep each stream busy.  The loop is
     plain because every simulation spends its time here."""
@@ -181,7 +193,8 @@ def _rows(
     for action in actions:
         if action.kind in TIMELESS:
             continue
-        taken, issue, held = timing(action, rank)
+        taken, issue, held = found = timing(action, rank)
+        timed.append(found)
         stream = STREAM_INDEX[action.stream]
         busy[stream] += taken
         if stream != open_stream or action.wait or action.begin:

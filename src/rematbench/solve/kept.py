@@ -43,12 +43,12 @@ def _activations(
     saved = {name for table in tables.get(part, problem.layer_kinds) for name in table.saved}
     if not plan.rules:
         return frozenset(saved) if wanted(KEPT) else frozenset()
-    return frozenset(
-        name
-        for _, fates, _ in resolved(problem, plan)
-        for (where, _, name), fate in fates.items()
-        if where == part and name in saved and wanted(fate)
-    )
+    found: set[str] = set()
+    for _, fates, _ in resolved(problem, plan):
+        for (where, _, name), fate in fates.items():
+            if where == part and name in saved and name not in found and wanted(fate):
+                found.add(name)
+    return frozenset(found)
 
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
