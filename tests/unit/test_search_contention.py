@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rematbench.choose.programs import Programs
-from rematbench.cost.copies import ALONE
+from rematbench.cost.copies import ALONE, Crowd
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
 from rematbench.search import walk
@@ -35,10 +35,10 @@ from rematbench.simulate.seconds import ActionCosts
 from rematbench.spec.problemspec import ProblemSpec
 
 
-def job(model: str = "llama-65b", **changes: int) -> SearchJob:
-    """Two nodes with a link between them, which pipeline messages cross."""
+def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:
+    """Nodes with a link between them, which pipeline messages cross."""
     spec = ProblemSpec(
-        model=model, cluster="a800-80gb", system="megatron-kwai", gpus=16, seq_len=4096,
+        model=model, cluster="a800-80gb", system="megatron-kwai", gpus=gpus, seq_len=4096,
         global_batch=64,
     )  # fmt: skip
     fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, **changes)
@@ -59,11 +59,8 @@ METHODS = ("memo:alpha=0.25", "memo:alpha=1.0", "pp_offload:alpha=0.5")
 DEPTHS = ((4, 1), (4, 4), (8, 2), (8, 5), (16, 5))
 
 
-@pytest.mark.parametrize("text", METHODS)
-@pytest.mark.parametrize(("pp", "vpp"), DEPTHS)
-def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int, vpp: int) -> None:
-    """Near the simulator's numbers, and never above them."""
-    made = job(tp=1, pp=pp, vpp=vpp)
+def crowds(made: SearchJob, text: str) -> tuple[Crowd, Crowd]:
+    """What a method's copies are beside, by the simulator and by the bound."""
     shard, index = even(made)
     choice, site = shard.choices[index], shard.site(index)
     plan = planned_at(choice, site.problem, text, made.registry)
@@ -78,10 +75,29 @@ def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int,
     )
     for name, most, bound in zip(real._fields, real, least, strict=True):
         assert bound <= most * (1 + 1e-12), name
+    return real, least
+
+
+@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize(("pp", "vpp"), DEPTHS)
+def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int, vpp: int) -> None:
+    """Near the simulator's numbers, and never above them."""
+    real, least = crowds(job(tp=1, pp=pp, vpp=vpp), text)
     assert least.drawn >= 0.9 * real.drawn > 0.0
     assert least.sent_per_d2h >= 0.85 * real.sent_per_d2h
     assert least.both >= 0.7 * real.both
     assert real.sent_per_d2h > 0.0
+
+
+@pytest.mark.parametrize("text", METHODS)
+@pytest.mark.parametrize("vpp", [1, 5])
+def test_copies_are_beside_collectives_between_nodes(text: str, vpp: int) -> None:
+    """A tensor-parallel group of two nodes sends far more over the NICs than stages do."""
+    real, least = crowds(job(gpus=64, tp=16, pp=4, vpp=vpp), text)
+    inside, _ = crowds(job(gpus=64, tp=8, pp=4, vpp=vpp), text)
+    assert real.sent_per_d2h > 10 * inside.sent_per_d2h
+    assert least.sent_per_d2h >= 0.7 * real.sent_per_d2h
+    assert least.received_per_h2d >= 0.55 * real.received_per_h2d
 
 
 @pytest.mark.parametrize(("alpha", "near", "closed"), [(0.25, 0.97, 0.87), (1.0, 0.85, 0.65)])

@@ -143,8 +143,8 @@ def sent_bytes(problem: Problem) -> float:
 class CopyBound:
     """Seconds that each layout's first rank needs at least for its copies, beside messages of
     `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards and of the
-    backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's last layers, which a method
-    may spare, begin on the first rank."""
+    backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's last layers,
+    which a method may spare, begin on the first rank."""
 
     def __init__(
         self,

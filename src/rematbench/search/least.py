@@ -135,10 +135,10 @@ class LeastBytes:
 
     def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
         if lean is not None:
-            floors = self.shard.floors(Arm((*lean.parts, *(pieces.parts if pieces else ()))))
-            if isinstance(floors, Refused):
+            found = self.shard.probe(Arm((*lean.parts, *(pieces.parts if pieces else ()))), 1)
+            if isinstance(found, Refused):
                 return self.of_all(pieces)
-            return self._above(floors[1].nbytes, pieces)
+            return self._above(found.nbytes, pieces)
         keep = self.shard.probe(KEEP)
         assert isinstance(keep, Probe)
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)

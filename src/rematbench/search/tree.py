@@ -148,7 +148,7 @@ class Given(Tree):
         self.roots = (*arms, *(_at_zero(arm) for arm in arms if arm.line))
 
     def more(self, arm: Arm) -> list[Arm]:
-        """None."""
+        """No arms."""
         return []
 
 
