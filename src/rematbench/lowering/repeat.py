@@ -90,7 +90,7 @@ def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
-    margin = max(reach + 2, 2 * period)
+    margin = max(reach + 2, 2 * period)  # what refers beyond the reach still meets such a layer
     around, least = 2 * margin + period, LEAST_SHARE * len(chunk.layers)
     if len(chunk.layers) - around < least:  # even if all layers are equal
         return None

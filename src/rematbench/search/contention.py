@@ -159,19 +159,19 @@ class CopyBound:
         c, (first, middle, last) = columns, facts
         self.opening = Total(first, c.opening)
         self.rest = Total(middle, c.first - c.opening, c.vpp - 1)
-        ends = (Total(last, c.ending).out_bytes, Total(middle, c.ending).out_bytes)
+        ending = Total(last, c.ending)
+        ends = (ending.out_bytes, Total(middle, c.ending).out_bytes)
         between = c.layers - c.opening - c.ending
         inner = Total(middle, between, np.maximum(0, c.pp * c.vpp - 2))
         others = np.where(c.pp > 1, inner.out_bytes + np.maximum(*ends), 0.0)
         most = self.opening.out_bytes + others + MIB * c.layers
-        chunks = [self.opening, inner, Total(last, c.ending)]
-        crossing, recrossing = (
-            one + np.where(c.pp > 1, other + last_one, 0.0)
-            for one, other, last_one in (
-                [chunk.crossing_bytes for chunk in chunks],
-                [chunk.recrossing_bytes for chunk in chunks],
-            )
-        )
+
+        def of_all(bytes_of: Callable[[Total], Array]) -> Array:
+            behind = np.where(c.pp > 1, bytes_of(inner) + bytes_of(ending), 0.0)
+            return np.asarray(bytes_of(self.opening) + behind)
+
+        crossing = of_all(lambda chunk: chunk.crossing_bytes)
+        recrossing = of_all(lambda chunk: chunk.recrossing_bytes)
         beside = np.minimum(crossing, recrossing) if by_layer else crossing + recrossing
         sent_bytes = sent_bytes + beside
         self.sure = (c.pp == 1) | (c.after_first >= last.layers)

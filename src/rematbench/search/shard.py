@@ -77,11 +77,7 @@ class Shard(Cut):
 
     def floors(self, arm: Arm) -> tuple[Floor, Floor] | Refused:
         """The floors at both ends of an arm's line; two equal ones for an arm without a line."""
-        one = self._floor(arm)
-        if isinstance(one, Refused) or arm.line is None:
-            return one if isinstance(one, Refused) else (one, one)
-        zero = self._floor(arm.without(arm.line))
-        return zero if isinstance(zero, Refused) else (zero, one)
+        return _both_ends(arm, self._floor)
 
     def _floor(self, arm: Arm) -> Floor | Refused:
         text = _at_end(arm, 1)
@@ -227,11 +223,7 @@ class Shard(Cut):
 
     def _ends(self, arm: Arm, pieces: int) -> tuple[Probe, Probe] | Refused:
         """The probes at both ends of an arm's line; two equal ones for an arm without a line."""
-        one = self.probe(arm, pieces)
-        zero = one if arm.line is None else self.probe(arm.without(arm.line), pieces)
-        if isinstance(one, Refused):
-            return one
-        return zero if isinstance(zero, Refused) else (zero, one)
+        return _both_ends(arm, partial(self.probe, pieces=pieces))
 
     def _shares(self, arm: Arm) -> tuple[Array, Array]:
         """Shares of the longest and of the shortest chunk, [steps of the arm's line, layouts]; one
@@ -290,6 +282,15 @@ class Shard(Cut):
         )
         lean = self._quick(arm, (zero, one), self._shares(arm)[1])
         return self._peak_bytes(arm, (zero, one), lean)
+
+
+def _both_ends(arm: Arm, found: Callable[[Arm], Found | Refused]) -> tuple[Found, Found] | Refused:
+    """What is found at both ends of an arm's line; two equal ones for an arm without a line."""
+    one = found(arm)
+    zero = one if arm.line is None else found(arm.without(arm.line))
+    if isinstance(one, Refused):
+        return one
+    return zero if isinstance(zero, Refused) else (zero, one)
 
 
 def _at_end(arm: Arm, pieces: int) -> str:

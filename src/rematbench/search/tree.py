@@ -59,11 +59,6 @@ class Tree:
         where = KINDS.index(kind)
         return [single for single, place in self.places.items() if place == where]
 
-    @property
-    def grows(self) -> bool:
-        """Whether methods are added to the roots."""
-        return bool(self.places)
-
     def more(self, arm: Arm) -> list[Arm]:
         """The arms with one more method, whose place is after the places of `arm`'s methods; none
         for an arm with a spare."""
@@ -88,7 +83,7 @@ class Tree:
     def ends(self, arm: Arm) -> bool:
         """Whether no method is added to an arm."""
         if arm not in self._ends:
-            self._ends[arm] = not (self.grows and self.more(arm))
+            self._ends[arm] = not self.more(arm)
         return self._ends[arm]
 
     def ends_next(self, arm: Arm) -> bool:
