@@ -20,6 +20,7 @@ from rematbench.matrix.spec import Arm, MatrixSpec, Work
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row, number
+from rematbench.search.arms import Arm as MethodArm
 from rematbench.search.arms import arms_of, chooses
 from rematbench.search.frontier import Search
 from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, distinct, in_one_process
@@ -183,16 +184,39 @@ class Answers:
 
     def _best(self, name: str, least_pp: int = 1) -> Answer:
         method, cell = self.methods[name], self.cell
-        search = cell.search_of(arms_of(method, self.registry), least_pp)
+        arms = arms_of(method, self.registry)
+        search = cell.search_of(arms, least_pp)
         found = _answer(cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0))
-        if found.choice and any(chooses(one, self.registry) for one in method.methods):
-            site, registry = cell.site(found.choice), self.registry
-            own = tried_plan(
-                site.choice, site.problem, method.text, 0.0, registry, known=site.trials
-            )
-            if own.step_s < found.step_s:
-                return structs.replace(found, name=method.text, step_s=own.step_s)
+        if found.choice is None:
+            return found
+        if not any(arm.line for arm in arms):  # where a method would choose by itself, it does now
+            chosen = any(chooses(one, self.registry) for one in method.methods)
+            return self._faster(found, method.text) if chosen else found
+        while (text := _less(arms, found.name)) is not None:
+            less = self._faster(found, text)
+            if less is found:
+                break
+            found = less
         return found
+
+    def _faster(self, found: Answer, text: str) -> Answer:
+        """An answer, or that of a method's `text` at the same layout where its step is shorter."""
+        assert found.choice is not None
+        site = self.cell.site(found.choice)
+        own = tried_plan(site.choice, site.problem, text, 0.0, self.registry, known=site.trials)
+        faster = own.step_s < found.step_s
+        return structs.replace(found, name=text, step_s=own.step_s) if faster else found
+
+
+def _less(arms: Sequence[MethodArm], text: str) -> str | None:
+    """The text of an arm at the step of its line before the step with `text`, from share 0 on;
+    None before the first."""
+    for arm in arms:
+        scalar = arm.line.scalar if arm.line else None
+        texts = [arm.text(step) for step in range(scalar.steps + 1 if scalar else 0)]
+        if text in texts[1:]:
+            return texts[texts.index(text) - 1]
+    return None
 
 
 def _answer(cell: CellJob, search: Search, tried: Sequence[Tried]) -> Answer:

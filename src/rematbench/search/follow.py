@@ -35,7 +35,7 @@ class Follow(Judge):
             place.refused.add(arm)
             self._expand_later(bound_s, place, arm)
             return
-        if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
+        if tried.verdict and tried.verdict.host_headroom_bytes < 0:
             place.ends.setdefault(in_one_piece(arm), item.step)
         elif tried.reason == RESERVED:
             for other in self.tree.instead(arm):
@@ -44,7 +44,7 @@ class Follow(Judge):
             if arm.pieces and self._is_flat(place, item, tried.short_bytes):
                 place.flat.add((arm, item.step))
             place.short[arm, item.step] = tried.short_bytes
-        self._next(bound_s, place, item)
+        self._next(bound_s, place, item, tried.reason == RESERVED)
 
     def _replay_whole(self) -> None:
         """Find what plans lack whose replay ended early, as long as it may be the least."""
@@ -80,12 +80,15 @@ class Follow(Judge):
         self._next(bound_s, place, item)
         return True
 
-    def _next(self, bound_s: float, place: Place, item: Item) -> None:
+    def _next(self, bound_s: float, place: Place, item: Item, kept_out: bool = False) -> None:
         """Queue the next step of an arm's line, the arm in more pieces, or its expansion."""
         arm = item.arm
-        found = self._go_along(bound_s, place, item)
+        found = arm.line is not None and self._go_along(bound_s, place, item)
         if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
-            self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
+            stage = "tight" if arm.line is None and kept_out else "pieces"
+            if stage == "tight":
+                place.judged.add((arm, item.pieces + 1))
+            self._push(bound_s, Item(stage, place, None, arm, 1, item.pieces + 1))
         elif not found:
             self._expand_later(bound_s, place, arm)
 

@@ -190,7 +190,7 @@ class SearchJob:
 
     def _samples(self) -> list[dict[Single, Probe]]:
         """Probes of every method by itself on one shard, and of the methods that only rebuild on up
-        to SAMPLES shards; shards with a pipeline where the space has any."""
+        to SAMPLES shards: shards with a pipeline and room for the states, where the space has any."""
 
         cuts = self._cuts
 
@@ -198,8 +198,9 @@ class SearchJob:
             return cuts[index][0].layout.tp, cuts[index][0].layout.micro_batch
 
         every = range(len(cuts))
-        deep = [index for index in every if cuts[index][0].layout.pp > 1] or list(every)
-        ordered = sorted(deep, key=order)
+        held = [index for index in every if (self._shard(index).states_over_bytes <= 0).any()]
+        deep = [index for index in held or every if cuts[index][0].layout.pp > 1]
+        ordered = sorted(deep or held or every, key=order)
         found: list[dict[Single, Probe]] = []
         for at in sorted({0, len(ordered) // 2, len(ordered) - 1})[:SAMPLES]:
             index = ordered[at]

@@ -37,10 +37,14 @@ class Judge(ABC):
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
         step may fit, queue the expansion of the arm, and that of an arm with a line in any case:
         with one more method a smaller share may do.  An arm in a number of pieces is judged once:
-        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more."""
+        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more.  Pieces
+        change no host bytes."""
         if (arm, pieces) in place.judged:
             return
         place.judged.add((arm, pieces))
+        if arm.pieces and place.ends.get(in_one_piece(arm)) == 1:
+            self.fell["host memory, in any pieces"] += 1
+            return
         if pieces == 1 and self.tree.ends_next(arm) and self._falls(place, arm):
             for more in self.tree.more(arm):
                 self._push(bound_s, Item("made", place, None, more))

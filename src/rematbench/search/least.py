@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.problem import Problem
-from rematbench.search.arms import KEEP, Arm
+from rematbench.search.arms import KEEP, Arm, Single
 from rematbench.search.bounds import peak_bound
 from rematbench.search.columns import Array, Columns
 from rematbench.search.highs import height, no_cost, only_kept
+from rematbench.search.passes import ChunkCost
 from rematbench.search.pinned import Pinned
 from rematbench.search.probe import Facts, Floor, Line, Probe, Refused
 
@@ -77,6 +78,12 @@ def _falls(device: Array, host: Array) -> list[tuple[float, bool] | None]:
     return found
 
 
+def _less(cost: ChunkCost, nbytes: float) -> ChunkCost:
+    """A chunk's costs where it keeps fewer bytes."""
+    forward = cost.forward
+    return cost._replace(forward=forward._replace(net_bytes=forward.net_bytes - nbytes))
+
+
 class LeastBytes:
     """The bytes that plans of `shard` need at least."""
 
@@ -84,6 +91,7 @@ class LeastBytes:
         self.shard = shard
         self._known_highs: dict[Arm | None, list[float]] = {}
         self._shorts: dict[Arm, Short | None] = {}
+        self._only_cut: dict[tuple[Single, ...], bool] = {}
         self._leasts: dict[tuple[Arm | None, Arm | None], Array] = {}
 
     @cached_property
@@ -110,7 +118,7 @@ class LeastBytes:
         return self._shorts[arm]
 
     def _short(self, arm: Arm) -> Short | None:
-        shard, floors = self.shard, self.shard.floors(arm)
+        shard, floors = self.shard, self.shard.floors(self._stored_like(arm))
         if isinstance(floors, Refused):
             return None
         ends = (floors[0].nbytes, floors[1].nbytes)
@@ -120,6 +128,20 @@ class LeastBytes:
         device = shard.wide(arm, peak_bytes - shard.rounding_bytes(arm) - shard.usable_bytes)
         host = host_bytes - shard.problem.cost.host_room_bytes
         return Short(device, host, _falls(device, host))
+
+    def _stored_like(self, arm: Arm) -> Arm:
+        """The arm whose floors are those of an arm: the arm without its pieces, where these alone
+        change nothing of what is stored."""
+        cuts = tuple(part for part in arm.parts if part.cuts)
+        if not cuts or cuts == arm.parts:
+            return arm
+        return arm.whole if self._only_cuts(cuts) else arm
+
+    def _only_cuts(self, cuts: tuple[Single, ...]) -> bool:
+        """Whether methods that compute in pieces leave what layers store as it is."""
+        if cuts not in self._only_cut:
+            self._only_cut[cuts] = self.shard.floors(Arm(cuts)) == self.shard.floors(KEEP)
+        return self._only_cut[cuts]
 
     def of_all(self, pieces: Arm | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
@@ -135,14 +157,28 @@ class LeastBytes:
 
     def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
         if lean is not None:
-            found = self.shard.probe(Arm((*lean.parts, *(pieces.parts if pieces else ()))), 1)
+            alike = pieces is not None and self._only_cuts(pieces.parts)
+            arm = lean if alike or pieces is None else Arm((*lean.parts, *pieces.parts))
+            found = self.shard.probe(arm)
             if isinstance(found, Refused):
                 return self.of_all(pieces)
-            return self._above(found.nbytes, pieces)
+            return self._above(self._in_pieces(found.nbytes, pieces if alike else None), pieces)
         keep = self.shard.probe(KEEP)
         assert isinstance(keep, Probe)
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
         return self._above(Facts._make(lines), pieces)
+
+    def _in_pieces(self, facts: Facts, pieces: Arm | None) -> Facts:
+        """The facts of a plan with what its chunks keep in pieces: less by what the plan that keeps
+        everything then no longer keeps, as the statistics of a loss that is rebuilt by piece."""
+        keep, cut = (self.shard.probe(arm) for arm in (KEEP, pieces or KEEP))
+        if pieces is None or isinstance(keep, Refused) or isinstance(cut, Refused):
+            return facts
+        lines = (
+            line._replace(base=_less(line.base, whole.base.kept_bytes - own.base.kept_bytes))
+            for line, whole, own in zip(facts, keep.nbytes, cut.nbytes, strict=True)
+        )
+        return Facts._make(lines)
 
     def _above(self, facts: Facts, pieces: Arm | None) -> Array:
         lines = (
