@@ -134,6 +134,11 @@ class Cut:
         """Bytes by which the states of the fullest device exceed what the device may hold."""
         return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the states of any layout fit."""
+        return bool((self.states_over_bytes <= 0).any())
+
 
 def _same(problem: Problem) -> Problem:
     return problem

@@ -6,7 +6,7 @@ from operator import itemgetter
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import Arm
 from rematbench.search.judge import Judge
-from rematbench.search.place import Item, Place, in_one_piece, most_pieces
+from rematbench.search.place import Item, Place, Stage, in_one_piece, most_pieces
 from rematbench.search.site import Site
 from rematbench.search.tree import Tree
 from rematbench.search.trial import NO_PLAN, RESERVED, Tried, lacked_bytes, planned_at
@@ -44,7 +44,7 @@ class Follow(Judge):
             if arm.pieces and self._is_flat(place, item, tried.short_bytes):
                 place.flat.add((arm, item.step))
             place.short[arm, item.step] = tried.short_bytes
-        self._next(bound_s, place, item, tried.reason == RESERVED)
+        self._next(bound_s, place, item, live=tried.reason == RESERVED)
 
     def _replay_whole(self) -> None:
         """Find what plans lack whose replay ended early, as long as it may be the least."""
@@ -80,13 +80,16 @@ class Follow(Judge):
         self._next(bound_s, place, item)
         return True
 
-    def _next(self, bound_s: float, place: Place, item: Item, kept_out: bool = False) -> None:
-        """Queue the next step of an arm's line, the arm in more pieces, or its expansion."""
+    def _next(self, bound_s: float, place: Place, item: Item, *, live: bool = False) -> None:
+        """Queue the next step of an arm's line, the arm in more pieces, or its expansion.  `live`:
+        the plan's live bytes fit, as they do in more pieces, so that without a line these need no
+        probe: their step is no shorter."""
         arm = item.arm
         found = arm.line is not None and self._go_along(bound_s, place, item)
         if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
-            stage = "tight" if arm.line is None and kept_out else "pieces"
-            if stage == "tight":
+            stage: Stage = "pieces"
+            if live and arm.line is None and (arm, item.pieces + 1) not in place.judged:
+                stage = "tight"
                 place.judged.add((arm, item.pieces + 1))
             self._push(bound_s, Item(stage, place, None, arm, 1, item.pieces + 1))
         elif not found:

@@ -190,7 +190,7 @@ class SearchJob:
 
     def _samples(self) -> list[dict[Single, Probe]]:
         """Probes of every method by itself on one shard, and of the methods that only rebuild on up
-        to SAMPLES shards: shards with a pipeline and room for the states, where the space has any."""
+        to SAMPLES shards: with a pipeline and room for the states, where the space has any."""
 
         cuts = self._cuts
 
@@ -198,13 +198,14 @@ class SearchJob:
             return cuts[index][0].layout.tp, cuts[index][0].layout.micro_batch
 
         every = range(len(cuts))
-        held = [index for index in every if (self._shard(index).states_over_bytes <= 0).any()]
-        deep = [index for index in held or every if cuts[index][0].layout.pp > 1]
-        ordered = sorted(deep or held or every, key=order)
+        deep = [index for index in every if cuts[index][0].layout.pp > 1] or list(every)
+        ordered = sorted(deep, key=order)
         found: list[dict[Single, Probe]] = []
-        for at in sorted({0, len(ordered) // 2, len(ordered) - 1})[:SAMPLES]:
-            index = ordered[at]
-            shard = self._shard(index)
+        middle, last = len(ordered) // 2, len(ordered) - 1
+        nearest = (ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1])
+        for indices in nearest[: min(SAMPLES, last + 1)]:
+            shards = map(self._shard, indices)
+            shard = next((one for one in shards if one.has_room), self._shard(indices[0]))
             again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
             probes = {single: shard.probe(Arm((single,))) for single in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})

@@ -37,8 +37,8 @@ class Judge(ABC):
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
         step may fit, queue the expansion of the arm, and that of an arm with a line in any case:
         with one more method a smaller share may do.  An arm in a number of pieces is judged once:
-        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more.  Pieces
-        change no host bytes."""
+        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more, but
+        where host memory is short, which pieces do not change."""
         if (arm, pieces) in place.judged:
             return
         place.judged.add((arm, pieces))

@@ -157,28 +157,34 @@ class LeastBytes:
 
     def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
         if lean is not None:
-            alike = pieces is not None and self._only_cuts(pieces.parts)
-            arm = lean if alike or pieces is None else Arm((*lean.parts, *pieces.parts))
-            found = self.shard.probe(arm)
+            gone = self._gone_bytes(pieces)
+            both = (*lean.parts, *(pieces.parts if pieces else ()))
+            found = self.shard.probe(lean if gone else Arm(both))
             if isinstance(found, Refused):
                 return self.of_all(pieces)
-            return self._above(self._in_pieces(found.nbytes, pieces if alike else None), pieces)
+            lines = (
+                line._replace(base=_less(line.base, nbytes))
+                for line, nbytes in zip(found.nbytes, gone or [0.0] * 3, strict=True)
+            )
+            return self._above(Facts._make(lines), pieces)
         keep = self.shard.probe(KEEP)
         assert isinstance(keep, Probe)
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
         return self._above(Facts._make(lines), pieces)
 
-    def _in_pieces(self, facts: Facts, pieces: Arm | None) -> Facts:
-        """The facts of a plan with what its chunks keep in pieces: less by what the plan that keeps
-        everything then no longer keeps, as the statistics of a loss that is rebuilt by piece."""
-        keep, cut = (self.shard.probe(arm) for arm in (KEEP, pieces or KEEP))
-        if pieces is None or isinstance(keep, Refused) or isinstance(cut, Refused):
-            return facts
-        lines = (
-            line._replace(base=_less(line.base, whole.base.kept_bytes - own.base.kept_bytes))
-            for line, whole, own in zip(facts, keep.nbytes, cut.nbytes, strict=True)
-        )
-        return Facts._make(lines)
+    def _gone_bytes(self, pieces: Arm | None) -> list[float]:
+        """Bytes that the chunk of the first, a middle and the last rank no longer keeps in pieces,
+        under the plan that keeps everything: as the statistics of a loss that is rebuilt by piece.
+        No plan keeps less than its own bytes without these.  Empty where that is not known."""
+        if pieces is None:
+            return [0.0] * 3
+        keep, cut = self.shard.probe(KEEP), self.shard.probe(pieces)
+        if isinstance(keep, Refused) or isinstance(cut, Refused):
+            return []
+        if not self._only_cuts(pieces.parts):
+            return []
+        lines = zip(keep.nbytes, cut.nbytes, strict=True)
+        return [whole.base.kept_bytes - own.base.kept_bytes for whole, own in lines]
 
     def _above(self, facts: Facts, pieces: Arm | None) -> Array:
         lines = (
