@@ -33,6 +33,7 @@ from rematbench.published.bands import ratio_band, reserve_bytes, shipped
 from rematbench.published.evidence import methods_of
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
+from rematbench.search.arms import arms_of
 from rematbench.search.shared import Shared
 from rematbench.search.trial import tried_plan
 from rematbench.spec.configfile import ConfigError
@@ -311,6 +312,23 @@ def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() 
     own = tried_plan(site.choice, site.problem, method, 0.0, REGISTRY, known=site.trials)
     assert len(tried) == before > 1
     assert found.step_s == min(own.step_s, *(one.step_s for one in tried.values()))
+
+
+def test_no_smaller_share_fits_at_the_layout_of_an_answer_and_is_faster() -> None:
+    """What a method with a share would choose by itself there is no faster either."""
+    names = ("full recomputation + offload", "balanced + offload")
+    spec = small(arms=tuple(arm for arm in declared().arms if arm.name in names))
+    cell = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared({}))
+    answers = Answers(cell, spec, REGISTRY, {})
+    for name in names:
+        found, (arm,) = answers.best(name), arms_of(answers.methods[name], REGISTRY)
+        assert found.choice is not None
+        site = cell.site(found.choice)
+        texts = [arm.text(step) for step in range(21)]
+        below = texts[: texts.index(found.name)]
+        for text in (*below, answers.methods[name].text):
+            own = tried_plan(site.choice, site.problem, text, 0.0, REGISTRY, known=site.trials)
+            assert own.step_s >= found.step_s
 
 
 def test_the_outcome_is_counted_from_the_best_layouts(
