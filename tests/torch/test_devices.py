@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch.devices import bind_near, empty_pinned, pin_exactly
+from rematbench.torch.devices import bind_near, empty_pinned, pin_exactly, set_segments
 
 
 @pytest.fixture
@@ -96,6 +96,30 @@ def test_what_was_set_of_the_allocator_stays_set(
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
     pin_exactly()
     assert asked == said
+
+
+@pytest.mark.parametrize(
+    ("given", "expandable", "said"),
+    [
+        ("", False, []),
+        ("", True, ["expandable_segments:True"]),
+        ("max_split_size_mb:64", True, ["max_split_size_mb:64,expandable_segments:True"]),
+        ("expandable_segments:True", False, ["expandable_segments:False"]),
+    ],
+)
+def test_segments_grow_where_the_stack_says_so(
+    monkeypatch: pytest.MonkeyPatch, given: str, expandable: bool, said: list[str]
+) -> None:
+    asked: list[str] = []
+    told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": given}}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    set_segments(expandable=expandable)
+    assert asked == said
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if said:
+        with pytest.raises(RuntimeError, match="cannot set expandable_segments"):
+            set_segments(expandable=expandable)
 
 
 @pytest.mark.parametrize("public", [True, False])

@@ -27,6 +27,7 @@ def prepare(kind: str) -> None:
 
 
 EXACT_ABOVE = "pinned_max_cached_size_mb"
+SEGMENTS = "expandable_segments"
 
 
 def allocator_settings() -> str:
@@ -43,15 +44,32 @@ def pin_exactly() -> None:
     """Make torch pin large blocks in the size asked for, where torch can.
 
     Otherwise torch pins the next power of two, up to twice what is offloaded. torch unpins such a
-    block when it is freed, so only a pool that keeps its blocks gains. Earlier settings are passed
-    on, because a call resets all settings that it does not name.
+    block when it is freed, so only a pool that keeps its blocks gains.
     """
+    given = allocator_settings()
+    if EXACT_ABOVE not in given:
+        with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know the key
+            _set(given, f"{EXACT_ABOVE}:1")
+
+
+def set_segments(*, expandable: bool) -> None:
+    """Let segments of torch's allocator grow, or not, as the stack says; RuntimeError where torch
+    cannot.  What is allocated stays where it is."""
+    given = [word for word in allocator_settings().split(",") if word]
+    others = [word for word in given if not word.startswith(SEGMENTS)]
+    changes = expandable or others != given
+    if changes and not _set(",".join(others), f"{SEGMENTS}:{expandable}"):
+        raise RuntimeError(f"torch {torch.__version__} cannot set {SEGMENTS} in a process")
+
+
+def _set(given: str, word: str) -> bool:
+    """Add a setting of torch's allocators to those given, because a call resets all settings that
+    it does not name; whether torch has the call."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    given = allocator_settings() if setting is not None else ""
-    if setting is None or EXACT_ABOVE in given:
-        return
-    with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know the setting
-        setting(",".join(word for word in (given, f"{EXACT_ABOVE}:1") if word))
+    if setting is None:
+        return False
+    setting(",".join(one for one in (given, word) if one))
+    return True
 
 
 def empty_pinned() -> None:

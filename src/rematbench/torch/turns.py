@@ -19,7 +19,7 @@ from rematbench.problem import Problem
 from rematbench.runs.by_hand import Means
 from rematbench.torch.alone import Alone
 from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.devices import hold_to, pin_exactly, pinned_peak
+from rematbench.torch.devices import hold_to, pin_exactly, pinned_peak, set_segments
 from rematbench.torch.executor import Executor
 from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.groups import Groups
@@ -82,6 +82,8 @@ class Turns:
     def _turn(self, problem: Problem, plan: Plan, means: Means | None) -> Seen:
         run: Executor | PlainLoop
         hold_to(self.device, problem.usable_bytes)
+        if self.device.type == "cuda":
+            set_segments(expandable=problem.system.expandable_segments)
         if means is None:
             run = self.executor(problem, plan)
             pinned = run.movers.host

@@ -26,6 +26,7 @@ from rematbench.torch.devices import (
     pinned_peak,
     prepare,
     require_gpus,
+    set_segments,
 )
 from rematbench.torch.draws import threads_for
 from rematbench.torch.executor import Executor
@@ -148,6 +149,7 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     forget(device)
     pin_exactly()
+    set_segments(expandable=case.problem.system.expandable_segments)
 
 
 def forget(device: torch.device) -> None:
