@@ -122,6 +122,24 @@ def test_segments_grow_where_the_stack_says_so(
             set_segments(expandable=expandable)
 
 
+def test_segments_grow_where_torch_refused_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 reports the settings of a call that it refused (seen on an H200)."""
+    asked: list[str] = []
+
+    def refuse(words: str) -> None:
+        told["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = words
+        if "pinned" in words:
+            raise ValueError(f"Unrecognized key in {words}")
+        asked.append(words)
+
+    told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    pin_exactly()
+    set_segments(expandable=True)
+    assert asked == ["max_split_size_mb:64,expandable_segments:True"]
+
+
 @pytest.mark.parametrize("public", [True, False])
 def test_pinned_memory_is_given_back_by_the_call_that_torch_has(
     monkeypatch: pytest.MonkeyPatch, public: bool

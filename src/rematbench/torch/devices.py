@@ -57,8 +57,15 @@ def set_segments(*, expandable: bool) -> None:
     cannot.  What is allocated stays where it is."""
     given = [word for word in allocator_settings().split(",") if word]
     others = [word for word in given if not word.startswith(SEGMENTS)]
-    changes = expandable or others != given
-    if changes and not _set(",".join(others), f"{SEGMENTS}:{expandable}"):
+    if not expandable and others == given:
+        return
+    word = f"{SEGMENTS}:{expandable}"
+    try:
+        done = _set(",".join(others), word)
+    except ValueError:  # torch 2.11 has what it refused among the settings given
+        known = (one for one in others if not one.startswith(EXACT_ABOVE))
+        done = _set(",".join(known), word)
+    if not done:
         raise RuntimeError(f"torch {torch.__version__} cannot set {SEGMENTS} in a process")
 
 
