@@ -8,7 +8,7 @@ MEASURED = {
 }
 GPU_RUNS = [
     f"results/measured/{name}"
-    for name in ("gpu", "gpu-mended", "gpu-searched", "gpu-h100")
+    for name in ("gpu", "gpu-mended", "gpu-searched", "gpu-h100", "gpu-expandable")
 ]
 """In the order of their measurement."""
 ON_GPU = [

@@ -21,7 +21,7 @@ from rematbench.worlds.searched import OneGpuJob, SearchedSuite
 from tests.unit.test_gpu_layers import H100, turn
 
 MEASURED = data_dir("config").parent / "results/measured"
-RUNS = ("gpu-searched", "gpu-h100")
+RUNS = ("gpu-searched", "gpu-h100", "gpu-expandable")
 JOB = OneGpuJob(
     name="tiny", why="test", model="tiny-llama-deep", cluster="h200-141gb-single",
     system="rematbench", seq_len=64, global_batch=4, memory_gib=(16.0,), rows=2,
@@ -113,8 +113,9 @@ def test_tables_say_what_following_the_search_loses(lines: list[Searched]) -> No
 
 def test_plans_measured_on_several_cards_stand_together() -> None:
     rows = advice_rows(searched_plans([MEASURED / run for run in RUNS]))
-    assert [row["job"].partition("-")[0] for row in rows] == ["h200"] * 12 + ["h100"] * 10
-    assert len({row["device"] for row in rows}) == len(RUNS)
+    cards = ["h200"] * 12 + ["h100"] * 10 + ["h200"] * 2
+    assert [row["job"].partition("-")[0] for row in rows] == cards
+    assert len({row["device"] for row in rows}) == 2
     again = searched_plans([MEASURED / RUNS[1]] * 2)
     assert again == searched_plans([MEASURED / RUNS[1]])
 
