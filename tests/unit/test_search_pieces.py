@@ -12,38 +12,18 @@ from msgspec.structs import replace
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.follow import Follow
 from rematbench.search.frontier import Search
-from rematbench.search.job import Asked, SearchJob
+from rematbench.search.job import SearchJob
 from rematbench.search.least import LeastBytes
 from rematbench.search.place import Item, Place
 from rematbench.search.probe import Floor
 from rematbench.search.shard import Shard
 from rematbench.search.space import Fixed
 from rematbench.search.trial import tried_plan
-from rematbench.spec.problemspec import ProblemSpec
-
-GIB = 2**30
-
-
-def asked(**changes: Any) -> Asked:
-    """A job on four devices, with methods that rebuild, offload, and compute in pieces."""
-    spec = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 4}
-    return Asked(
-        spec=ProblemSpec(**{**spec, "seq_len": 16384, "global_batch": 8, **changes}),
-        only=("balanced_checkpointing", "memo", "mst"),
-        fixed=Fixed(tp=1, zero_stage=1),
-        within=0.0,
-    )
-
-
-def ended(one: Asked) -> Search:
-    search = SearchJob(one).search()
-    for _ in search.run():
-        pass
-    return search
+from tests.unit.test_search_fits import GIB, asked, everything
 
 
 def shards() -> Iterator[tuple[Shard, Search]]:
-    made = SearchJob(asked())
+    made = SearchJob(asked(seq_len=16384))
     search = made.search()
     for shard in search.shards:
         yield shard, search
@@ -129,10 +109,10 @@ def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_o
     fewer = []
     for gib in (9.4, 9.7, 10.0):
         one = asked(seq_len=8192, hbm_bytes=int(gib * GIB))
-        found = ended(one)
+        found = everything(one)
         with monkeypatch.context() as patch:
             patch.setattr(Follow, "_next", probed)
-            every = ended(one)
+            every = everything(one)
         assert found.best_s == every.best_s
         if found.best_s == inf:
             assert found.short_bytes == every.short_bytes
@@ -143,7 +123,7 @@ def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_o
 
 
 def test_samples_have_room_for_the_states_where_any_layout_has() -> None:
-    one = asked(hbm_bytes=12 * GIB)
+    one = asked(seq_len=16384, hbm_bytes=12 * GIB)
     made = SearchJob(replace(one, fixed=Fixed()))
     made._samples()
     probed = [shard for shard in made._shards.values() if shard.layers]

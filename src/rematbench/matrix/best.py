@@ -192,7 +192,7 @@ class Answers:
         if not any(arm.line for arm in arms):  # where a method would choose by itself, it does now
             chosen = any(chooses(one, self.registry) for one in method.methods)
             return self._faster(found, method.text) if chosen else found
-        while (text := _less(arms, found.name)) is not None:
+        while (text := _smaller_share(arms, found.name)) is not None:
             less = self._faster(found, text)
             if less is found:
                 break
@@ -208,7 +208,7 @@ class Answers:
         return structs.replace(found, name=text, step_s=own.step_s) if faster else found
 
 
-def _less(arms: Sequence[MethodArm], text: str) -> str | None:
+def _smaller_share(arms: Sequence[MethodArm], text: str) -> str | None:
     """The text of an arm at the step of its line before the step with `text`, from share 0 on;
     None before the first."""
     for arm in arms:

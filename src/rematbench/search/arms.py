@@ -85,6 +85,11 @@ class Arm(Struct, frozen=True):
         """The arm without methods that compute in pieces."""
         return Arm(tuple(part for part in self.parts if not part.cuts))
 
+    @property
+    def cutting(self) -> "Arm":
+        """The arm's methods that compute in pieces, alone."""
+        return Arm(tuple(part for part in self.parts if part.cuts))
+
     def text(self, step: int = 0, pieces: int = 1) -> str:
         """The arm's text for `Registry.resolve`, at a step of its line and of its pieces."""
         words = (part.at(pieces if part is self.pieces else step) for part in self.parts)

@@ -40,10 +40,6 @@ from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Model, Workload
 
-SAMPLES = 3
-"""Shards on which methods that rebuild are compared before a search: those with the least, the
-middle and the most tensor parallelism."""
-
 GIB = 2**30
 
 
@@ -190,7 +186,8 @@ class SearchJob:
 
     def _samples(self) -> list[dict[Single, Probe]]:
         """Probes of every method by itself on one shard, and of the methods that only rebuild on up
-        to SAMPLES shards: with a pipeline and room for the states, where the space has any."""
+        to three: those with the least, the middle and the most tensor parallelism, with a pipeline
+        and room for the states where the space has any."""
 
         cuts = self._cuts
 
@@ -200,12 +197,14 @@ class SearchJob:
         every = range(len(cuts))
         deep = [index for index in every if cuts[index][0].layout.pp > 1] or list(every)
         ordered = sorted(deep, key=order)
-        found: list[dict[Single, Probe]] = []
-        middle, last = len(ordered) // 2, len(ordered) - 1
+        middle = len(ordered) // 2
         nearest = (ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1])
-        for indices in nearest[: min(SAMPLES, last + 1)]:
-            shards = map(self._shard, indices)
-            shard = next((one for one in shards if one.has_room), self._shard(indices[0]))
+        chosen = [
+            next((index for index in indices if self._shard(index).has_room), indices[0])
+            for indices in nearest
+        ]
+        found: list[dict[Single, Probe]] = []
+        for shard in map(self._shard, dict.fromkeys(chosen)):
             again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
             probes = {single: shard.probe(Arm((single,))) for single in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.problem import Problem
-from rematbench.search.arms import KEEP, Arm, Single
+from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import peak_bound
 from rematbench.search.columns import Array, Columns
 from rematbench.search.highs import height, no_cost, only_kept
@@ -91,7 +91,6 @@ class LeastBytes:
         self.shard = shard
         self._known_highs: dict[Arm | None, list[float]] = {}
         self._shorts: dict[Arm, Short | None] = {}
-        self._only_cut: dict[tuple[Single, ...], bool] = {}
         self._leasts: dict[tuple[Arm | None, Arm | None], Array] = {}
 
     @cached_property
@@ -132,16 +131,11 @@ class LeastBytes:
     def _stored_like(self, arm: Arm) -> Arm:
         """The arm whose floors are those of an arm: the arm without its pieces, where these alone
         change nothing of what is stored."""
-        cuts = tuple(part for part in arm.parts if part.cuts)
-        if not cuts or cuts == arm.parts:
-            return arm
-        return arm.whole if self._only_cuts(cuts) else arm
+        return arm.whole if arm.whole != arm and self._only_cuts(arm.cutting) else arm
 
-    def _only_cuts(self, cuts: tuple[Single, ...]) -> bool:
+    def _only_cuts(self, pieces: Arm) -> bool:
         """Whether methods that compute in pieces leave what layers store as it is."""
-        if cuts not in self._only_cut:
-            self._only_cut[cuts] = self.shard.floors(Arm(cuts)) == self.shard.floors(KEEP)
-        return self._only_cut[cuts]
+        return self.shard.floors(pieces) == self.shard.floors(KEEP)
 
     def of_all(self, pieces: Arm | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
@@ -179,9 +173,7 @@ class LeastBytes:
         if pieces is None:
             return [0.0] * 3
         keep, cut = self.shard.probe(KEEP), self.shard.probe(pieces)
-        if isinstance(keep, Refused) or isinstance(cut, Refused):
-            return []
-        if not self._only_cuts(pieces.parts):
+        if isinstance(keep, Refused) or isinstance(cut, Refused) or not self._only_cuts(pieces):
             return []
         lines = zip(keep.nbytes, cut.nbytes, strict=True)
         return [whole.base.kept_bytes - own.base.kept_bytes for whole, own in lines]

@@ -128,8 +128,8 @@ class Tree:
 
     def family(self, arm: Arm) -> tuple[Arm, Arm | None]:
         """The family of an arm: its lean arm, and the arm of its pieces alone or None."""
-        cuts = tuple(part for part in arm.parts if part.cuts)
-        return self.lean(arm), Arm(cuts) if cuts else None
+        cutting = arm.cutting
+        return self.lean(arm), cutting if cutting.parts else None
 
 
 class Given(Tree):
