@@ -11,8 +11,8 @@ from baselines.transformers.families import config_of_model, model_class
 from baselines.transformers.policy import Transformers
 from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
 from rematbench.packages.process import PackageJob
-from rematbench.problem import AttentionChoice
 from rematbench.runs.record import RunSpec
+from rematbench.spec.system import AttentionChoice
 
 MOMENTS = 2
 """The moments of AdamW; each has the size and dtype of its parameter."""

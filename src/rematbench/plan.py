@@ -6,6 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from rematbench.host.errors import UserError
 from rematbench.operators.ops import Part
 from rematbench.workload import NonNegativeInt, PositiveInt
 
@@ -20,7 +21,7 @@ Settings = Mapping[str, str | int | float | bool]
 MIB = 1 << 20
 
 
-class PlanError(ValueError):
+class PlanError(UserError):
     """A plan that cannot be lowered; the message names the rule, the site or the number."""
 
 

@@ -12,19 +12,15 @@ from rematbench.cost.bind import CostModel
 from rematbench.cost.constants import Calibration
 from rematbench.cost.device_memory import non_torch_bytes
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.operators.block import embedding_table, head_table, layer_table
 from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, check_layout
-from rematbench.spec.system import System
+from rematbench.spec.system import AttentionBackend, AttentionChoice, System
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
-AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
-"""Attention kernels that a run may request: `flash` (the stack's own fused kernel), `unfused`
-(scores in memory), or a fused kernel by its name."""
 
 
 class Evaluation(Protocol):

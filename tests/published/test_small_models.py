@@ -16,10 +16,11 @@ from rematbench.cost.constants import instant_hosts
 from rematbench.cost.fit import is_fit
 from rematbench.published.accuracy import MORE, Accuracy, Group, Row, load_accuracy, members
 from rematbench.published.predict import predict_rows
-from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import validate
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
+from rematbench.tables.table import write_sheet
 
 GROUPS = [group for group in load_accuracy().groups if group.sheet == MORE]
 MOST = 0.10

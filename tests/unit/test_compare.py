@@ -14,12 +14,12 @@ from rematbench.choose.candidates import (
     Candidate,
     CompareConfig,
     load_compare,
-    same_plan,
 )
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.judged import Judged, tied
 from rematbench.choose.outcome import run_method
+from rematbench.choose.reserved import same_plan
 from rematbench.cli.options import Request
 from rematbench.cli.ranking import ShownTable, safest, texts, verdict
 from rematbench.host.workers import Pool

@@ -12,11 +12,12 @@ from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem
 from rematbench.program.action import GRADIENTS_DOWN, HOST_UPDATE, WEIGHTS_UP, Kind
 from rematbench.program.check import CheckError, check
+from rematbench.program.ledger import Interval
 from rematbench.program.program import Block, Program
 from rematbench.published.sheets import read_sheet
 from rematbench.simulate.evaluate import evaluate, evaluate_program, program_bytes
 from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import Interval, simulate
+from rematbench.simulate.step import simulate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir

@@ -31,9 +31,10 @@ from rematbench.cost.kernel_seconds import (
     unfused_attention_s,
     unfused_passes,
 )
-from rematbench.cost.kernels import Named, NormKernel, RopeKernel
+from rematbench.cost.kernels import Named
 from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
+from rematbench.spec.system import NormKernel, RopeKernel
 from tests.problems import problem
 
 NONE = Evidence()

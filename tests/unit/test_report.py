@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.published.sheets import write_sheet
 from rematbench.tables.expected import (
     Artifact,
     Bound,
@@ -32,7 +31,7 @@ from rematbench.tables.page import (
     report_markdown,
     whether_bands_hold,
 )
-from rematbench.tables.table import Column, Table, gib, whole
+from rematbench.tables.table import Column, Table, gib, whole, write_sheet
 from tests.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]

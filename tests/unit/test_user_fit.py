@@ -28,7 +28,7 @@ from rematbench.published.protocol import (
     prior,
     stacks,
 )
-from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.published.sheets import read_sheet
 from rematbench.published.user_fit import (
     SPREADS,
     Array,
@@ -45,6 +45,7 @@ from rematbench.published.user_fit import (
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_system
 from rematbench.spec.paths import data_dir
+from rematbench.tables.table import write_sheet
 from tests.problems import make_problem
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
@@ -147,11 +146,6 @@ def _fate_kinds(fate: Fate) -> set[Kind]:
             shares: dict[Kind, float] = {"offload": offload, "rebuild": recompute}
             return {kind for kind, share in shares.items() if share}
     return set()
-
-
-def same_plan(plan: Plan) -> bytes:
-    """A key that is equal for plans with the same decisions, whatever `fit` notes."""
-    return msgspec.json.encode(replace(plan, fit={}))
 
 
 def place(kinds: Iterable[Kind]) -> int:

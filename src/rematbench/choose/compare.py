@@ -14,9 +14,9 @@ from rematbench.choose.candidates import (
     composed,
     compositions,
     first_candidates,
-    same_plan,
 )
 from rematbench.choose.entry import Compared, Entry, Status, as_made, lost_reason
+from rematbench.choose.reserved import same_plan
 from rematbench.choose.variants import best_variants
 from rematbench.host.workers import Lost, Pool
 from rematbench.plan import Plan

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import same_plan
 from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.job import Job
+from rematbench.choose.reserved import same_plan
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY

@@ -2,8 +2,7 @@
 
 from msgspec.json import encode
 
-from rematbench.choose.candidates import same_plan
-from rematbench.choose.reserved import Lowered, Reserved, weighed
+from rematbench.choose.reserved import Lowered, Reserved, same_plan, weighed
 from rematbench.plan import Plan
 from rematbench.problem import Problem, Weight
 

@@ -6,7 +6,9 @@ from functools import cached_property, partial
 from math import inf
 from typing import NamedTuple
 
-from rematbench.choose.candidates import same_plan
+import msgspec
+from msgspec.structs import replace
+
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -15,6 +17,11 @@ from rematbench.program.program import Program
 from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import RankBytes, fullest_rank, program_bytes
 from rematbench.solve.memory_plan import planned_peak
+
+
+def same_plan(plan: Plan) -> bytes:
+    """A key that is equal for plans with the same decisions, whatever `fit` notes."""
+    return msgspec.json.encode(replace(plan, fit={}))
 
 
 class Reserved(NamedTuple):

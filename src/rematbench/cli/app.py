@@ -9,22 +9,11 @@ from typer import Option, TyperException
 from typer.core import TyperGroup
 
 from rematbench import __version__
-from rematbench.cost.kernel_rates import RateError
-from rematbench.host.console import CommandError
-from rematbench.packages.process import BaselineError
-from rematbench.plan import PlanError
-from rematbench.plugins.registry import MethodError
+from rematbench.host.errors import UserError
 from rematbench.program.check import CheckError
 from rematbench.program.profile import LedgerError
-from rematbench.runs.record import RecordError
 from rematbench.simulate.step import DeadlockError
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import LayoutError
 
-USER_ERRORS = (
-    *(BaselineError, CommandError, ConfigError, LayoutError, MethodError, PlanError),
-    *(RateError, RecordError),
-)
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 UNSOUND = (CheckError, DeadlockError, LedgerError)
@@ -137,7 +126,7 @@ def main() -> None:
     except TyperException as error:
         context = getattr(error, "ctx", None)
         _fail(context.command_path if context else "rematbench", error.format_message())
-    except USER_ERRORS as error:
+    except UserError as error:
         _fail(command, str(error))
     except UNSOUND as error:
         whose = "a bug of rematbench, or of a method's file of yours"

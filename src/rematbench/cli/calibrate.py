@@ -19,11 +19,12 @@ from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
 from rematbench.published.left_out import SHEETS, joined, left_out_errors, out_of_source
 from rematbench.published.scores import how_to_read, out_of_source_means, score_tables
-from rematbench.published.sheets import SCORED, Cell, write_sheet
+from rematbench.published.sheets import SCORED, Cell
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
+from rematbench.tables.table import write_sheet
 
 
 def calibrate(

@@ -17,8 +17,8 @@ from rematbench.cli.targets import Json, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.packages.flags import Engines
 from rematbench.published.bands import shipped
-from rematbench.published.sheets import write_sheet
 from rematbench.tables.comparison_plot import FORMATS, write_plot
+from rematbench.tables.table import write_sheet
 
 Names = list[str] | None
 

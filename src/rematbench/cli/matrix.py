@@ -13,8 +13,9 @@ from rematbench.matrix.best import ANSWERED
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
-from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
+from rematbench.tables.table import write_sheet
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
 

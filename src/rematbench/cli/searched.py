@@ -14,12 +14,13 @@ from rematbench.host.console import CommandError, console, plain
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import best_lines
 from rematbench.published.accuracy import SPEED
-from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write_sheet
+from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet
 from rematbench.search.against import against
 from rematbench.search.spaces import load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
 from rematbench.tables.expected import differences, read_cells
 from rematbench.tables.searched import NEEDED, TABLES, checked
+from rematbench.tables.table import write_sheet
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]

@@ -14,12 +14,10 @@ from rematbench.host.console import CommandError, console
 from rematbench.host.workers import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
 from rematbench.published.rows import ASSUMED
-from rematbench.published.sheets import (
-    Cell,
-    write_sheet,
-)
+from rematbench.published.sheets import Cell
 from rematbench.spec.configfile import closest
 from rematbench.spec.load import calibration, load_system, names
+from rematbench.tables.table import write_sheet
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]

@@ -9,9 +9,9 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, rich_table
 from rematbench.host.console import console
+from rematbench.host.files import write_atomically
 from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
-from rematbench.runs.store import write_atomically
 from rematbench.studies.answers import StudyAnswer, ask_study, dump, line
 from rematbench.studies.study import load_study, narrowed
 from rematbench.tables.table import Column, Table

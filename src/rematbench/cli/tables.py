@@ -31,7 +31,7 @@ from rematbench.published.left_out import left_out_errors, out_of_source
 from rematbench.published.paper import paper_tables
 from rematbench.published.rule80 import rule_table
 from rematbench.published.scores import score_tables
-from rematbench.published.sheets import TABLED, all_cells, bundles, read_sheet, write_sheet
+from rematbench.published.sheets import TABLED, all_cells, bundles, read_sheet
 from rematbench.published.validate import validate as score
 from rematbench.runs.collect import measurement_lines, method_table, read_records, run_lines
 from rematbench.runs.record import read_record
@@ -46,7 +46,7 @@ from rematbench.studies.front import pareto_table
 from rematbench.tables.curves import curve_lines, curves_table
 from rematbench.tables.speed import NAME, speed_table, timed
 from rematbench.tables.stage_memory import stage_bytes
-from rematbench.tables.table import Column, Table, gib
+from rematbench.tables.table import Column, Table, gib, write_sheet
 from rematbench.tables.worlds import differing, has_its_own_table, worlds_table
 
 EXECUTED = ("problem", "engine", "method", "status", "record_key")

@@ -9,10 +9,10 @@ from typer import Argument, Option
 
 from rematbench.cli.real import need_torch
 from rematbench.cli.targets import Methods, need_file, need_folder
+from rematbench.host.files import write_atomically
 from rematbench.plugins.discover import discover
 from rematbench.runs.cell import Cell, only_cell, recorded_cell
 from rematbench.runs.record import Record, keep_record, read_record
-from rematbench.runs.store import write_atomically
 from rematbench.worlds import traced
 from rematbench.worlds.again import run_again
 from rematbench.worlds.again import verify as verified

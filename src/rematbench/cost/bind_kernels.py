@@ -14,12 +14,12 @@ from rematbench.cost.constants import (
     NetworkConstants,
     SystemConstants,
 )
-from rematbench.cost.kernel_rates import AttentionBackend, AttentionRates, Device
+from rematbench.cost.kernel_rates import AttentionRates, Device
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
 from rematbench.operators.ops import Op
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
+from rematbench.spec.system import AttentionBackend, System
 from rematbench.workload import Workload
 
 Direction = Literal["forward", "backward_input", "backward_weight"]
@@ -76,7 +76,7 @@ class KernelCosts:
 
     def _launches(self, kernel: Kernel, direction: Direction) -> int:
         if isinstance(kernel, Named):
-            rates = self.calibration.kernels.named(kernel)
+            rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
             return rates.forward_launches if direction == "forward" else rates.backward_launches
         dropout = self.workload.model.dropout > 0
         return launches(kernel, forward=direction == "forward", dropout=dropout)
@@ -110,7 +110,7 @@ class KernelCosts:
     def _named_s(self, kernel: Named, direction: Direction) -> float:
         """Busy seconds of a named operator by published rates: its bytes over the published HBM
         rate."""
-        rates = self.calibration.kernels.named(kernel)
+        rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
         moved = kernel_seconds.named_bytes(rates, kernel, backward=direction != "forward")
         return moved / float(self._published_device.hbm_bytes_per_s)
 

@@ -8,17 +8,16 @@ rate.
 """
 
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.cost.kernels import Named
+from rematbench.host.errors import UserError
 
 Quantity: TypeAlias = "float | NDArray[np.float64]"
-AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 
 OPERATORS = "operators"
 SOURCES = "sources"
@@ -26,7 +25,7 @@ SOURCES = "sources"
 REFERENCE_HEAD_DIM = 128
 
 
-class RateError(ValueError):
+class RateError(UserError):
     """One line: config/kernels has no rate for a generation, backend or operator."""
 
 
@@ -168,10 +167,10 @@ class KernelRates(Struct, frozen=True, kw_only=True):
             raise RateError(f"no kernel rates for GPU generation {name!r} (known: {known})")
         return self.generations[name]
 
-    def named(self, kernel: Named) -> ByteRates:
+    def byte_rates(self, operator: str, implementation: str) -> ByteRates:
         """Rates of a memory-bound operator."""
-        table: dict[str, ByteRates] = getattr(self.operators, kernel.operator)
-        return table[kernel.implementation]
+        table: dict[str, ByteRates] = getattr(self.operators, operator)
+        return table[implementation]
 
     def attention(self, generation: str, backend: str) -> AttentionRates:
         """Rates of a fused backend; RateError names the generation's backends."""

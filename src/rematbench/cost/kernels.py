@@ -4,9 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-NormKernel = Literal["eager", "torch", "compiled", "fused"]
-RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
-"""Implementations by name in config/kernels/operators.yaml."""
+from rematbench.spec.system import NormKernel, RopeKernel
 
 
 class Gemm(Struct, frozen=True, tag="gemm"):

@@ -7,11 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rematbench.host.errors import UserError
+
 PIPED_WIDTH = 160
 GIB = 2**30
 
 
-class CommandError(ValueError):
+class CommandError(UserError):
     """A request that cannot be done; the message is one line: what, where, what is allowed."""
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import msgspec
 from msgspec import Struct
 
-from rematbench.choose.candidates import same_plan
 from rematbench.choose.job import Job
 from rematbench.choose.outcome import Status, timed
 from rematbench.choose.programs import Programs
+from rematbench.choose.reserved import same_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem

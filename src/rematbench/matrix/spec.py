@@ -7,10 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.problem import AttentionChoice
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import ZeroStage
+from rematbench.spec.system import AttentionChoice, ZeroStage
 from rematbench.workload import PositiveInt, Precision
 
 

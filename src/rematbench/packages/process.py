@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.choose.outcome import Status
+from rematbench.host.errors import UserError
 from rematbench.host.scratch import scratch
 from rematbench.plugins.discover import load_file, load_module
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
@@ -39,7 +40,7 @@ SHOWN_LINES = 100
 Device = Literal["cpu", "cuda"]
 
 
-class BaselineError(ValueError):
+class BaselineError(UserError):
     """A baseline cannot be found, or its process wrote no record; the message is one line."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from rematbench.host.errors import UserError
 from rematbench.lowering.graphs import uncaptured
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.plugins.policies import Policy, present
@@ -20,7 +21,7 @@ from rematbench.spec.configfile import closest, validation_problem
 Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
 
 
-class MethodError(ValueError):
+class MethodError(UserError):
     """A method cannot be found, loaded or built with these parameters; the message is one line."""
 
 

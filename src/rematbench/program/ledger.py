@@ -15,7 +15,6 @@ from rematbench.program.action import HOST, Action, Alloc, tenant
 from rematbench.program.profile import Profile, program_profiles
 from rematbench.program.program import Part, Program, RankProgram
 from rematbench.program.template import Layers
-from rematbench.simulate.step import Interval
 
 
 class RankLedger(Struct, frozen=True, kw_only=True):
@@ -32,6 +31,19 @@ class RankLedger(Struct, frozen=True, kw_only=True):
 
 SCRATCH = "scratch"
 """The name of bytes that are alive inside one action only."""
+
+
+class Interval(NamedTuple):
+    """One action on the timeline (seconds from the start of the step)."""
+
+    rank: int
+    stream: str
+    start_s: float
+    end_s: float
+    block: str
+    action: Action
+    micro_batch: int
+    chunk: int
 
 
 class Live(NamedTuple):

@@ -15,12 +15,12 @@ from rematbench.cost.constants import Calibration
 from rematbench.cost.kernel_rates import RateError
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
-from rematbench.problem import AttentionChoice, Problem
+from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System, ZeroStage
+from rematbench.spec.system import AttentionChoice, System, ZeroStage
 from rematbench.workload import MlpKind, Model, Precision
 
 Row = Mapping[str, str]

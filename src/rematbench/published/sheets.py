@@ -101,21 +101,6 @@ def _is_number(cell: str, *, positive: bool) -> bool:
     return 0.0 <= value < math.inf and (value > 0.0 or not positive)
 
 
-def write_sheet(
-    path: Path, rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()
-) -> None:
-    """Write rows as CSV under `columns` and all further columns of the rows.  The file is replaced
-    atomically."""
-    columns = list(dict.fromkeys([*columns, *(column for row in rows for column in row)]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(path)
-
-
 def all_cells(rows: Sequence[Mapping[str, str]]) -> list[Cell]:
     """The published rows, then the derived rows, each with its purpose in `cell`."""
     return [

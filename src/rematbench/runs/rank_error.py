@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from rematbench.runs.store import write_atomically
+from rematbench.host.files import write_atomically
 
 Recorded = Literal["ok", "oom", "unsupported", "failed"]
 """The statuses of a record (`choose.outcome.Status`, which torch/ cannot import)."""

@@ -16,15 +16,17 @@ from msgspec import Struct
 import rematbench
 from rematbench.choose.outcome import Outcome, Retries, Status, retries
 from rematbench.cost.constants import Calibration
+from rematbench.host.errors import UserError
+from rematbench.host.files import write_atomically
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import PHASES, resolve
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
-from rematbench.problem import AttentionChoice, Problem
+from rematbench.problem import Problem
 from rematbench.runs.measured import Engine, Measured
-from rematbench.runs.store import write_atomically
 from rematbench.simulate.evaluate import RankBytes
 from rematbench.spec.layout import Layout
+from rematbench.spec.system import AttentionChoice
 from rematbench.workload import Model, Precision
 
 World = Literal["published", "simulated", "traced", "executed"]
@@ -43,7 +45,7 @@ OPTIMIZER = "optimizer"
 """A further key of the base: the optimizer states are in host memory."""
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """A record that cannot be read or replayed; the message is one line."""
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from rematbench.host.files import write_atomically
+
 STALE_S = 60.0
 """Seconds without a touch, by the file system's clock, after which another host's lease is dead."""
 BEAT_S = 5.0
@@ -73,20 +75,6 @@ def start_time(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name in the same folder, flush it to disk, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class Store:

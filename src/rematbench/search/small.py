@@ -9,7 +9,8 @@ from typing import NamedTuple, get_args
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import changed_kinds, same_plan
+from rematbench.choose.candidates import changed_kinds
+from rematbench.choose.reserved import same_plan
 from rematbench.cost.copies import ALONE, Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import ChunkPlace, covered, phased

@@ -3,10 +3,9 @@
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import same_plan
 from rematbench.choose.outcome import Verdict, judge, judged, timed
 from rematbench.choose.programs import Programs
-from rematbench.choose.reserved import Lowered, weighed
+from rematbench.choose.reserved import Lowered, same_plan, weighed
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, Kind
-from rematbench.program.ledger import timeline
+from rematbench.program.ledger import Interval, timeline
 from rematbench.simulate.evaluate import PlanEvaluation
-from rematbench.simulate.step import Interval
 
 Event = dict[str, Any]
 

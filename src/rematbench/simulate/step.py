@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 from rematbench.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local
+from rematbench.program.ledger import Interval
 from rematbench.program.program import Block, Program, RankProgram
 from rematbench.simulate.timing import (
     NOTHING,
@@ -36,19 +37,6 @@ HOST = len(STREAMS)
 
 class DeadlockError(RuntimeError):
     """No rank can go on; the text names the message that each rank waits for."""
-
-
-class Interval(NamedTuple):
-    """One action on the timeline (seconds from the start of the step)."""
-
-    rank: int
-    stream: str
-    start_s: float
-    end_s: float
-    block: str
-    action: Action
-    micro_batch: int
-    chunk: int
 
 
 class Simulation(Struct, frozen=True, kw_only=True):

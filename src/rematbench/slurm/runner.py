@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 
+from rematbench.host.files import write_atomically
 from rematbench.plan import PlanError
 from rematbench.runs.rank_error import KILLED, first_cause, noted, of_record
 from rematbench.runs.record import Record, read_record
-from rematbench.runs.store import Lease, Store, write_atomically
+from rematbench.runs.store import Lease, Store
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
 from rematbench.slurm.launch import (

@@ -17,12 +17,13 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from rematbench.host.errors import UserError
 from rematbench.spec.paths import data_dir
 
 T = TypeVar("T", bound=Struct)
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A wrong configuration; the message is one line: file, key path, what is allowed."""
 
     def __init__(self, file: str, key: str, problem: str) -> None:

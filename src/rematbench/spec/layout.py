@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from rematbench.host.errors import UserError
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import wrong_field
 from rematbench.spec.system import System, ZeroStage
@@ -16,7 +17,7 @@ DEGREE_WORDS = {
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError):
     """A layout breaks a rule; the message names the rule and the numbers."""
 
 

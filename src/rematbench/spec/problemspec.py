@@ -5,11 +5,10 @@ from typing import Any, Self, cast
 from msgspec import Struct, StructMeta
 from msgspec.structs import fields
 
-from rematbench.problem import AttentionChoice
 from rematbench.spec.cluster import Bytes, Cluster
 from rematbench.spec.configfile import ConfigError, require_known, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.system import Home, System, ZeroStage
+from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
 from rematbench.workload import Model, PositiveInt, Precision
 
 SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")

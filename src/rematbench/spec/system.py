@@ -4,9 +4,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from rematbench.cost.kernel_rates import AttentionBackend
-from rematbench.cost.kernels import NormKernel, RopeKernel
-
 StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
@@ -19,6 +16,13 @@ ZeroStage = Literal[0, 1, 2, 3]
 DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
 Home = Literal["device", "host"]
+AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
+NormKernel = Literal["eager", "torch", "compiled", "fused"]
+RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
+"""Implementations by name in config/kernels/operators.yaml."""
+AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
+"""Attention kernels that a run may request: `flash` (the stack's own fused kernel), `unfused`
+(scores in memory), or a fused kernel by its name."""
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]

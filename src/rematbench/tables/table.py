@@ -5,7 +5,7 @@ The rounded forms are JSON (which the page shows), Markdown and LaTeX.
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,18 @@ def signed_percent(value: Any) -> str:
 def gib(value: Any) -> str:
     """Bytes in GiB with two decimals."""
     return f"{float(value) / GIB:.2f}"
+
+
+def write_sheet(
+    path: Path, rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()
+) -> None:
+    """Write rows as CSV under `columns` and all further columns of the rows.  The file is replaced
+    atomically."""
+    columns = list(dict.fromkeys([*columns, *(column for row in rows for column in row)]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)

@@ -11,12 +11,12 @@ import msgspec
 from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
+from rematbench.host.files import write_atomically
 from rematbench.packages.agreement import agreement_names, agreement_records
 from rematbench.packages.process import Device, policy
 from rematbench.plan import Plan
 from rematbench.runs.cell import Cell, cell_names, cells, problem_of
 from rematbench.runs.record import RecordError, keep_record
-from rematbench.runs.store import write_atomically
 from rematbench.runs.suite import load_suite
 from rematbench.slurm.launch import last_words, run_limited
 from rematbench.spec.paths import data_dir
