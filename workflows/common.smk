@@ -6,7 +6,7 @@ from rematbench.runs.digests import command_digest, digest
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import all_cells, bundles as sheet_bundles, read_sheet
 from rematbench.studies.study import load_study
-from rematbench.tables.table import SUFFIXES
+from rematbench.host.table import SUFFIXES
 from rematbench.runs.suite import bundles as suite_bundles, load_suite
 
 PUBLISHED = "results/published/runs.csv"

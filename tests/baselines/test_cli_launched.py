@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="baselines need torch")
 
-from rematbench.runs import rank_error
-from rematbench.runs.rank_error import RankError
+from rematbench.host import rank_error
+from rematbench.host.rank_error import RankError
 from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
 from tests.installed import needs

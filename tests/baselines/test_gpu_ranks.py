@@ -19,9 +19,9 @@ from baselines.common import driver, gpu, training
 from baselines.common.contract import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.records import write
+from rematbench.host import ranks
+from rematbench.host.rank_error import KILLED, of_job
 from rematbench.packages.process import PackageJob
-from rematbench.runs import ranks
-from rematbench.runs.rank_error import KILLED, of_job
 from rematbench.runs.record import read_record
 from rematbench.spec.paths import data_dir
 from rematbench.torch.failures import NotFinite

@@ -14,13 +14,13 @@ import pytest
 from rematbench.cli.sheet import predict
 from rematbench.cost.constants import instant_hosts
 from rematbench.cost.fit import is_fit
+from rematbench.host.table import write_sheet
 from rematbench.published.accuracy import MORE, Accuracy, Group, Row, load_accuracy, members
 from rematbench.published.predict import predict_rows
 from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import validate
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import write_sheet
 
 GROUPS = [group for group in load_accuracy().groups if group.sheet == MORE]
 MOST = 0.10

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.runs import ranks
+from rematbench.host import ranks
 from rematbench.torch import failures, job, launch, parameters, trace, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.executor import Executor

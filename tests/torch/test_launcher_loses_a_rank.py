@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.app import main
-from rematbench.runs import rank_error
-from rematbench.runs.rank_error import RankError
+from rematbench.host import rank_error
+from rematbench.host.rank_error import RankError
 from rematbench.runs.record import read_record
 from rematbench.torch import job
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import rematbench
 from rematbench.choose.outcome import run_method
+from rematbench.host.table import write_sheet
 from rematbench.operators.block import embedding_table, head_table, layer_table
 from rematbench.operators.names import ACTIVATIONS
 from rematbench.plan import Plan, Unsupported
@@ -25,7 +26,6 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model, load_system
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import write_sheet
 from rematbench.workload import Workload
 from tests.typed import typed
 from tests.wrong_inputs import ROW

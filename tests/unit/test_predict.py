@@ -9,12 +9,12 @@ import pytest
 from rematbench.cli.sheet import predict as predict_sheet
 from rematbench.cli.targets import read
 from rematbench.host.console import CommandError
+from rematbench.host.table import write_sheet
 from rematbench.published.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
 from rematbench.published.rows import PublishedCase, RowError, read_case, recompute_method
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import write_sheet
 from tests.problems import all_methods
 from tests.wrong_inputs import ROW
 

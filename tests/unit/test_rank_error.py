@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.runs.rank_error import ABORTED, KILLED, RankError, of_exit, of_exits, of_job
+from rematbench.host.rank_error import ABORTED, KILLED, RankError, of_exit, of_exits, of_job
 
 
 @pytest.mark.parametrize(

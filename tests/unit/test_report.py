@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from rematbench.host.table import Column, Table, gib, whole, write_sheet
 from rematbench.tables.expected import (
     Artifact,
     Bound,
@@ -31,7 +32,6 @@ from rematbench.tables.page import (
     report_markdown,
     whether_bands_hold,
 )
-from rematbench.tables.table import Column, Table, gib, whole, write_sheet
 from tests.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]

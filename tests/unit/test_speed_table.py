@@ -8,9 +8,9 @@ import pytest
 
 from rematbench.cli.tables import speeds
 from rematbench.host.console import CommandError
+from rematbench.host.table import write_sheet
 from rematbench.published.sheets import read_sheet
 from rematbench.tables.speed import speed_table
-from rematbench.tables.table import write_sheet
 from tests.campaigns import ROOT
 
 FIGURE = ROOT / "figures/measured_speed.py"

@@ -15,6 +15,7 @@ from rematbench.cli.show import trust
 from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import with_values
 from rematbench.host.console import CommandError
+from rematbench.host.table import write_sheet
 from rematbench.published.accuracy import SPEED, load_accuracy
 from rematbench.published.bands import band_of
 from rematbench.published.calibrate import SCALES, SLOW_HOST, leave_one_out, tangents
@@ -45,7 +46,6 @@ from rematbench.published.user_fit import (
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_system
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import write_sheet
 from tests.problems import make_problem
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from rematbench.choose.outcome import run_method
 from rematbench.cli.app import command_line
+from rematbench.host.table import write_sheet
 from rematbench.published.sheets import read_sheet
 from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.tables.html import page_html
 from rematbench.tables.page import Page, gather, load_report
-from rematbench.tables.table import write_sheet
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 

@@ -14,6 +14,7 @@ from rematbench.cli.targets import More, Predictions, need_file, need_folder, re
 from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
 from rematbench.host.console import CommandError, console, grid, plain
+from rematbench.host.table import write_sheet
 from rematbench.published.accuracy import MORE, load_accuracy
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
@@ -24,7 +25,6 @@ from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import write_sheet
 
 
 def calibrate(

@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file
 from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.host.table import write_sheet
 from rematbench.plugins.discover import discover
 from rematbench.runs.store import Store
 from rematbench.slurm.cellrecord import is_final
@@ -24,7 +25,6 @@ from rematbench.slurm.retry import forget
 from rematbench.slurm.rows import cell_rows, number_rows
 from rematbench.slurm.runner import Runner, finish
 from rematbench.slurm.submissions import refuse, refuse_simulated, submissions, summary, write_plan
-from rematbench.tables.table import write_sheet
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
 STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]

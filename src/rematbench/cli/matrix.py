@@ -9,13 +9,13 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import need_file
 from rematbench.host.console import CommandError
+from rematbench.host.table import write_sheet
 from rematbench.matrix.best import ANSWERED
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
-from rematbench.tables.table import write_sheet
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
 

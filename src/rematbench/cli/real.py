@@ -14,8 +14,8 @@ from typer import Option
 
 from rematbench.cli.options import Request
 from rematbench.cli.show import heading
+from rematbench.host import rank_error
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
-from rematbench.runs import rank_error
 from rematbench.runs.cell import Cell
 from rematbench.runs.measured import Comparison, Measured
 from rematbench.runs.record import Record, RecordError, read_record, write_record

@@ -11,6 +11,7 @@ from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.options import Within
 from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
+from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import best_lines
 from rematbench.published.accuracy import SPEED
@@ -20,7 +21,6 @@ from rematbench.search.spaces import load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
 from rematbench.tables.expected import differences, read_cells
 from rematbench.tables.searched import NEEDED, TABLES, checked
-from rematbench.tables.table import write_sheet
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]

@@ -11,13 +11,13 @@ from rematbench.cli.targets import Methods, need_file, read
 from rematbench.cost.constants import Calibration
 from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import CommandError, console
+from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
 from rematbench.published.rows import ASSUMED
 from rematbench.published.sheets import Cell
 from rematbench.spec.configfile import closest
 from rematbench.spec.load import calibration, load_system, names
-from rematbench.tables.table import write_sheet
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]

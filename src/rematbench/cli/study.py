@@ -10,11 +10,11 @@ from typer import Argument, Option
 from rematbench.cli.targets import Methods, need_file, rich_table
 from rematbench.host.console import console
 from rematbench.host.files import write_atomically
+from rematbench.host.table import Column, Table
 from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.studies.answers import StudyAnswer, ask_study, dump, line
 from rematbench.studies.study import load_study, narrowed
-from rematbench.tables.table import Column, Table
 
 HIDDEN = ("study", "model", "cluster", "command")
 

@@ -21,6 +21,7 @@ from rematbench.cli.targets import (
     rich_table,
 )
 from rematbench.host.console import CommandError, console
+from rematbench.host.table import Column, Table, gib, write_sheet
 from rematbench.lowering.lower import lower
 from rematbench.matrix.tables import matrix_tables as tables_of
 from rematbench.matrix.verdicts import judged, outcome
@@ -46,7 +47,6 @@ from rematbench.studies.front import pareto_table
 from rematbench.tables.curves import curve_lines, curves_table
 from rematbench.tables.speed import NAME, speed_table, timed
 from rematbench.tables.stage_memory import stage_bytes
-from rematbench.tables.table import Column, Table, gib, write_sheet
 from rematbench.tables.worlds import differing, has_its_own_table, worlds_table
 
 EXECUTED = ("problem", "engine", "method", "status", "record_key")

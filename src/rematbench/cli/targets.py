@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from typer import Argument, Option
 
 from rematbench.host.console import CommandError, grid, left, plain
+from rematbench.host.table import Table, repeats
 from rematbench.published.sheets import (
     CONFIGURATION,
     SCORED,
@@ -18,7 +19,6 @@ from rematbench.published.sheets import (
     read_sheet,
 )
 from rematbench.spec.configfile import ConfigError
-from rematbench.tables.table import Table, repeats
 
 Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
 SuiteFile = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")]

@@ -13,13 +13,13 @@ from rematbench.choose.job import Job
 from rematbench.choose.outcome import Status, timed
 from rematbench.choose.programs import Programs
 from rematbench.choose.reserved import same_plan
+from rematbench.host.table import GIB
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
 from rematbench.simulate.breakdown import parts_of
 from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
-from rematbench.tables.table import GIB
 
 
 class PlanBytes(Struct, frozen=True, kw_only=True):

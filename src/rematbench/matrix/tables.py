@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import LAYOUT, NOT_RUN
@@ -10,7 +11,6 @@ from rematbench.matrix.verdicts import Line, by_cell, outcome, speed
 from rematbench.published.accuracy import number
 from rematbench.simulate.breakdown import PARTS, losses
 from rematbench.spec.load import load_system
-from rematbench.tables.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
 SHOWN = 40

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
+from rematbench.host.table import Column, Table
 from rematbench.packages.process import (
     BaselineError,
     Device,
@@ -28,7 +29,6 @@ from rematbench.runs.record import Record, provenance, read_record, run_spec
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.tables.table import Column, Table
 from rematbench.workload import Precision
 
 STEPS = 2

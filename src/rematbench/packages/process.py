@@ -22,12 +22,12 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import Status
 from rematbench.host.errors import UserError
+from rematbench.host.rank_error import of_exit, of_record, recorded
 from rematbench.host.scratch import scratch
 from rematbench.plugins.discover import load_file, load_module
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
 from rematbench.runs.measured import TIMED_STEPS
-from rematbench.runs.rank_error import of_exit, of_record, recorded
 from rematbench.runs.record import Record, RunSpec, provenance, run_spec
 from rematbench.spec.configfile import closest
 from rematbench.spec.paths import data_dir

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.published.accuracy import number
 from rematbench.published.sheets import LAYOUTS, LEDGER_ALPHA, PAPER_ALPHA, PUBLISHED, WATERFALL
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 Row = Mapping[str, Any]
 Line = dict[str, Any]

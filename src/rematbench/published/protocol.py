@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from rematbench.cost.flops import model_flop_per_token
+from rematbench.host.table import Column, Table, percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED, Row, number
 from rematbench.published.bands import own_quantile, quantile
@@ -29,7 +30,6 @@ from rematbench.published.user_fit import (
     solved,
 )
 from rematbench.published.user_fit import measured as of_rows
-from rematbench.tables.table import Column, Table, percent, whole
 
 COUNTS = (1, 3, 5)
 DRAWS = 20

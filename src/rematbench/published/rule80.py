@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rematbench.cost.estimators import SAFE_SHARE, fujii_estimate
+from rematbench.host.table import Column, Table, percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.published.closed_forms import fujii_refusal
 from rematbench.published.rows import RowError, read_case
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import LayoutError
-from rematbench.tables.table import Column, Table, percent, whole
 
 Row = Mapping[str, Any]
 CALLED = {True: "safe", False: "not safe"}

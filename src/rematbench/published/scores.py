@@ -8,6 +8,7 @@ from msgspec.structs import asdict
 
 from rematbench.cost.constants import Calibration
 from rematbench.cost.kernel_rates import fitted_parameters
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.published.accuracy import (
     LEAST_OOMS,
     Accuracy,
@@ -25,7 +26,6 @@ from rematbench.published.left_out import left_out_by_source
 from rematbench.published.protocol import calibrated_table
 from rematbench.published.trust import evidence_table, regret_table
 from rematbench.published.validate import Report, Verdicts
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 SHOWN = 40
 READ = (

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.record import Metrics, Record, read_record
 from rematbench.runs.suite import label_key
 from rematbench.simulate.evaluate import RankBytes
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 UNITS = {
     "step_s": "s",

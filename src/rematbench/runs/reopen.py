@@ -4,6 +4,7 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem
 from rematbench.choose.reserved import reserved
+from rematbench.host.table import GIB
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -14,7 +15,6 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.tables.table import GIB
 
 
 class Replay(Struct, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from rematbench.host.files import write_atomically
+from rematbench.host.rank_error import KILLED, first_cause, noted, of_record
 from rematbench.plan import PlanError
-from rematbench.runs.rank_error import KILLED, first_cause, noted, of_record
 from rematbench.runs.record import Record, read_record
 from rematbench.runs.store import Lease, Store
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode

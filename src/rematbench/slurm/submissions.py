@@ -8,13 +8,13 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from rematbench.host.console import CommandError
+from rematbench.host.table import write_sheet
 from rematbench.plan import PlanError
 from rematbench.runs.store import Store
 from rematbench.slurm.cells import Bundle, Campaign, CampaignCell
 from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
 from rematbench.slurm.settings import Center
-from rematbench.tables.table import write_sheet
 
 STARTUP_S = 60.0
 """Seconds of a cell's start-up (imports, communicators, allocating the model): our estimate."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rematbench.choose.outcome import Status
+from rematbench.host.table import Column, Table, signed_percent
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import number
 from rematbench.published.rule80 import scored_cells
@@ -22,7 +23,6 @@ from rematbench.studies.lynx import lynx_ladder, lynx_layouts
 from rematbench.studies.memo import fragmentation_table, memo_average, memo_lengths, memo_longest
 from rematbench.studies.mst import mst_longest, mst_memory
 from rematbench.studies.rows import Told, published_numbers
-from rematbench.tables.table import Column, Table, signed_percent
 
 Row = Mapping[str, str]
 WITHIN, OUTSIDE = "within tolerance", "outside"

@@ -1,11 +1,11 @@
 """The Pareto front of recomputation seconds against kept bytes, for one layer of each model."""
 
 from rematbench.choose.outcome import make_problem
+from rematbench.host.table import Column, Table, percent, whole
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
-from rematbench.tables.table import Column, Table, percent, whole
 
 TP = 8
 SEQ_LEN = 8192

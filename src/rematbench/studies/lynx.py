@@ -1,5 +1,6 @@
 """Tables of Lynx on its ladder of models: each policy at its best layout, and at equal layouts."""
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.studies.answers import StudyAnswer, line
 from rematbench.studies.rows import (
     METHOD,
@@ -14,7 +15,6 @@ from rematbench.studies.rows import (
     ratio,
     speed,
 )
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 RIVALS = ("selective", "full (uniform)", "full (block)")
 EVEN = "lynx_heu, even stages"

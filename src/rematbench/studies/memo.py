@@ -1,5 +1,6 @@
 """Tables of MEMO: alpha over the sequence length, longest sequences, averages, fragmentation."""
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.studies.answers import StudyAnswer, line
 from rematbench.studies.rows import (
     METHOD,
@@ -14,7 +15,6 @@ from rematbench.studies.rows import (
     ratio,
     told_of,
 )
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 
 def memo_lengths(answers: list[StudyAnswer], told: Told) -> Table:

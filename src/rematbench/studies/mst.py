@@ -1,5 +1,6 @@
 """Tables of MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
 
+from rematbench.host.table import Column, Show, Table, fixed, gib, signed_percent, whole
 from rematbench.studies.answers import StudyAnswer, line
 from rematbench.studies.rows import (
     METHOD,
@@ -12,7 +13,6 @@ from rematbench.studies.rows import (
     ratio,
     told_of,
 )
-from rematbench.tables.table import Column, Show, Table, fixed, gib, signed_percent, whole
 
 EARLY = ", early update"
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from rematbench.host.table import Column, fixed
 from rematbench.studies.answers import StudyAnswer
 from rematbench.studies.claims import Claims, published
-from rematbench.tables.table import Column, fixed
 
 Line = dict[str, Any]
 Told: TypeAlias = Mapping[tuple[str, str, str, str, str], float]

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rematbench.host.table import Column, Table, gib, signed_percent
 from rematbench.packages.points import Point, rows
 from rematbench.packages.process import policy
 from rematbench.packages.stack import layer_tensors, stack_of
-from rematbench.tables.table import Column, Table, gib, signed_percent
 
 MIB = 2**20
 NOTE = (

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from rematbench.host.table import Column, Table, fixed, whole
 from rematbench.runs.measured import LEARNING_RATE
 from rematbench.runs.record import Record
-from rematbench.tables.table import Column, Table, fixed, whole
 from rematbench.tables.worlds import exponent, label_of
 
 Entries = Sequence[tuple[str, Record]]

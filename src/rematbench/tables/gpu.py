@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.published.kernel_bytes import seconds as bytes_seconds
 from rematbench.published.kernel_rows import KernelRow, measured, read_kernel_rows
 from rematbench.published.kernel_sources import Sources, load_sources
@@ -16,7 +17,6 @@ from rematbench.runs.cell import problem_of
 from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.worlds.layer_suite import LayerSuite, by_hand_names, layer_names
 from rematbench.worlds.layers import ratio
 from rematbench.worlds.predicted import PREDICTED

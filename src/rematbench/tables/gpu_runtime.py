@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.host.table import Column, Table, whole
 from rematbench.program.action import Kind
 from rematbench.runs.gpu_lines import Spent
 from rematbench.tables.gpu import CPU_NOTE
 from rematbench.tables.speed import seconds
-from rematbench.tables.table import Column, Table, whole
 from rematbench.worlds.gpu_checks import PACKAGES_RUN, Finding, Summary
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.runs.gpu_lines import Searched, Turn, by_cell
 from rematbench.tables.gpu import TIME_BAR, beside_prediction, caveats, devices_of
 from rematbench.tables.speed import seconds
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 LOSS_BAR = 0.02
 """Expected before any measurement: how much longer than the fastest measured plan the first one of

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from rematbench.host.table import GIB, LONG, Printed, repeats
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
 from rematbench.published.sheets import read_sheet
 from rematbench.tables.page import Page
-from rematbench.tables.table import GIB, LONG, Printed, repeats
 
 Row = Mapping[str, str]
 

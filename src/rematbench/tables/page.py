@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from rematbench.host.table import Printed
 from rematbench.published.accuracy import LEAST_OOMS
 from rematbench.published.bands import LEVEL
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import Printed
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
 

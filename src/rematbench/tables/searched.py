@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rematbench.choose.job import WORDS
+from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated
 from rematbench.search.space import DEGREES
-from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
 
 FILLED = ("layouts", "spaces")
 """Searches whose plans may fill the device, as published plans do."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.plugins.registry import IDENTITY
-from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 Row = Mapping[str, str]
 NAME = "measured_speed"

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
+from rematbench.host.table import Column, Table, fixed, signed_percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.measured import Measured
 from rematbench.runs.record import Record
 from rematbench.runs.suite import label_key
-from rematbench.tables.table import Column, Table, fixed, signed_percent, whole
 
 MIB = 2**20
 

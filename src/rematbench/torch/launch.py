@@ -10,10 +10,10 @@ from typing import cast
 
 import torch
 
+from rematbench.host import rank_error
+from rematbench.host.rank_error import RankError
+from rematbench.host.ranks import run_ranks
 from rematbench.host.scratch import scratch
-from rematbench.runs import rank_error
-from rematbench.runs.rank_error import RankError
-from rematbench.runs.ranks import run_ranks
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result, Status
 from rematbench.torch.gather import combine

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rematbench.choose.outcome import Status
+from rematbench.host import rank_error
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
-from rematbench.runs import rank_error
 from rematbench.runs.cell import Cell, problem_of
 from rematbench.runs.measured import Comparison, Measured
 from rematbench.runs.record import Record, write_record

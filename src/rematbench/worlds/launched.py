@@ -5,8 +5,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rematbench.runs import rank_error
-from rematbench.runs.rank_error import RankError
+from rematbench.host import rank_error
+from rematbench.host.rank_error import RankError
 from rematbench.runs.record import Record, write_record
 
 PATIENCE_S = 2.0

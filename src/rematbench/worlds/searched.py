@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
 from rematbench.host.console import CommandError
+from rematbench.host.table import GIB
 from rematbench.packages.process import Device
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
@@ -31,7 +32,6 @@ from rematbench.spec.configfile import (
     require_unique,
 )
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.tables.table import GIB
 from rematbench.workload import PositiveInt
 from rematbench.worlds.layers import FEWEST, run_by_turns
 from rematbench.worlds.predicted import PREDICTIONS, lines_of, predict

@@ -4,10 +4,10 @@ runs."""
 from collections.abc import Sequence
 from typing import Any
 
+from rematbench.host import rank_error
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs import rank_error
 from rematbench.runs.cell import Cell
 from rematbench.runs.measured import LEARNING_RATE, Measured
 from rematbench.runs.record import Record

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rematbench.runs.rank_error import RankError, of_exits
+from rematbench.host.rank_error import RankError, of_exits
 
 POLL_S = 0.02
 ERROR_GRACE_S = 10.0
