@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rematbench.choose.reserved import reserved
-from rematbench.cost.constants import load_calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
@@ -24,6 +23,7 @@ from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
+from rematbench.spec.constants import load_calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.paths import data_dir

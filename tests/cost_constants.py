@@ -1,6 +1,6 @@
 """Round constants for tests of the cost model: literal expectations never move with a new fit."""
 
-from rematbench.cost.constants import (
+from rematbench.spec.constants import (
     Calibration,
     CommonConstants,
     GpuConstants,

@@ -7,7 +7,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.choose import outcome
-from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -28,6 +27,7 @@ from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
+from rematbench.spec.constants import Calibration, load_calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir

@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from rematbench.cost.bind import CostModel
-from rematbench.cost.constants import Calibration
 from rematbench.cost.device_memory import non_torch_bytes
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.operators.block import embedding_table, head_table, layer_table
 from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout, check_layout
 from rematbench.spec.system import AttentionBackend, AttentionChoice, System
 from rematbench.workload import Workload

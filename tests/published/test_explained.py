@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rematbench.choose.outcome import make_problem
-from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import is_fit, with_values
 from rematbench.lowering.lower import lower
 from rematbench.program.action import Kind
@@ -19,6 +18,7 @@ from rematbench.published.sheets import read_sheet
 from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
+from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import yaml
 
-from rematbench.cost.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
 from rematbench.cost.kernel_seconds import attention_share
 from rematbench.cost.kernels import Attention
 from rematbench.published import kernel_attention
@@ -26,6 +25,7 @@ from rematbench.published.kernel_sources import (
     solve,
 )
 from rematbench.published.scores import how_to_read
+from rematbench.spec.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
 from rematbench.spec.load import calibration, load_cluster
 from rematbench.spec.paths import data_dir
 from tests.problems import problem

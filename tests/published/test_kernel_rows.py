@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cost.kernel_rates import SOURCES
 from rematbench.published.kernel_rows import (
     KernelRow,
     KernelRowError,
@@ -16,6 +15,7 @@ from rematbench.published.kernel_rows import (
     read_kernel_rows,
 )
 from rematbench.published.kernel_sources import load_sources, unclaimed
+from rematbench.spec.kernel_rates import SOURCES
 from rematbench.spec.paths import data_dir
 
 ROWS = read_kernel_rows(data_dir("published") / "kernels.csv")

@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.cost.collectives import network_bytes
-from rematbench.cost.constants import instant_hosts
 from rematbench.cost.copies import ALONE, Crowd, crowded_bytes_per_s
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan
@@ -17,6 +16,7 @@ from rematbench.simulate.contention import crowd_of as crowd
 from rematbench.simulate.evaluate import evaluate, evaluate_program
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
+from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.constants import (
+from rematbench.cost.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
+from rematbench.spec.constants import (
     Calibration,
     FitRule,
     load_calibration,
     parse_calibration,
     updated_text,
 )
-from rematbench.cost.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
 from rematbench.spec.paths import data_dir
 from tests.cost_constants import ROUND
 from tests.wrong_inputs import ROW

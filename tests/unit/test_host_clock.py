@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.constants import Calibration, instant_hosts
 from rematbench.lowering.lower import lower
 from rematbench.problem import Problem
 from rematbench.program.action import GRADIENTS_DOWN, Action, Kind
@@ -17,6 +16,7 @@ from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.simulate.timing import STILL, TIMELESS, Timing
+from rematbench.spec.constants import Calibration, instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload

@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_plan
-from rematbench.cost.constants import instant_hosts
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem
@@ -19,6 +18,7 @@ from rematbench.simulate.evaluate import evaluate, evaluate_program, program_byt
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
 from rematbench.workload import Model

@@ -8,18 +8,6 @@ import numpy as np
 import pytest
 
 from rematbench.cost.bind_kernels import part_of
-from rematbench.cost.kernel_rates import (
-    AttentionPass,
-    AttentionRates,
-    ByteRates,
-    Device,
-    Evidence,
-    GemmRates,
-    RateError,
-    UnfusedAttention,
-    fitted_parameters,
-    load_kernel_rates,
-)
 from rematbench.cost.kernel_seconds import (
     attention_s,
     attention_share,
@@ -32,6 +20,18 @@ from rematbench.cost.kernel_seconds import (
     unfused_passes,
 )
 from rematbench.cost.kernels import Named
+from rematbench.spec.kernel_rates import (
+    AttentionPass,
+    AttentionRates,
+    ByteRates,
+    Device,
+    Evidence,
+    GemmRates,
+    RateError,
+    UnfusedAttention,
+    fitted_parameters,
+    load_kernel_rates,
+)
 from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
 from rematbench.spec.system import NormKernel, RopeKernel

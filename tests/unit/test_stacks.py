@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from rematbench.choose.assumed import assumed
 from rematbench.choose.outcome import system_variant
 from rematbench.cli.app import command_line
-from rematbench.cost.kernel_rates import RateError
 from rematbench.problem import Problem
 from rematbench.published.bands import band_of
 from rematbench.published.evidence import published_stack, unlike_shipped
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system, names
 from rematbench.spec.paths import data_dir

@@ -12,7 +12,6 @@ import yaml
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import predict
 from rematbench.cli.show import trust
-from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import with_values
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
@@ -43,6 +42,7 @@ from rematbench.published.user_fit import (
     solved,
     suspects,
 )
+from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_system
 from rematbench.spec.paths import data_dir

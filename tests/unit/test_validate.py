@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.constants import FitRule, ShapedBy
 from rematbench.published.accuracy import (
     LEAST_OOMS,
     Accuracy,
@@ -20,6 +19,7 @@ from rematbench.published.accuracy import (
 from rematbench.published.scores import promise_table
 from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import by_source, validate
+from rematbench.spec.constants import FitRule, ShapedBy
 from rematbench.spec.paths import data_dir
 from tests.problems import calibration
 from tests.wrong_inputs import PREDICTED

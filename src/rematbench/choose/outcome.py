@@ -6,7 +6,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.reserved import Lowered, Reserved, lately, replayed, weighed
-from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
@@ -19,6 +18,7 @@ from rematbench.simulate.evaluate import (
     fullest_rank,
 )
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec

@@ -11,7 +11,6 @@ from typer import Option
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import PROCESSES, predicted
 from rematbench.cli.targets import More, Predictions, need_file, need_folder, read, rich_table
-from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
 from rematbench.host.console import CommandError, console, grid, plain
 from rematbench.host.table import write_sheet
@@ -23,6 +22,7 @@ from rematbench.published.scores import how_to_read, out_of_source_means, score_
 from rematbench.published.sheets import SCORED, Cell
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
+from rematbench.spec.constants import Calibration, updated_text
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 

@@ -8,8 +8,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, read
-from rematbench.cost.constants import Calibration
-from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
@@ -17,6 +15,8 @@ from rematbench.published.predict import COLUMNS, predict_rows
 from rematbench.published.rows import ASSUMED
 from rematbench.published.sheets import Cell
 from rematbench.spec.configfile import closest
+from rematbench.spec.constants import Calibration
+from rematbench.spec.constants import instant_hosts as instant
 from rematbench.spec.load import calibration, load_system, names
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]

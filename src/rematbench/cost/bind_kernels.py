@@ -7,17 +7,17 @@ from typing import Literal
 from msgspec.structs import replace
 
 from rematbench.cost import formulas, kernel_seconds
-from rematbench.cost.constants import (
+from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
+from rematbench.operators.ops import Op
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import (
     Calibration,
     CommonConstants,
     GpuConstants,
     NetworkConstants,
     SystemConstants,
 )
-from rematbench.cost.kernel_rates import AttentionRates, Device
-from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
-from rematbench.operators.ops import Op
-from rematbench.spec.cluster import Cluster
+from rematbench.spec.kernel_rates import AttentionRates, Device
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import AttentionBackend, System
 from rematbench.workload import Workload

@@ -11,8 +11,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.cost.constants import CommonConstants
 from rematbench.cost.formulas import Quantity
+from rematbench.spec.constants import CommonConstants
 from rematbench.spec.layout import Layout
 
 

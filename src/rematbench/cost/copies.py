@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rematbench.cost.constants import CommonConstants, GpuConstants
 from rematbench.cost.formulas import Quantity, memory_s
+from rematbench.spec.constants import CommonConstants, GpuConstants
 
 
 class Crowd(NamedTuple):

@@ -1,8 +1,8 @@
 """Device memory that the framework's allocator never sees: driver, context, communicators."""
 
 from rematbench.cost.collectives import degrees, group_stride
-from rematbench.cost.constants import Calibration
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.cost.constants import Calibration, FitRule
+from rematbench.spec.constants import Calibration, FitRule
 
 Row: TypeAlias = Mapping[str, Any]
 Concerns: TypeAlias = Callable[[str, Row], bool]

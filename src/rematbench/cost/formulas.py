@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.cost.constants import GpuConstants
+from rematbench.spec.constants import GpuConstants
 
 Quantity: TypeAlias = "float | NDArray[np.float64]"
 

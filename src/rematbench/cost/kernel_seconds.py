@@ -6,7 +6,8 @@ from math import fsum
 
 import numpy as np
 
-from rematbench.cost.kernel_rates import (
+from rematbench.cost.kernels import Named
+from rematbench.spec.kernel_rates import (
     AttentionPass,
     AttentionRates,
     ByteRates,
@@ -15,7 +16,6 @@ from rematbench.cost.kernel_rates import (
     Quantity,
     UnfusedAttention,
 )
-from rematbench.cost.kernels import Named
 
 ATTENTION_TILE_ROWS = 128
 """Query rows of a thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128

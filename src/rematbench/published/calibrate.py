@@ -15,7 +15,6 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
-from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import (
     PRIORS,
     Concerns,
@@ -48,6 +47,7 @@ from rematbench.published.rows import PublishedCase, read_case
 from rematbench.published.sheets import Cell
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
+from rematbench.spec.constants import Calibration
 from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3

@@ -10,16 +10,16 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from rematbench.cost.kernel_rates import (
+from rematbench.cost.kernel_seconds import attention_share, head_dim_factor
+from rematbench.published.kernel_rows import PASSES, KernelRow, measured
+from rematbench.published.kernel_sources import Array, Rows, Sources, evidence, rounded, solve
+from rematbench.spec.kernel_rates import (
     REFERENCE_HEAD_DIM,
     AttentionPass,
     AttentionRates,
     Evidence,
     Share,
 )
-from rematbench.cost.kernel_seconds import attention_share, head_dim_factor
-from rematbench.published.kernel_rows import PASSES, KernelRow, measured
-from rematbench.published.kernel_sources import Array, Rows, Sources, evidence, rounded, solve
 
 START = (0.5, 500.0)
 LOWEST = (0.01, 1.0)

@@ -10,14 +10,6 @@ from math import fsum
 import msgspec
 import numpy as np
 
-from rematbench.cost.kernel_rates import (
-    ByteRates,
-    Device,
-    Evidence,
-    GemmRates,
-    OperatorRates,
-    UnfusedAttention,
-)
 from rematbench.cost.kernel_seconds import bytes_s, gemm_s, unfused_attention_s
 from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
 from rematbench.published.kernel_sources import (
@@ -30,6 +22,14 @@ from rematbench.published.kernel_sources import (
     evidence,
     rounded,
     solve,
+)
+from rematbench.spec.kernel_rates import (
+    ByteRates,
+    Device,
+    Evidence,
+    GemmRates,
+    OperatorRates,
+    UnfusedAttention,
 )
 
 NEAR = 0.05

@@ -12,18 +12,6 @@ import msgspec
 import numpy as np
 import yaml
 
-from rematbench.cost.kernel_rates import (
-    OPERATORS,
-    SOURCES,
-    AttentionRates,
-    Evidence,
-    GemmRates,
-    GenerationRates,
-    KernelRates,
-    Share,
-    evidence_of,
-    load_kernel_rates,
-)
 from rematbench.cost.kernel_seconds import gemm_share
 from rematbench.published.kernel_attention import fit_attention, fit_half_waves
 from rematbench.published.kernel_bytes import fit_operators
@@ -40,6 +28,18 @@ from rematbench.published.kernel_sources import (
     rounded,
     solve,
     unclaimed,
+)
+from rematbench.spec.kernel_rates import (
+    OPERATORS,
+    SOURCES,
+    AttentionRates,
+    Evidence,
+    GemmRates,
+    GenerationRates,
+    KernelRates,
+    Share,
+    evidence_of,
+    load_kernel_rates,
 )
 from rematbench.spec.paths import data_dir
 

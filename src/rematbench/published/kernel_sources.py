@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.cost.kernel_rates import Evidence, Outlier
 from rematbench.published.kernel_rows import KernelRow, Match
+from rematbench.spec.kernel_rates import Evidence, Outlier
 
 Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = Sequence[KernelRow]

@@ -11,7 +11,6 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from rematbench.cost.constants import Calibration
 from rematbench.published.accuracy import (
     SPEED,
     Accuracy,
@@ -24,6 +23,7 @@ from rematbench.published.accuracy import (
 )
 from rematbench.published.sheets import Cell, read_sheet
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.constants import Calibration
 from rematbench.spec.paths import data_dir
 
 NAME = "left_out.csv"

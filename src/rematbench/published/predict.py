@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.choose.outcome import Outcome, run_method
-from rematbench.cost.constants import Calibration
 from rematbench.cost.states import state_bytes
 from rematbench.host.workers import collect_rarely
 from rematbench.lowering.chunk_ops import ChunkOps
@@ -21,6 +20,7 @@ from rematbench.problem import Problem
 from rematbench.published.bands import band_of
 from rematbench.published.rows import PublishedCase, Row, RowError, read_case
 from rematbench.simulate.evaluate import PlanEvaluation
+from rematbench.spec.constants import Calibration
 
 COLUMNS = (
     "pred_tokens_per_s_per_gpu",

@@ -11,12 +11,12 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 
 from rematbench.choose.outcome import Variant, make_problem, system_variant
-from rematbench.cost.constants import Calibration
-from rematbench.cost.kernel_rates import RateError
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.constants import Calibration
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec

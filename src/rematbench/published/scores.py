@@ -6,8 +6,6 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from rematbench.cost.constants import Calibration
-from rematbench.cost.kernel_rates import fitted_parameters
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.published.accuracy import (
     LEAST_OOMS,
@@ -26,6 +24,8 @@ from rematbench.published.left_out import left_out_by_source
 from rematbench.published.protocol import calibrated_table
 from rematbench.published.trust import evidence_table, regret_table
 from rematbench.published.validate import Report, Verdicts
+from rematbench.spec.constants import Calibration
+from rematbench.spec.kernel_rates import fitted_parameters
 
 SHOWN = 40
 READ = (

@@ -7,7 +7,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.cost.constants import Calibration, FitRule
 from rematbench.published.accuracy import (
     MORE,
     OVER_ERRORS,
@@ -26,6 +25,7 @@ from rematbench.published.accuracy import (
 )
 from rematbench.published.bands import fits_word
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.constants import Calibration, FitRule
 from rematbench.spec.load import load_cluster, load_system
 
 WHOLE = ("verdict", "regret")

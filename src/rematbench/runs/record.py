@@ -15,7 +15,6 @@ from msgspec import Struct
 
 import rematbench
 from rematbench.choose.outcome import Outcome, Retries, Status, retries
-from rematbench.cost.constants import Calibration
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
 from rematbench.lowering.chunk_ops import ChunkOps
@@ -25,6 +24,7 @@ from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.runs.measured import Engine, Measured
 from rematbench.simulate.evaluate import RankBytes
+from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import AttentionChoice
 from rematbench.workload import Model, Precision

@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem, run_method
-from rematbench.cost.kernel_rates import RateError
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
@@ -31,6 +30,7 @@ from rematbench.spec.configfile import (
     require_known,
     require_unique,
 )
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError, closest, convert, flatten, read_mapping
+from rematbench.spec.constants import Calibration, load_calibration
 from rematbench.spec.facts import LOSS, check_cluster, check_model, check_system
 from rematbench.spec.huggingface import is_huggingface, model_from_huggingface
 from rematbench.spec.paths import data_dir

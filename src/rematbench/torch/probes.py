@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rematbench.cost.bind_kernels import Direction
-from rematbench.cost.kernel_rates import RateError
 from rematbench.cost.kernels import Attention, Gemm, Named
 from rematbench.operators.ops import Op
 from rematbench.problem import Problem
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.system import AttentionBackend
 from rematbench.torch import kernels
 from rematbench.torch.attention import repeat

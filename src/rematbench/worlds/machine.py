@@ -4,10 +4,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.cost.constants import Calibration
 from rematbench.host.gpu_state import GpuState, gpu_state
 from rematbench.packages.process import Device
 from rematbench.runs.record import provenance
+from rematbench.spec.constants import Calibration
 
 
 class Machine:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from rematbench.cost.kernel_rates import KernelRates, load_kernel_rates
+from rematbench.spec.kernel_rates import KernelRates, load_kernel_rates
 from rematbench.spec.paths import data_dir
 
 FITTED = "fitted"
