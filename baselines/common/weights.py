@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rematbench.operators.ops import Part
+from rematbench.costs.operators.ops import Part
 from rematbench.torch.parameters import (
     ParameterSpec,
     full_weight,

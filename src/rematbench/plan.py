@@ -6,8 +6,8 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from rematbench.costs.operators.ops import Part
 from rematbench.host.errors import UserError
-from rematbench.operators.ops import Part
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]

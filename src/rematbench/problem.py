@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from rematbench.cost.bind import CostModel
-from rematbench.cost.device_memory import non_torch_bytes
-from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.operators.block import embedding_table, head_table, layer_table
-from rematbench.operators.ops import Op, OpTable
+from rematbench.costs.bind import CostModel
+from rematbench.costs.device_memory import non_torch_bytes
+from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
+from rematbench.costs.operators.block import embedding_table, head_table, layer_table
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from rematbench.costs.operators.block import head_table, layer_table
 from rematbench.lowering.lower import lower
-from rematbench.operators.block import head_table, layer_table
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
-from rematbench.cost.kernel_seconds import attention_share
-from rematbench.cost.kernels import Attention
+from rematbench.costs.kernel_seconds import attention_share
+from rematbench.costs.operators.kernels import Attention
 from rematbench.published import kernel_attention
 from rematbench.published.kernel_attention import attention_fraction
 from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.cost.kernels import Gemm
+from rematbench.costs.operators.kernels import Gemm
 from rematbench.host.gpu_state import GpuState
 from rematbench.lowering.lower import lower
 from rematbench.runs.gpu_lines import Rate, read_lines

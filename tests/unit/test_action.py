@@ -2,8 +2,8 @@
 
 import pytest
 
+from rematbench.costs.operators.ops import Comm
 from rematbench.lowering.lower import lower
-from rematbench.operators.ops import Comm
 from rematbench.program.action import (
     COPY,
     KEPT,

@@ -14,7 +14,7 @@ from rematbench.choose.entry import Compared
 from rematbench.choose.judged import Judged, judge
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import Ranking, ShownTable, runnable
-from rematbench.cost.estimators import fujii_estimate
+from rematbench.costs.estimators import fujii_estimate
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
 from rematbench.published.closed_forms import closed_form

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost import collectives as c
-from rematbench.cost.bind import CostModel
-from rematbench.operators.ops import Comm, CommKind
+from rematbench.costs import collectives as c
+from rematbench.costs.bind import CostModel
+from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.collectives import network_bytes
-from rematbench.cost.copies import ALONE, Crowd, crowded_bytes_per_s
+from rematbench.costs.collectives import network_bytes
+from rematbench.costs.copies import ALONE, Crowd, crowded_bytes_per_s
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.estimators import (
+from rematbench.costs.estimators import (
     fujii_estimate,
     korthikanti_activation_bytes,
     korthikanti_layer_bytes,

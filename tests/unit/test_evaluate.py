@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import weigh
-from rematbench.cost.flops import model_flop_per_token
+from rematbench.costs.flops import model_flop_per_token
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
 from rematbench.problem import Problem, Weight

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rematbench.costs.operators.ops import Activation
 from rematbench.lowering.fates import ChunkSites, Resolved, resolve
-from rematbench.operators.ops import Activation
 from rematbench.plan import (
     ByteBudget,
     Fate,

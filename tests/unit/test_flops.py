@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.flops import attention_flop_per_token, hfu, mfu, model_flop_per_token
+from rematbench.costs.flops import attention_flop_per_token, hfu, mfu, model_flop_per_token
 from rematbench.spec.load import load_model
 from rematbench.workload import Model
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost import copies, formulas
+from rematbench.costs import copies, formulas
 from tests.cost_constants import COMMON, GPU
 
 PEAK, HBM = 1e12, 1e9

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rematbench.cost.bind_kernels import part_of
-from rematbench.cost.kernel_seconds import (
+from rematbench.costs.bind_kernels import part_of
+from rematbench.costs.kernel_seconds import (
     attention_s,
     attention_share,
     bytes_s,
@@ -19,7 +19,7 @@ from rematbench.cost.kernel_seconds import (
     unfused_attention_s,
     unfused_passes,
 )
-from rematbench.cost.kernels import Named
+from rematbench.costs.operators.kernels import Named
 from rematbench.spec.kernel_rates import (
     AttentionPass,
     AttentionRates,

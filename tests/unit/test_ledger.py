@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.copies import pinned_block_bytes
+from rematbench.costs.copies import pinned_block_bytes
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 import rematbench
 from rematbench.choose.outcome import run_method
+from rematbench.costs.operators.block import embedding_table, head_table, layer_table
+from rematbench.costs.operators.names import ACTIVATIONS
 from rematbench.host.table import write_sheet
-from rematbench.operators.block import embedding_table, head_table, layer_table
-from rematbench.operators.names import ACTIVATIONS
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition

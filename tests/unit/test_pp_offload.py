@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.cost.estimators import PipelineOffloadEstimator
+from rematbench.costs.estimators import PipelineOffloadEstimator
 from rematbench.lowering.lower import lower
 from rematbench.lowering.schedule import in_flight, passes
 from rematbench.problem import Problem

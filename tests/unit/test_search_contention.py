@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rematbench.choose.programs import Programs
-from rematbench.cost.copies import ALONE, Crowd
+from rematbench.costs.copies import ALONE, Crowd
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
 from rematbench.search import walk

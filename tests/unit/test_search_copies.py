@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.choose import outcome
 from rematbench.choose.programs import Programs
 from rematbench.choose.reserved import Lowered
-from rematbench.cost.copies import pinned_block_bytes
+from rematbench.costs.copies import pinned_block_bytes
 from rematbench.lowering.lower import lower
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover

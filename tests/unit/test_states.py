@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost import states
+from rematbench.costs import states
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_system
 from tests.cost_constants import COMMON

@@ -15,7 +15,7 @@ from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.result import ShownRun, result
 from rematbench.cli.show import heading, show
 from rematbench.cli.targets import Json, Out, need_file
-from rematbench.cost.estimators import SAFE_SHARE
+from rematbench.costs.estimators import SAFE_SHARE
 from rematbench.host.console import (
     CommandError,
     console,

@@ -8,7 +8,7 @@ from rematbench.choose.assumed import assumed, faster_attention
 from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
 from rematbench.cli.result import ShownRun, fits, retries_of, shown_band
-from rematbench.cost.flops import model_flop_per_token
+from rematbench.costs.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.lowering.lower import lower
 from rematbench.problem import Problem

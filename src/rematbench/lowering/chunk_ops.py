@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
+from rematbench.costs.operators.ops import Activation, OpTable, Part, holding, without
 from rematbench.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
 from rematbench.lowering.mini import MiniRun, mini_runs
-from rematbench.operators.ops import Activation, OpTable, Part, holding, without
 from rematbench.plan import MiniSequence, Phase, Plan, PlanError
 from rematbench.problem import Problem, head_parameters
 from rematbench.program.action import KEPT, OFFLOADED

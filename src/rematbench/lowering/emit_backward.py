@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+from rematbench.costs.operators.ops import Op
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
@@ -14,7 +15,6 @@ from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.pieces import write_pieces
 from rematbench.lowering.writer import WHOLE, BlockWriter, Share
-from rematbench.operators.ops import Op
 from rematbench.plan import Transfers
 from rematbench.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
 from rematbench.program.program import Block

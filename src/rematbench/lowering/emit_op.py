@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from rematbench.costs.operators.ops import Comm, Op
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.writer import WHOLE, BlockWriter, Share
-from rematbench.operators.ops import Comm, Op
 from rematbench.program.action import COMPUTE, HOST, Action, Alloc, Kind, place
 
 

@@ -1,5 +1,6 @@
 """Recomputes saved tensors in a backward block, whole or by piece, and joins split tensors."""
 
+from rematbench.costs.operators.ops import Op
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
@@ -7,7 +8,6 @@ from rematbench.lowering.fates import Resolved
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.pieces import write_pieces
 from rematbench.lowering.writer import BlockWriter, Share
-from rematbench.operators.ops import Op
 from rematbench.plan import PlanError
 from rematbench.problem import rebuild_ops
 from rematbench.program.action import COMPUTE, Action, Alloc, Kind, place

@@ -1,8 +1,8 @@
 """Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
 
+from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.writer import BlockWriter
-from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import StateFate
 from rematbench.program.action import (
     COMM_KIND,

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from rematbench.cost.states import shard
+from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.states import shard
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, tensor_parameters, weighted_operators
 from rematbench.program.late import Late, LateUnit

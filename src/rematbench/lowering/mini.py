@@ -6,7 +6,7 @@ read, and its outputs written, as slices of whole storages.  Pieces differ by on
 
 from typing import NamedTuple
 
-from rematbench.operators.ops import Op, OpTable
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.plan import MiniSequence, PlanError
 from rematbench.program.action import piece_tag
 

@@ -1,8 +1,8 @@
 """Small blocks between passes: receives, sends, copies, releases, exchanges at the step's end."""
 
+from rematbench.costs.operators.ops import Activation, Comm
 from rematbench.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.lowering.writer import BlockWriter
-from rematbench.operators.ops import Activation, Comm
 from rematbench.program.action import (
     COMPUTE,
     GRADIENTS_DOWN,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.emit_states import norm_reduction
 from rematbench.lowering.rank_steps import last_backwards
@@ -17,7 +18,6 @@ from rematbench.lowering.step_blocks import (
     tied_send_block,
     wait_block,
 )
-from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.program.program import Block

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from rematbench.costs.operators.ops import Comm, Op
 from rematbench.lowering.again import Again, Place
 from rematbench.lowering.liveness import free, freed
-from rematbench.operators.ops import Comm, Op
 from rematbench.program.action import COMM_KIND, COMPUTE, STALL, Action, Alloc, Kind, local_event
 from rematbench.program.program import Block
 

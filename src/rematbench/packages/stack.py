@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.reserved import reserved
+from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
 from rematbench.lowering.lower import lower
-from rematbench.operators.ops import Activation, Op, OpTable, Part
 from rematbench.packages.process import baselines, load
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition, Method

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 
 from msgspec import Struct
 
-from rematbench.operators.ops import Comm, CommKind
+from rematbench.costs.operators.ops import Comm, CommKind
 
 
 class Kind(Enum):

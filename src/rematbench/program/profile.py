@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from rematbench.cost.copies import pinned_block_bytes
+from rematbench.costs.copies import pinned_block_bytes
 from rematbench.program.action import HOST, Action
 from rematbench.program.program import Block, Part, Program, RankProgram
 

@@ -6,7 +6,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.cost.estimators import fujii_estimate, pipeline_offload_estimator
+from rematbench.costs.estimators import fujii_estimate, pipeline_offload_estimator
 from rematbench.plan import ByteBudget, Offload, Plan, Split, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_layer_bytes

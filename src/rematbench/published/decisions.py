@@ -11,12 +11,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.cost.estimators import (
+from rematbench.costs.estimators import (
     Recomputation,
     fujii_estimate,
     korthikanti_activation_bytes,
 )
-from rematbench.cost.states import state_bytes
+from rematbench.costs.states import state_bytes
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem, rank_parameters

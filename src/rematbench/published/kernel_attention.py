@@ -10,7 +10,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from rematbench.cost.kernel_seconds import attention_share, head_dim_factor
+from rematbench.costs.kernel_seconds import attention_share, head_dim_factor
 from rematbench.published.kernel_rows import PASSES, KernelRow, measured
 from rematbench.published.kernel_sources import Array, Rows, Sources, evidence, rounded, solve
 from rematbench.spec.kernel_rates import (

@@ -10,7 +10,7 @@ from math import fsum
 import msgspec
 import numpy as np
 
-from rematbench.cost.kernel_seconds import bytes_s, gemm_s, unfused_attention_s
+from rematbench.costs.kernel_seconds import bytes_s, gemm_s, unfused_attention_s
 from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
 from rematbench.published.kernel_sources import (
     Array,

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from rematbench.cost.kernel_seconds import gemm_share
+from rematbench.costs.kernel_seconds import gemm_share
 from rematbench.published.kernel_attention import fit_attention, fit_half_waves
 from rematbench.published.kernel_bytes import fit_operators
 from rematbench.published.kernel_rows import KernelRow, Match, measured, read_kernel_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.choose.outcome import Outcome, run_method
-from rematbench.cost.states import state_bytes
+from rematbench.costs.states import state_bytes
 from rematbench.host.workers import collect_rarely
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import resolve

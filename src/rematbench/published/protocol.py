@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 from msgspec import Struct
 
-from rematbench.cost.flops import model_flop_per_token
+from rematbench.costs.flops import model_flop_per_token
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED, Row, number

@@ -9,7 +9,7 @@ dashes have no published cause and are counted apart.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rematbench.cost.estimators import SAFE_SHARE, fujii_estimate
+from rematbench.costs.estimators import SAFE_SHARE, fujii_estimate
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry

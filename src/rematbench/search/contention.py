@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.cost.bind import CostModel
-from rematbench.cost.copies import Crowd, crowded_bytes_per_s
+from rematbench.costs.bind import CostModel
+from rematbench.costs.copies import Crowd, crowded_bytes_per_s
 from rematbench.plan import MIB, Transfers
 from rematbench.problem import Problem
 from rematbench.search.bounds import Total

@@ -1,6 +1,6 @@
 """What runs after the last pass of a step, as closed-form bounds count it."""
 
-from rematbench.operators.ops import Comm, CommKind
+from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.problem import Problem, state_fates
 
 

@@ -2,7 +2,7 @@
 
 from math import fsum
 
-from rematbench.operators.ops import Comm, Op, OpTable
+from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.problem import Problem
 from rematbench.search.passes import ChunkCost, PassCost
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rematbench.cost.copies import pinned_block_bytes
+from rematbench.costs.copies import pinned_block_bytes
 from rematbench.plan import MIB, ByteBudget, Fate, Offload, Plan, Split
 from rematbench.program.action import Kind
 from rematbench.program.program import Program

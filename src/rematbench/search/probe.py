@@ -15,7 +15,7 @@ from functools import cached_property
 from math import floor
 from typing import NamedTuple, TypeVar
 
-from rematbench.cost.copies import ALONE, Crowd
+from rematbench.costs.copies import ALONE, Crowd
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem

@@ -8,7 +8,7 @@ from weakref import proxy
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.cost.copies import ALONE
+from rematbench.costs.copies import ALONE
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import Arm

@@ -7,12 +7,12 @@ arrives one transfer after its pass.  The blocks after the last pass are lowered
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from rematbench.cost.bind import CopyDirection, CostModel
-from rematbench.cost.copies import Crowd
+from rematbench.costs.bind import CopyDirection, CostModel
+from rematbench.costs.copies import Crowd
+from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.schedule import passes
 from rematbench.lowering.step_end import emit_step_end
-from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block

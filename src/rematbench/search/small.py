@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.candidates import changed_kinds
 from rematbench.choose.reserved import same_plan
-from rematbench.cost.copies import ALONE, Crowd
+from rematbench.costs.copies import ALONE, Crowd
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import ChunkPlace, covered, phased
 from rematbench.lowering.lower import lower

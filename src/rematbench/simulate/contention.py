@@ -9,8 +9,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import fsum
 
-from rematbench.cost.copies import ALONE, Crowd
-from rematbench.operators.ops import Comm
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.operators.ops import Comm
 from rematbench.problem import Problem
 from rematbench.program.action import COMM_KIND, Action, Kind
 from rematbench.program.program import Block, Program, RankProgram

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from rematbench.cost.flops import hfu, mfu
-from rematbench.cost.kernels import Attention, Gemm, Kernel
-from rematbench.cost.states import shard
+from rematbench.costs.flops import hfu, mfu
+from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
+from rematbench.costs.states import shard
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters

@@ -4,9 +4,9 @@ from collections.abc import Hashable
 from math import fsum
 from typing import get_args
 
-from rematbench.cost.bind_kernels import Direction
-from rematbench.cost.copies import ALONE, Crowd
-from rematbench.operators.ops import Comm, Group, Op, OpTable
+from rematbench.costs.bind_kernels import Direction
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.problem import Problem
 from rematbench.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.program.program import Program

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from math import fsum
 
+from rematbench.costs.operators.ops import OpTable
 from rematbench.lowering.lower import rank_orders
-from rematbench.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 

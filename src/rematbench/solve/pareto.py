@@ -5,7 +5,7 @@ from itertools import combinations
 
 from msgspec import Struct
 
-from rematbench.operators.ops import OpTable
+from rematbench.costs.operators.ops import OpTable
 from rematbench.problem import Problem
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from rematbench.cost.copies import pinned_block_bytes
-from rematbench.operators.ops import OpTable
+from rematbench.costs.copies import pinned_block_bytes
+from rematbench.costs.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.layers import forward_s, layers_in_flight

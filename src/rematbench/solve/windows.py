@@ -10,7 +10,7 @@ from math import fsum
 
 from msgspec import Struct
 
-from rematbench.operators.ops import Op, OpTable
+from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.problem import Problem
 
 

@@ -17,7 +17,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `host_bytes`: host memory of one node.
     `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which the allocator
-    never sees (None: computed from the layout by cost/device_memory.py).
+    never sees (None: computed from the layout by costs/device_memory.py).
     `pcie_gpus_per_link`: GPUs that share one host link; a rank alone on its link has all of it.
     `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
     other direction runs.  Published for A100 alone; over PCIe 5, as Hopper and Blackwell have it,

@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
-from rematbench.cost.estimators import fujii_estimate
-from rematbench.cost.kernels import Attention
+from rematbench.costs.estimators import fujii_estimate
+from rematbench.costs.operators.kernels import Attention
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import resolve
 from rematbench.lowering.lower import lower

@@ -3,11 +3,11 @@
 from msgspec import Struct
 
 from rematbench.choose.reserved import rank_reserved
+from rematbench.costs.operators.ops import Part
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, resolve
 from rematbench.lowering.lower import rank_orders
 from rematbench.lowering.schedule import phases
-from rematbench.operators.ops import Part
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program.action import place

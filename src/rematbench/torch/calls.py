@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rematbench.costs.operators.ops import Op
 from rematbench.lowering.chunk_ops import Unit
-from rematbench.operators.ops import Op
 from rematbench.torch import kernels
 from rematbench.torch.memory import Span
 from rematbench.torch.model import RankModel

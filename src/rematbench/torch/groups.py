@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rematbench.cost.collectives import degrees
+from rematbench.costs.collectives import degrees
 from rematbench.spec.layout import Layout
 
 SETTLE_S = 1.0

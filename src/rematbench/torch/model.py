@@ -6,8 +6,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from rematbench.costs.operators.ops import Activation
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.operators.ops import Activation
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.runs.executable import refusals

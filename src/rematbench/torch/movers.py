@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.operators.ops import Activation
+from rematbench.costs.operators.ops import Activation
 from rematbench.program.action import (
     GRADIENTS_DOWN,
     WEIGHTS_UP,

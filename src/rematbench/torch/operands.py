@@ -7,8 +7,8 @@ chunk; afterwards the host only looks storages up and issues kernels.
 from itertools import takewhile
 from typing import NamedTuple
 
+from rematbench.costs.operators.ops import Op
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.operators.ops import Op
 from rematbench.program.action import Action, Kind, identity, is_gradient
 from rematbench.torch.model import RankModel
 

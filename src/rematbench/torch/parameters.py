@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.operators.ops import Part
+from rematbench.costs.operators.ops import Part
 from rematbench.torch.kernels import fused, wide
 from rematbench.workload import Model
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace as change
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rematbench.cost.bind_kernels import Direction
-from rematbench.cost.kernels import Attention, Gemm, Named
-from rematbench.operators.ops import Op
+from rematbench.costs.bind_kernels import Direction
+from rematbench.costs.operators.kernels import Attention, Gemm, Named
+from rematbench.costs.operators.ops import Op
 from rematbench.problem import Problem
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.system import AttentionBackend

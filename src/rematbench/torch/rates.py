@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from rematbench.cost.bind import CopyDirection
-from rematbench.cost.copies import Crowd
-from rematbench.cost.kernels import Elementwise, Gemm
+from rematbench.costs.bind import CopyDirection
+from rematbench.costs.copies import Crowd
+from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
 from rematbench.torch.beside import at_once
 from rematbench.torch.devices import empty_pinned, pin_exactly

@@ -5,7 +5,7 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 
 from functools import partial
 
-from rematbench.operators.ops import Part
+from rematbench.costs.operators.ops import Part
 from rematbench.packages.deepspeed import weights, zero_peaks
 from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.deepspeed.weights import ZERO_2, ZERO_3

@@ -5,7 +5,7 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 
 from functools import partial
 
-from rematbench.operators.ops import Part
+from rematbench.costs.operators.ops import Part
 from rematbench.packages.megatron_core import attention, offloads
 from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.stack import Extra, Stack

@@ -1,8 +1,8 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
-from rematbench.cost.kernels import Elementwise, Kernel, Named
-from rematbench.operators.builder import Builder
-from rematbench.operators.ops import Comm, Op, OpTable
+from rematbench.costs.operators.builder import Builder
+from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
+from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 from rematbench.workload import Workload

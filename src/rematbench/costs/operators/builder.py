@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
-from rematbench.cost.kernels import Attention, Gemm, Kernel, Named
-from rematbench.operators.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
+from rematbench.costs.operators.kernels import Attention, Gemm, Kernel, Named
+from rematbench.costs.operators.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
 from rematbench.spec.layout import Layout
 from rematbench.spec.shapes import causal_pairs, shapes
 from rematbench.spec.system import System

@@ -6,7 +6,7 @@ from math import fsum
 
 import numpy as np
 
-from rematbench.cost.kernels import Named
+from rematbench.costs.operators.kernels import Named
 from rematbench.spec.kernel_rates import (
     AttentionPass,
     AttentionRates,

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from rematbench.cost.kernels import Elementwise, Kernel
+from rematbench.costs.operators.kernels import Elementwise, Kernel
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 Group = Literal["tp", "cp", "dp", "pp"]

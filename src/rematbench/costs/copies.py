@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rematbench.cost.formulas import Quantity, memory_s
+from rematbench.costs.formulas import Quantity, memory_s
 from rematbench.spec.constants import CommonConstants, GpuConstants
 
 

@@ -7,7 +7,7 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the optimizer o
 import numpy as np
 from msgspec import Struct
 
-from rematbench.cost.formulas import Quantity
+from rematbench.costs.formulas import Quantity
 from rematbench.spec.constants import CommonConstants
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.cost.formulas import Quantity
+from rematbench.costs.formulas import Quantity
 from rematbench.spec.constants import CommonConstants
 from rematbench.spec.layout import Layout
 

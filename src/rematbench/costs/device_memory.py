@@ -1,6 +1,6 @@
 """Device memory that the framework's allocator never sees: driver, context, communicators."""
 
-from rematbench.cost.collectives import degrees, group_stride
+from rematbench.costs.collectives import degrees, group_stride
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout

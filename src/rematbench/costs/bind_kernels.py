@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from rematbench.cost import formulas, kernel_seconds
-from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
-from rematbench.operators.ops import Op
+from rematbench.costs import formulas, kernel_seconds
+from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
+from rematbench.costs.operators.ops import Op
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import (
     Calibration,

@@ -7,10 +7,10 @@ and a calibration.
 from functools import cached_property
 from typing import Literal
 
-from rematbench.cost import collectives, copies, formulas, states
-from rematbench.cost.bind_kernels import KernelCosts
-from rematbench.cost.copies import ALONE, Crowd
-from rematbench.operators.ops import Comm
+from rematbench.costs import collectives, copies, formulas, states
+from rematbench.costs.bind_kernels import KernelCosts
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.operators.ops import Comm
 from rematbench.spec.layout import Layout
 
 CopyDirection = Literal["d2h", "h2d"]

@@ -1,0 +1,1 @@
+"""The operators of a model: what each reads, saves and computes."""
