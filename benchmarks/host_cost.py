@@ -15,9 +15,9 @@ from collections import defaultdict
 import torch
 
 from rematbench.choose.outcome import make_problem
+from rematbench.engine.program.action import Action
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.program.action import Action
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.torch import executor, trace

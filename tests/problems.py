@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.choose import outcome
+from rematbench.engine.program.action import Action, Kind
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -24,7 +25,6 @@ from rematbench.plugins import contract
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from rematbench.spec.constants import Calibration, load_calibration

@@ -257,7 +257,7 @@ def _job(problem: ProblemSpec) -> Job:
 
 
 # The folders `search/` and `simulate/` share their names with functions.  The functions carry the
-# attributes of the folders, so that `import rematbench.simulate.step as step` still works.
+# attributes of the folders, so that `import rematbench.engine.simulate.step as step` still works.
 for function in (search, simulate):
     function.__dict__ = sys.modules[f"rematbench.{function.__name__}"].__dict__
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Plan

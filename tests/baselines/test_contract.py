@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.packages.flags import flags_of
 from rematbench.packages.process import baselines, policy
 from rematbench.plan import Unsupported

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.packages.process import (
     BaselineError,
     NotInstalled,

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.operators.block import head_table, layer_table
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import RankProgram
 from rematbench.packages.deepspeed import reducing, zero_peaks
 from rematbench.packages.deepspeed.weights import (
     Sizes,
@@ -21,7 +22,6 @@ from rematbench.packages.process import job, policy, run_jobs
 from rematbench.packages.stack import stack_of
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.program import RankProgram
 from rematbench.spec.load import load_model
 from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, LAYOUTS, SEQ, TINY

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import to_text
+from rematbench.engine.program.program import Block, Program
 from rematbench.plan import Offload, Plan, Split
 from rematbench.problem import Problem
-from rematbench.program.action import to_text
 from rematbench.program.check import check
-from rematbench.program.program import Block, Program
 from tests.cost_constants import ROUND
 from tests.problems import (
     BALANCED,

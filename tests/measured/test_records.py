@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rematbench.cli.tables import curves, worlds
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
 from rematbench.plan import Plan
-from rematbench.program.ledger import live_bytes
 from rematbench.runs.cell import Cell, cell_names, cells
 from rematbench.runs.measured import RankMeasured
 from rematbench.runs.record import Record, plan_hash, read_record

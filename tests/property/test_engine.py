@@ -8,17 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower, rank_orders
-from rematbench.lowering.schedule import in_flight
+from rematbench.engine.lowering.lower import lower, rank_orders
+from rematbench.engine.lowering.schedule import in_flight
+from rematbench.engine.program.action import Action
+from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.engine.program.program import Program, parse_program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import simulate
 from rematbench.plan import ByteBudget, Plan, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program.action import Action
 from rematbench.program.check import check
-from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
-from rematbench.program.program import Program, parse_program
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, layers, problem, transfers
 from tests.strategies import SYSTEMS, cases
 from tests.twin.interpreter import EARLY, interpret

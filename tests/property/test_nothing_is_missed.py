@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_plan
 from rematbench.choose.reserved import reserved
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem

@@ -9,19 +9,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.lowering import pieces, repeat
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering import pieces, repeated_layers
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import pool_bytes
+from rematbench.engine.program.profile import program_profiles
+from rematbench.engine.program.program import Program
+from rematbench.engine.program.replay import replay
+from rematbench.engine.simulate.block_rows import Row, RowBlock, RowPart
+from rematbench.engine.simulate.macro import macro_of
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import simulate
 from rematbench.plan import MiniSequence, Plan, PlanError, Recompute, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program.ledger import pool_bytes
-from rematbench.program.profile import program_profiles
-from rematbench.program.program import Program
-from rematbench.program.replay import replay
-from rematbench.simulate.macro import macro_of
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.rows import Row, RowBlock, RowPart
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, FULL, SKELETAL, half, layers, problem, transfers
 from tests.strategies import cases
 
@@ -34,7 +34,7 @@ DEEP = settings(
 def unrepeated(plan: Plan, given: Problem) -> Program:
     """The program without repetition."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeat, "shortened", lambda *_: None)
+        patch.setattr(repeated_layers, "shortened", lambda *_: None)
         return lower(plan, given)
 
 
@@ -102,7 +102,7 @@ def test_many_pieces_are_those_written_one_by_one(
 def written_out(plan: Plan, given: Problem) -> Program:
     """The program with every layer and every piece written by the emitters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeat, "shortened", lambda *_: None)
+        patch.setattr(repeated_layers, "shortened", lambda *_: None)
         return one_by_one(plan, given)
 
 

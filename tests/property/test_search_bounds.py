@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import PlanError, Unsupported
 from rematbench.search.arms import KEEP, Arm, Single
 from rematbench.search.bounds import Bounds

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.allocator import AllocatorPeaks
+from rematbench.engine.program.program import RankProgram
+from rematbench.engine.program.replay import replay
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program.allocator import AllocatorPeaks
-from rematbench.program.program import RankProgram
-from rematbench.program.replay import replay
 from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case
 from rematbench.torch.executor import Executor

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import (
     MiniSequence,
     Offload,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
 from rematbench.program.check import check
-from rematbench.program.program import Program
 from rematbench.torch import beside, trace
 from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import Case

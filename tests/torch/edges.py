@@ -20,8 +20,8 @@ import pytest
 from msgspec.structs import replace
 
 import rematbench
-from rematbench.lowering.writer import BlockWriter
-from rematbench.program.action import Action, Kind
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import Action, Kind
 from rematbench.torch.case import Case
 from rematbench.torch.streams import Mark
 from tests.torch.test_faults import edited

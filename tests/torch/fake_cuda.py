@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.torch import parameters, trace
 from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import Case

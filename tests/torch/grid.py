@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 from msgspec import structs
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
 from rematbench.plugins.registry import Composition
-from rematbench.program.action import Kind
 from rematbench.torch.case import Case, Result
 from tests.problems import all_methods, remade
 from tests.torch import cases, laws

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from rematbench.lowering.lower import lower
-from rematbench.program.ledger import live_bytes
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
 from rematbench.torch import worker
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.case import Case, Result

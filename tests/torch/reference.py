@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.problem import Problem
 from rematbench.torch.batch import Batch
 from rematbench.torch.kernels import IGNORED, NORM_EPS, ROPE_BASE

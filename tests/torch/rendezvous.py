@@ -5,8 +5,8 @@ communicator runs in the order of its issue.  Streams of all ranks are walked un
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from rematbench.program.action import Kind, is_local
-from rematbench.program.program import Program
+from rematbench.engine.program.action import Kind, is_local
+from rematbench.engine.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.torch.groups import Channel
 from rematbench.torch.messages import message

@@ -8,14 +8,14 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.first_rank import without_neighbours
+from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import simulate
 from rematbench.host.gpu_state import GpuState
-from rematbench.lowering.lower import lower
-from rematbench.program.action import Kind
-from rematbench.program.alone import without_neighbours
-from rematbench.program.ledger import live_bytes
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from rematbench.torch.alone import Alone
 from rematbench.torch.executor import Executor
 from rematbench.torch.model import NotExecutable

@@ -8,7 +8,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.runs.by_hand import Means
 from rematbench.torch import beside
 from rematbench.torch.batch import make_batch, micro_batches

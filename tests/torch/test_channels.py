@@ -10,9 +10,9 @@ from collections.abc import Hashable
 
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
-from rematbench.program.action import Kind
-from rematbench.program.program import Program
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.program import Program
 from rematbench.torch.case import Case
 from rematbench.torch.groups import Channel, channels
 from rematbench.torch.messages import overtaken, used_channels

@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from rematbench.lowering.lower import lower
-from rematbench.program.action import Action, Kind
-from rematbench.program.ledger import live_bytes
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.ledger import live_bytes
 from rematbench.torch import memory, operators_attention
 from rematbench.torch.case import Case
 from rematbench.torch.streams import CudaStreams

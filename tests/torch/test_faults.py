@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Alloc, Kind
+from rematbench.engine.program.program import Block, Program
 from rematbench.host.rank_error import KILLED, RankError
-from rematbench.lowering.lower import lower
-from rematbench.program.action import Action, Alloc, Kind
 from rematbench.program.check import CheckError, check
-from rematbench.program.program import Block, Program
 from rematbench.torch import attention, batch, devices, kernels, launch, movers, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.torch import worker
 from rematbench.torch.case import Case

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import issue_order
 from rematbench.host import memory as hostmemory
-from rematbench.lowering.lower import lower
-from rematbench.program.ledger import issue_order
 from rematbench.runs.record import read_record
 from rematbench.torch import hostroom, job, model, parameters
 from rematbench.torch.case import Case

@@ -8,9 +8,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
 from rematbench.plan import Plan, StateFate
-from rematbench.program.action import Action, Kind
 from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.lowering.lower import lower
-from rematbench.program.ledger import live_bytes
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.trace import trace_rank
 from tests.torch import grid, laws

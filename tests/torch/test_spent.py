@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.lowering.lower import lower
 from rematbench.runs.gpu_lines import STEP, Prediction, Spent, read_lines
 from rematbench.tables.gpu_runtime import actions_table
 from rematbench.torch.spent import WITHOUT_WORK, TimedExecutor, between, by_key

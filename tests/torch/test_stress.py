@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.lowering.lower import lower
-from rematbench.program.action import Action, Kind
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
 from rematbench.torch.case import Case, Result
 from rematbench.torch.failures import NotFinite
 from rematbench.torch.launch import execute_cases

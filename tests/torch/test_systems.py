@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.simulate.evaluate import program_bytes

@@ -8,8 +8,8 @@ pytest.importorskip("torch", reason="the traced world needs torch")
 
 import torch
 
-from rematbench.lowering.lower import lower
-from rematbench.program.ledger import live_bytes
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
 from rematbench.torch import kernels, meta, worker
 from rematbench.torch.case import Case
 from rematbench.torch.model import NotExecutable

@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.costs.operators.kernels import Gemm
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.lowering.lower import lower
 from rematbench.runs.gpu_lines import Rate, read_lines
 from rematbench.runs.record import Provenance
 from rematbench.tables.gpu import rates_table

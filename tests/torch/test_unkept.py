@@ -8,8 +8,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.engine.program.action import Action, Kind
 from rematbench.host.gpu_state import GpuState
-from rematbench.program.action import Action, Kind
 from rematbench.torch.executor import Executor
 from rematbench.torch.tracker import Tracker
 from rematbench.torch.turns import Turns

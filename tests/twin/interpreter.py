@@ -12,8 +12,8 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 
-from rematbench.program.action import HOST, Action, Kind, tenant
-from rematbench.program.program import Program, RankProgram
+from rematbench.engine.program.action import HOST, Action, Kind, tenant
+from rematbench.engine.program.program import Program, RankProgram
 
 DIGEST, SLOT_BYTES = 16, 1 << 20
 LATE = frozenset({"compute"})

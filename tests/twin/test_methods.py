@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.engine.program.program import Block, Program
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
 from rematbench.program.check import CheckError, check
-from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
-from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from tests.problems import all_methods, layers, problem

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.plan import (
     Keep,
     MiniSequence,
@@ -18,9 +20,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
 from rematbench.program.check import check
-from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.simulate.evaluate import evaluate
 from tests.problems import (
     BALANCED,

@@ -3,8 +3,8 @@
 import pytest
 
 from rematbench.costs.operators.ops import Comm
-from rematbench.lowering.lower import lower
-from rematbench.program.action import (
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import (
     COPY,
     KEPT,
     OFFLOADED,
@@ -24,7 +24,7 @@ from rematbench.program.action import (
     place,
     to_text,
 )
-from rematbench.program.program import parse_program
+from rematbench.engine.program.program import parse_program
 from tests.problems import problem
 
 LINES = [

@@ -4,9 +4,9 @@ from itertools import groupby
 
 import pytest
 
+from rematbench.engine.program.program import Program, parse_program
+from rematbench.engine.simulate.step import DeadlockError
 from rematbench.program.check import CheckError, check
-from rematbench.program.program import Program, parse_program
-from rematbench.simulate.step import DeadlockError
 
 
 def program(*lines: str) -> Program:

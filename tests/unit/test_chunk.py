@@ -5,15 +5,15 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import STREAM_INDEX, Action
+from rematbench.engine.program.program import parse_program
+from rematbench.engine.simulate.block_rows import rows_with
+from rematbench.engine.simulate.macro import macro_of
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.step import HOST, DeadlockError, simulate
+from rematbench.engine.simulate.timing import timings
 from rematbench.plan import MiniSequence, Offload
-from rematbench.program.action import STREAM_INDEX, Action
-from rematbench.program.program import parse_program
-from rematbench.simulate.macro import macro_of
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.rows import rows_with
-from rematbench.simulate.step import HOST, DeadlockError, simulate
-from rematbench.simulate.timing import timings
 from tests.problems import layers, problem, rule, slots
 
 

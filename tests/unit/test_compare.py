@@ -22,15 +22,15 @@ from rematbench.choose.outcome import run_method
 from rematbench.choose.reserved import same_plan
 from rematbench.cli.options import Request
 from rematbench.cli.ranking import ShownTable, safest, texts, verdict
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import simulate
 from rematbench.host.workers import Pool
-from rematbench.lowering.lower import lower
 from rematbench.packages.flags import Engines
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
 from rematbench.published.bands import Band
 from rematbench.simulate.breakdown import PARTS, Spared, parts_of
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
 from tests.serial import compared

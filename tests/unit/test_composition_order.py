@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
 from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
 from rematbench.program.check import check
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations, parted_activations

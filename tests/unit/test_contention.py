@@ -7,15 +7,15 @@ from msgspec.structs import replace
 
 from rematbench.costs.collectives import network_bytes
 from rematbench.costs.copies import ALONE, Crowd, crowded_bytes_per_s
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.contention import crowd_of as crowd
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
 from rematbench.search.probe import Prober
-from rematbench.simulate.contention import crowd_of as crowd
 from rematbench.simulate.evaluate import evaluate, evaluate_program
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system

@@ -8,8 +8,8 @@ import pytest
 
 from rematbench.cli.measured import converge
 from rematbench.cli.tables import curves
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.console import CommandError
-from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.cell import Cell, cells

@@ -19,7 +19,7 @@ METHODS = sorted((ROOT / "methods").glob("*.py"))
 PREDICTIONS = ("sheet", "run")
 CHANGED = {
     "costs/formulas.py": True,
-    "lowering/emit_rebuild.py": True,
+    "engine/lowering/emit_rebuild.py": True,
     "solve/swap.py": True,  # only methods import it
     "cli/run.py": None,  # one of the two commands
     "slurm/queue.py": False,

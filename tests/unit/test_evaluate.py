@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import weigh
 from rematbench.costs.flops import model_flop_per_token
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
 from rematbench.problem import Problem, Weight
 from rematbench.simulate.evaluate import evaluate, evaluate_program

@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import ActionCosts, action_seconds
+from rematbench.engine.simulate.step import simulate
 from rematbench.packages.flags import flags_of
 from rematbench.packages.process import BaselineError, job, policy
 from rematbench.plan import MiniSequence, Plan, PlanError
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
-from rematbench.program.program import Program
 from rematbench.runs.executable import refusals
 from rematbench.simulate.evaluate import evaluate
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import ActionCosts, action_seconds
-from rematbench.simulate.step import simulate
 from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, all_methods, half, problem, refusal, remade, transfers
 from tests.unit.test_host_clock import timed, with_host

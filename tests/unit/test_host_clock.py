@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import GRADIENTS_DOWN, Action, Kind
+from rematbench.engine.program.program import Program, parse_program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
+from rematbench.engine.simulate.step import simulate
+from rematbench.engine.simulate.timing import STILL, TIMELESS, Timing
 from rematbench.problem import Problem
-from rematbench.program.action import GRADIENTS_DOWN, Action, Kind
-from rematbench.program.program import Program, parse_program
 from rematbench.simulate.breakdown import host_wait_s
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import DIRECTION, ActionCosts, action_seconds
-from rematbench.simulate.step import simulate
-from rematbench.simulate.timing import STILL, TIMELESS, Timing
 from rematbench.spec.constants import Calibration, instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import evaluate
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.allocator import MIB
+from rematbench.engine.program.late import Late, LateUnit
+from rematbench.engine.program.program import RankProgram, parse_program
+from rematbench.engine.program.replay import replay
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.allocator import MIB
-from rematbench.program.late import Late, LateUnit
-from rematbench.program.program import RankProgram, parse_program
-from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import program_bytes
 from tests.problems import layers, plan_of, problem
 

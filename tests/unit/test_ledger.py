@@ -7,19 +7,19 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.copies import pinned_block_bytes
-from rematbench.lowering.lower import lower
-from rematbench.plan import Offload, Recompute, Rule
-from rematbench.problem import Problem
-from rematbench.program.ledger import (
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import (
     issue_order,
     live_at_peak,
     live_bytes,
     pool_bytes,
     timeline,
 )
-from rematbench.program.profile import program_profiles
-from rematbench.program.program import Step, parse_program
-from rematbench.simulate.step import simulate
+from rematbench.engine.program.profile import program_profiles
+from rematbench.engine.program.program import Step, parse_program
+from rematbench.engine.simulate.step import simulate
+from rematbench.plan import Offload, Recompute, Rule
+from rematbench.problem import Problem
 from tests.problems import (
     BALANCED,
     FULL,

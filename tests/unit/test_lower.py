@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import HOST, Action, Kind
+from rematbench.engine.program.program import Program
 from rematbench.plan import (
     Group,
     MiniSequence,
@@ -22,8 +24,6 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.program.action import HOST, Action, Kind
-from rematbench.program.program import Program
 from tests.problems import (
     BALANCED,
     FULL,

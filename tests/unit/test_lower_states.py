@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.program import Program
 from rematbench.plan import MiniSequence, Pass, Plan, PlanError, Split, StateFate
-from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
-from rematbench.program.program import Program
 from tests.problems import FULL, LLAMA, layers, problem, rule
 
 

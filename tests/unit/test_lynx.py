@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.program import Block
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import simulate
 from rematbench.plan import Recompute, Window
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
-from rematbench.program.program import Block
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
     LayerGroup,
     StagePolicy,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.ledger import issue_order
 from rematbench.plan import ByteBudget, Group, Keep, Recompute, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
-from rematbench.program.ledger import issue_order
 from rematbench.simulate.evaluate import PlanEvaluation, evaluate, kernel_flop
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point

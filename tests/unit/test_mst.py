@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.ledger import issue_order
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
-from rematbench.program.ledger import issue_order
 from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence

@@ -294,7 +294,7 @@ def test_a_layout_is_checked_where_code_makes_it() -> None:
 
 SCRIPT = """
 import sys
-import rematbench.simulate.step as step  # the folder, through the function of its name
+import rematbench.engine.simulate.step as step  # the folder, through the function of its name
 from rematbench.choose.outcome import make_problem  # binds the folder `simulate`, too
 from rematbench import Problem, compare, simulate
 print("started")
@@ -304,7 +304,7 @@ table = compare(problem, only=["keep_all", "memo"], also=["memo:alpha=0.3"], lim
 table.to_csv(sys.argv[1], index=False)
 assert simulate(problem, table["name"][0]).step_s == table["step_s"][0]
 import rematbench.simulate.perfetto
-assert simulate.step is step is sys.modules["rematbench.simulate.step"]
+assert simulate.step is step is sys.modules["rematbench.engine.simulate.step"]
 assert rematbench.simulate is simulate and simulate.perfetto
 """
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from rematbench.costs.estimators import PipelineOffloadEstimator
-from rematbench.lowering.lower import lower
-from rematbench.lowering.schedule import in_flight, passes
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.lowering.schedule import in_flight, passes
 from rematbench.problem import Problem
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations

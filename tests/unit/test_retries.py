@@ -9,11 +9,11 @@ from rematbench.choose.outcome import Outcome, Retries, judge, make_problem, ret
 from rematbench.choose.reserved import lately
 from rematbench.cli.ranking import _retry_lines
 from rematbench.cli.show import FRAGMENTS, retried
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.allocator import MIB
+from rematbench.engine.program.replay import replay
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program.allocator import MIB
-from rematbench.program.replay import replay
 from rematbench.runs.record import make_record
 from rematbench.simulate.evaluate import evaluate_program, fullest_rank
 from rematbench.spec.layout import Layout

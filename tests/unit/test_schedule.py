@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from rematbench.lowering.schedule import in_flight, interleaved, passes, phases
+from rematbench.engine.lowering.schedule import in_flight, interleaved, passes, phases
 from rematbench.plan import Pass
 
 INTERLEAVED = [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9), (8, 5, 16), (4, 6, 256)]

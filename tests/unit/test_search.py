@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.lowering.schedule import passes
+from rematbench.engine.lowering.schedule import passes
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError

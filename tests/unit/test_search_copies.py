@@ -11,7 +11,7 @@ from rematbench.choose import outcome
 from rematbench.choose.programs import Programs
 from rematbench.choose.reserved import Lowered
 from rematbench.costs.copies import pinned_block_bytes
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
 from rematbench.search import trial

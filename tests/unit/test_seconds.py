@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from rematbench.lowering.fates import ChunkPlace, covered
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.fates import ChunkPlace, covered
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.engine.simulate.step import simulate
+from rematbench.engine.simulate.timing import RankedSeconds
 from rematbench.plan import Keep, Rule, Select
 from rematbench.simulate.breakdown import Spared
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import simulate
-from rematbench.simulate.timing import RankedSeconds
 from tests.problems import BALANCED, half, on, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.program import parse_program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.step import DeadlockError, simulate
 from rematbench.plan import Offload, Pass
-from rematbench.program.action import Action, Kind
-from rematbench.program.program import parse_program
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.step import DeadlockError, simulate
 from tests.problems import layers, problem, rule, slots
 
 

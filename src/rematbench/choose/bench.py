@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import Candidate, clash
 from rematbench.choose.entry import UNPLANNED, Entry
 from rematbench.choose.outcome import retries, run_plan
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.workers import collect_rarely
-from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.policies import present

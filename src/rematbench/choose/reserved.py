@@ -9,12 +9,12 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.allocator import AllocatorPeaks, Mode
+from rematbench.engine.program.program import Program
+from rematbench.engine.program.replay import replay
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.allocator import AllocatorPeaks, Mode
-from rematbench.program.program import Program
-from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import RankBytes, fullest_rank, program_bytes
 from rematbench.solve.memory_plan import planned_peak
 

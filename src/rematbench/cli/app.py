@@ -9,10 +9,10 @@ from typer import Option, TyperException
 from typer.core import TyperGroup
 
 from rematbench import __version__
+from rematbench.engine.program.profile import LedgerError
+from rematbench.engine.simulate.step import DeadlockError
 from rematbench.host.errors import UserError
 from rematbench.program.check import CheckError
-from rematbench.program.profile import LedgerError
-from rematbench.simulate.step import DeadlockError
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""

@@ -16,6 +16,9 @@ from rematbench.cli.result import ShownRun, result
 from rematbench.cli.show import heading, show
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.costs.estimators import SAFE_SHARE
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import Resolved, resolve
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.console import (
     CommandError,
     console,
@@ -27,9 +30,6 @@ from rematbench.host.console import (
     seconds,
     show_whole,
 )
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import Resolved, resolve
-from rematbench.lowering.lower import lower
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.runs.record import make_record, read_record, write_record

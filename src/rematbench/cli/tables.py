@@ -20,9 +20,9 @@ from rematbench.cli.targets import (
     read,
     rich_table,
 )
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import Column, Table, gib, write_sheet
-from rematbench.lowering.lower import lower
 from rematbench.matrix.tables import matrix_tables as tables_of
 from rematbench.matrix.verdicts import judged, outcome
 from rematbench.plugins.discover import discover

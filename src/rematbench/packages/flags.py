@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_plan
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import PHASES, Resolved, resolve
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem

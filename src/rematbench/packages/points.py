@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported

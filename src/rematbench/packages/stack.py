@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from rematbench.choose.reserved import reserved
 from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import RankProgram
 from rematbench.packages.process import baselines, load
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition, Method
 from rematbench.problem import Evaluator, Problem
-from rematbench.program.program import RankProgram
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import issue_order
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
 from rematbench.plugins.registry import Method, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.program.check import check
-from rematbench.program.ledger import issue_order
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_cluster, load_system

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from rematbench.engine.lowering.cuda_graphs import uncaptured
 from rematbench.host.errors import UserError
-from rematbench.lowering.graphs import uncaptured
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.plugins.policies import Policy, present
 from rematbench.problem import Problem

@@ -17,7 +17,7 @@ from collections.abc import Container
 
 from msgspec import Struct
 
-from rematbench.program.action import (
+from rematbench.engine.program.action import (
     GRADIENTS_DOWN,
     SHARD_UP,
     STREAM_INDEX,
@@ -29,8 +29,8 @@ from rematbench.program.action import (
     is_local,
     tenant,
 )
-from rematbench.program.program import Program, RankProgram
-from rematbench.simulate.step import simulate
+from rematbench.engine.program.program import Program, RankProgram
+from rematbench.engine.simulate.step import simulate
 
 Key = tuple[str, int, int]
 Unit = tuple[str, int]

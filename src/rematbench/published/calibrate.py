@@ -27,12 +27,14 @@ from rematbench.cost.fit import (
     value_of,
     with_values,
 )
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.host.workers import collect_rarely
-from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program.program import Program
 from rematbench.published.accuracy import SPEED, Accuracy
 from rematbench.published.left_out import (
     LATE_STEP,
@@ -45,8 +47,6 @@ from rematbench.published.left_out import (
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import PublishedCase, read_case
 from rematbench.published.sheets import Cell
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
 from rematbench.spec.constants import Calibration
 from rematbench.spec.load import load_cluster, load_system
 

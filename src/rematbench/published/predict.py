@@ -9,10 +9,10 @@ from typing import Any
 
 from rematbench.choose.outcome import Outcome, run_method
 from rematbench.costs.states import state_bytes
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import resolve
+from rematbench.engine.lowering.lower import rank_orders
 from rematbench.host.workers import collect_rarely
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import resolve
-from rematbench.lowering.lower import rank_orders
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry

@@ -15,10 +15,10 @@ from msgspec import Struct
 
 import rematbench
 from rematbench.choose.outcome import Outcome, Retries, Status, retries
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import PHASES, resolve
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import PHASES, resolve
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem

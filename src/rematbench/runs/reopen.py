@@ -4,11 +4,11 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem
 from rematbench.choose.reserved import reserved
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
 from rematbench.host.table import GIB
-from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.program import Program
 from rematbench.runs.record import Record, RecordError, RunSpec, content_hash
 from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program
 from rematbench.spec.cluster import Cluster

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_method
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem

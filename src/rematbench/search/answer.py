@@ -8,7 +8,7 @@ from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from rematbench.choose.job import WORDS, Job
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.lowering.schedule import ScheduleName, passes
+from rematbench.engine.lowering.schedule import ScheduleName, passes
 
 Node = tuple[int, bool, int, int]
 """(rank, forward, micro-batch, chunk)."""
@@ -202,7 +202,7 @@ def _warm(turns: Turns, rank: int) -> int:
 def _copies(turns: Turns, copies: Copies, rank: int) -> dict[int, list[tuple[int, int]]]:
     """By kind of event: the positions in a rank's order where copies back begin, and where compute
     waits for copies to the host, with the numbers of their forwards, as in
-    lowering/rank_steps.py.  Copies back of a whole chunk begin with the backward before the
+    engine/lowering/rank_steps.py.  Copies back of a whole chunk begin with the backward before the
     chunk's own, those of a chunk's last layer with the pass before, but both after the chunk's
     forward."""
     found: dict[int, list[tuple[int, int]]] = {FETCH: [], FREE: []}

@@ -8,22 +8,22 @@ from math import fsum
 from operator import add
 from typing import Any, NamedTuple
 
-from rematbench.program.action import COMPUTE as COMPUTE_STREAM
-from rematbench.program.action import Kind
-from rematbench.program.ledger import pool_bytes
-from rematbench.program.profile import Profile
-from rematbench.program.program import Block, Part, Program
-from rematbench.simulate.contention import (
+from rematbench.engine.program.action import COMPUTE as COMPUTE_STREAM
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.ledger import pool_bytes
+from rematbench.engine.program.profile import Profile
+from rematbench.engine.program.program import Block, Part, Program
+from rematbench.engine.simulate.block_rows import rows_with
+from rematbench.engine.simulate.contention import (
     KERNELS,
     collectives,
     copied_bytes,
     trailing_bytes,
 )
-from rematbench.simulate.macro import COMPUTE, macro_of
-from rematbench.simulate.rows import rows_with
-from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import HOST
-from rematbench.simulate.timing import TIMELESS, Timing
+from rematbench.engine.simulate.macro import COMPUTE, macro_of
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.engine.simulate.step import HOST
+from rematbench.engine.simulate.timing import TIMELESS, Timing
 
 
 class PassCost(NamedTuple):

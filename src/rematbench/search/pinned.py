@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rematbench.costs.copies import pinned_block_bytes
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.program import Program
 from rematbench.plan import MIB, ByteBudget, Fate, Offload, Plan, Split
-from rematbench.program.action import Kind
-from rematbench.program.program import Program
 
 
 class Pinned(NamedTuple):

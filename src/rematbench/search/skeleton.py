@@ -10,20 +10,20 @@ from typing import NamedTuple
 from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import Crowd
 from rematbench.costs.operators.ops import Comm, CommKind
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.schedule import passes
-from rematbench.lowering.step_end import emit_step_end
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.step_end import emit_step_end
+from rematbench.engine.program.program import Block
+from rematbench.engine.simulate.block_rows import rows_with
+from rematbench.engine.simulate.macro import COMPUTE, macro_of
+from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.plan import Pass, Plan, Transfers
 from rematbench.problem import Problem
-from rematbench.program.program import Block
 from rematbench.search.contention import Stages, at
 from rematbench.search.events import Copies, Turns
 from rematbench.search.passes import ChunkCost, PassCost
 from rematbench.search.probe import Line
 from rematbench.search.walk import Beside, Pieces, Rules, walked, walked_beside
-from rematbench.simulate.macro import COMPUTE, macro_of
-from rematbench.simulate.rows import rows_with
-from rematbench.simulate.seconds import ActionCosts
 
 
 class Links(NamedTuple):

@@ -12,18 +12,18 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import changed_kinds
 from rematbench.choose.reserved import same_plan
 from rematbench.costs.copies import ALONE, Crowd
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import ChunkPlace, covered, phased
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.profile import program_profiles
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.plan import Phase, Plan
 from rematbench.problem import Problem
-from rematbench.program.profile import program_profiles
-from rematbench.program.program import Program
 from rematbench.search.floor import Stored, copies, stored
 from rematbench.search.kernels import placed_alike
 from rematbench.search.passes import Chunk, ChunkCost
 from rematbench.search.pinned import Pinned, leaves, pinned_of
-from rematbench.simulate.seconds import ActionCosts
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
 

@@ -12,13 +12,13 @@ from math import fsum
 
 from msgspec.structs import replace
 
+from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import Simulation
+from rematbench.engine.simulate.timing import STILL, RankedSeconds, Seconds, Timing
 from rematbench.problem import Problem
-from rematbench.program.action import HOST_UPDATE, Action, Kind
-from rematbench.program.program import Program
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import Simulation
-from rematbench.simulate.timing import STILL, RankedSeconds, Seconds, Timing
 
 TRAFFIC: dict[str, frozenset[str]] = {
     "copies": frozenset({"d2h", "h2d", HOST_UPDATE}),

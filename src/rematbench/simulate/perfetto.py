@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rematbench.program.action import STREAM_INDEX, STREAMS, Kind
-from rematbench.program.ledger import Interval, timeline
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Kind
+from rematbench.engine.program.ledger import Interval, timeline
 from rematbench.simulate.evaluate import PlanEvaluation
 
 Event = dict[str, Any]

@@ -8,10 +8,10 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.costs.operators.ops import Part
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import ChunkPlace, Resolved, Site, covered, phased, resolve
-from rematbench.lowering.lower import rank_orders
-from rematbench.lowering.rank_steps import pass_kinds
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import ChunkPlace, Resolved, Site, covered, phased, resolve
+from rematbench.engine.lowering.lower import rank_orders
+from rematbench.engine.lowering.rank_steps import pass_kinds
 from rematbench.plan import Phase, Plan, Rule
 from rematbench.problem import Problem, rebuild_ops
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from math import fsum
 
 from rematbench.costs.operators.ops import OpTable
-from rematbench.lowering.lower import rank_orders
+from rematbench.engine.lowering.lower import rank_orders
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from rematbench.program.action import HOST, Action, Kind, tenant
-from rematbench.program.program import RankProgram
+from rematbench.engine.program.action import HOST, Action, Kind, tenant
+from rematbench.engine.program.program import RankProgram
 from rematbench.solve.packing import Tensor, live_peak, pack
 
 KERNELS = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))

@@ -11,8 +11,8 @@ from math import fsum
 
 from msgspec.structs import replace
 
-from rematbench.lowering.lower import rank_orders
-from rematbench.lowering.schedule import phases
+from rematbench.engine.lowering.lower import rank_orders
+from rematbench.engine.lowering.schedule import phases
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.problem import Evaluation, Problem, Weight
 from rematbench.solve.kept import kept_activations, with_live_rules

@@ -8,13 +8,13 @@ from msgspec import Struct
 
 from rematbench.costs.estimators import fujii_estimate
 from rematbench.costs.operators.kernels import Attention
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import resolve
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import resolve
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.replay import replay
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import fullest_rank, program_bytes
 from rematbench.solve.layers import forward_s
 from rematbench.solve.memory_plan import memory_plan

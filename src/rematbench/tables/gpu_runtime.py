@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.engine.program.action import Kind
 from rematbench.host.table import Column, Table, whole
-from rematbench.program.action import Kind
 from rematbench.runs.gpu_lines import Spent
 from rematbench.tables.gpu import CPU_NOTE
 from rematbench.tables.speed import seconds

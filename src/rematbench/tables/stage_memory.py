@@ -4,15 +4,15 @@ from msgspec import Struct
 
 from rematbench.choose.reserved import rank_reserved
 from rematbench.costs.operators.ops import Part
-from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import Resolved, Site, resolve
-from rematbench.lowering.lower import rank_orders
-from rematbench.lowering.schedule import phases
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import Resolved, Site, resolve
+from rematbench.engine.lowering.lower import rank_orders
+from rematbench.engine.lowering.schedule import phases
+from rematbench.engine.program.action import place
+from rematbench.engine.program.ledger import Live, live_at_peak
+from rematbench.engine.program.program import Program
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.action import place
-from rematbench.program.ledger import Live, live_at_peak
-from rematbench.program.program import Program
 from rematbench.simulate.evaluate import PlanEvaluation
 
 _PARTS: dict[str, Part] = {"E": "embedding", "L": "layer", "H": "head"}

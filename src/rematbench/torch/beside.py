@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from msgspec import Struct
 
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.torch.batch import make_batch, micro_batches

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Op
-from rematbench.lowering.chunk_ops import Unit
+from rematbench.engine.lowering.chunk_ops import Unit
 from rematbench.torch import kernels
 from rematbench.torch.memory import Span
 from rematbench.torch.model import RankModel

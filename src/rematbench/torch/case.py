@@ -5,9 +5,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from rematbench.engine.program.program import Program
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.program import Program
 from rematbench.runs.measured import TIMED_STEPS
 from rematbench.torch.groups import Coordinates
 from rematbench.torch.parameters import AdamW, ParameterSpec

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from rematbench.program.action import Action, Kind, identity, is_gradient
+from rematbench.engine.program.action import Action, Kind, identity, is_gradient
 from rematbench.torch import ulysses
 from rematbench.torch.groups import Group, Groups
 from rematbench.torch.memory import Memory, Span, Value

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.program.action import HOST_UPDATE, Action, Kind, is_local
-from rematbench.program.program import RankProgram
+from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local
+from rematbench.engine.program.program import RankProgram
 from rematbench.torch import operators
 from rematbench.torch.calls import Call
 from rematbench.torch.exchanges import Exchanges

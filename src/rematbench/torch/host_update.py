@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rematbench.program.action import HOST_UPDATE
+from rematbench.engine.program.action import HOST_UPDATE
 from rematbench.torch.memory import ExecutionError
 from rematbench.torch.parameters import HostShard, Parameter
 from rematbench.torch.streams import Mark, Streams

@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
+from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.host.memory import free_bytes
-from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.problem import rank_parameters
 from rematbench.torch.case import Case
 from rematbench.torch.kernels import wide

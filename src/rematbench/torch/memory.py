@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.program.action import Action
-from rematbench.program.program import RankProgram
+from rematbench.engine.program.action import Action
+from rematbench.engine.program.program import RankProgram
 from rematbench.torch.streams import Mark
 
 Key = tuple[str, int, int]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.program.action import Action, Kind
-from rematbench.program.program import Program
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.torch.groups import STEP, Channel, Groups
 from rematbench.torch.memory import Memory, Span, Value

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Activation
-from rematbench.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.runs.executable import refusals

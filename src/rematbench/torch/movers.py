@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Activation
-from rematbench.program.action import (
+from rematbench.engine.program.action import (
     GRADIENTS_DOWN,
     WEIGHTS_UP,
     Action,

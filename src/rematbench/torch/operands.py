@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.program.action import Action, Kind, identity, is_gradient
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.program.action import Action, Kind, identity, is_gradient
 from rematbench.torch.model import RankModel
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from rematbench.program.action import Action, Kind
+from rematbench.engine.program.action import Action, Kind
 from rematbench.torch.executor import Executor
 from rematbench.torch.streams import CudaStreams, Streams, stamp
 

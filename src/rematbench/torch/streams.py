@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rematbench.program.action import STREAMS
+from rematbench.engine.program.action import STREAMS
 
 
 class Under(Protocol):

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from rematbench.program.action import STREAMS
+from rematbench.engine.program.action import STREAMS
 from rematbench.torch.streams import Mark, Under, host_clock
 
 GIVE_UP_S = 60.0

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.runs.by_hand import Means

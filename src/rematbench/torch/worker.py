@@ -14,8 +14,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from rematbench.lowering.lower import lower
-from rematbench.program.program import Program
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
 from rematbench.torch.batch import Batch, make_batch, micro_batches, standard_library, text_batch
 from rematbench.torch.case import Case, GradientShard, RankResult
 from rematbench.torch.devices import (

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import Status
-from rematbench.lowering.lower import lower
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.program.program import Program
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.ledger import live_bytes
-from rematbench.program.program import Program
 from rematbench.runs.cell import Cell
 from rematbench.runs.measured import (
     BOUNDS,

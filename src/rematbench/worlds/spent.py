@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rematbench.choose.outcome import run_plan
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.host.console import CommandError
-from rematbench.lowering.lower import lower
 from rematbench.packages.process import Device
 from rematbench.plan import Plan
 from rematbench.runs.cell import Cell
 from rematbench.runs.gpu_lines import STEP, Spent, append_line, one_line
-from rematbench.simulate.seconds import action_seconds
 from rematbench.worlds.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.worlds.layers import is_here
 from rematbench.worlds.machine import Machine

@@ -4,8 +4,8 @@ runs."""
 from collections.abc import Sequence
 from typing import Any
 
+from rematbench.engine.lowering.lower import lower
 from rematbench.host import rank_error
-from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.cell import Cell

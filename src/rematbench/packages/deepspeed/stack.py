@@ -6,12 +6,12 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 from functools import partial
 
 from rematbench.costs.operators.ops import Part
+from rematbench.engine.program.program import RankProgram
 from rematbench.packages.deepspeed import weights, zero_peaks
 from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.deepspeed.weights import ZERO_2, ZERO_3
 from rematbench.packages.stack import Extra, Stack
 from rematbench.problem import Problem
-from rematbench.program.program import RankProgram
 from rematbench.spec.shapes import shapes
 
 WIDE = 4

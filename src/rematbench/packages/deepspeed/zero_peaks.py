@@ -9,10 +9,10 @@ rebuilds its tiles in its backward, one at a time, also in a layer that is recom
 
 from collections import Counter
 
+from rematbench.engine.program.action import HOST, Action, Kind
+from rematbench.engine.program.program import RankProgram
 from rematbench.packages.deepspeed import reducing, weights, whole
 from rematbench.packages.deepspeed.weights import ZERO_3, Sizes, Weight
-from rematbench.program.action import HOST, Action, Kind
-from rematbench.program.program import RankProgram
 from rematbench.workload import Model
 
 Key = tuple[int, int, str]

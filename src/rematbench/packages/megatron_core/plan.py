@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeVar, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.lowering.schedule import interleaved
+from rematbench.engine.lowering.schedule import interleaved
 from rematbench.packages.limits import Reason, Setup, holding, setup_of
 from rematbench.plan import (
     Group,

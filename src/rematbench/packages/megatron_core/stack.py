@@ -6,11 +6,11 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 from functools import partial
 
 from rematbench.costs.operators.ops import Part
+from rematbench.engine.program.program import RankProgram
 from rematbench.packages.megatron_core import attention, offloads
 from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.stack import Extra, Stack
 from rematbench.problem import Problem
-from rematbench.program.program import RankProgram
 from rematbench.spec.shapes import shapes
 
 

@@ -1,0 +1,1 @@
+"""The engine: plans become actions, and actions become bytes and seconds."""

@@ -1,0 +1,304 @@
+"""A rank's model chunk as a list of units and operators, with storage names and fates."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple, cast
+from weakref import ProxyType, proxy
+
+from rematbench.costs.operators.ops import Activation, OpTable, Part, holding, without
+from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
+from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
+from rematbench.engine.program.action import KEPT, OFFLOADED
+from rematbench.plan import MiniSequence, Phase, Plan, PlanError
+from rematbench.problem import Problem, head_parameters
+
+LATELY = 64
+"""The most answers of `ChunkOps.fates` that a problem keeps."""
+
+Fated = tuple[dict[Site, Resolved], frozenset[int]]
+"""The fates of a chunk's sites, and the rules that matched a site."""
+
+
+class Lately(dict[tuple[object, ...], Fated]):
+    """The fates of a problem's chunks that were resolved lately."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Lately":
+        """Those of a problem."""
+        found = problem.chunks.get("lately")
+        if not isinstance(found, cls):
+            found = problem.chunks["lately"] = cls()
+        return found
+
+
+def _weak(problem: Problem) -> Problem:
+    """The problem for a chunk that the problem knows, without a cycle of references."""
+    return problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
+
+
+class Unit(NamedTuple):
+    """The embedding, one layer or the head of a chunk.  `prefix` is E, L<i> or H."""
+
+    prefix: str
+    table: OpTable
+    place: int  # inside the chunk
+    layer: int  # global layer, -1 for embedding and head
+    parameters: int  # on one rank, before any ZeRO sharding
+    variant: int = 0  # index into the problem's distinct layers
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of norms, which sequence parallelism replicates."""
+        return sum(op.parameters for op in self.table.ops if not op.has_weight)
+
+
+class ChunkOps:
+    """The units of a (stage, chunk), the storage name of each activation, the chunk's boundary."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        stage: int,
+        chunk: int,
+        layers: tuple[int, ...],
+        mini_sequences: tuple[MiniSequence, ...] = (),
+        held: tuple[str, ...] = (),
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self.mini_sequences, self.held = mini_sequences, held
+        pp, vpp = problem.layout.pp, problem.layout.vpp
+        self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
+        self.at_once = at_once  # each backward of the chunk directly follows its own forward
+        self.first = stage == 0 and chunk == 0
+        self.last = stage == pp - 1 and chunk == vpp - 1
+        self._logits = True
+        self._names: dict[str, dict[str, str]] = {}  # by unit and activation
+        self._stored: tuple[Mapping[Site, Resolved], dict[Site, list[StoredPart]]] = ({}, {})
+        self.units: list[Unit] = []
+        if self.first:
+            self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
+        kinds = [holding(table, held) if held else table for table in problem.layer_kinds]
+        for i, layer in enumerate(layers):
+            variant = problem.variant(layer)
+            table = kinds[variant]
+            self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
+        if self.last:
+            # Logits computed in pieces are no model output that a training loop could hold.
+            pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
+            head = without(problem.head, "logits_held") if pieces else problem.head
+            self._logits = not pieces
+            self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        stage: int,
+        chunk: int,
+        layers: tuple[int, ...],
+        mini_sequences: tuple[MiniSequence, ...] = (),
+        held: tuple[str, ...] = (),
+        *,
+        at_once: bool = False,
+    ) -> "ChunkOps":
+        """The chunk, made once for all plans of the problem that have it."""
+        key = (stage, chunk, layers, mini_sequences, held, at_once)
+        found = problem.chunks.get(key)
+        if not isinstance(found, cls):
+            found = cls(_weak(problem), stage, chunk, layers, mini_sequences, held, at_once=at_once)
+            problem.chunks[key] = found
+        return found
+
+    def of_layers(self, places: Sequence[int]) -> "ChunkOps":
+        """The chunk with only its layers at some places."""
+        layers = tuple([self.layers[place] for place in places])
+        pieces, held = self.mini_sequences, self.held
+        return ChunkOps.of(
+            self.problem, self.stage, self.chunk, layers, pieces, held, at_once=self.at_once
+        )
+
+    @property
+    def where(self) -> ChunkPlace:
+        """The chunk's place, which rules select by."""
+        return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """The facts that decide the chunk's blocks: chunks of equal shape have equal blocks."""
+        units = tuple((u.prefix, u.variant) for u in self.units)
+        return (self.first, self.last, self.at_once, units)
+
+    @property
+    def input_name(self) -> str:
+        """The boundary activation entering the chunk's first layer."""
+        return "L0.layer_input"
+
+    @property
+    def output_name(self) -> str:
+        """The boundary activation leaving the chunk's last layer."""
+        return f"L{len(self.layers)}.layer_input"
+
+    @property
+    def boundary(self) -> Activation:
+        """The activation that pipeline stages exchange."""
+        return self.problem.layer_kinds[0].activations["layer_input"]
+
+    def storage(self, unit: Unit, activation: str) -> str:
+        """The local storage name of an activation; a layer's output is the next layer's input."""
+        return self.names(unit)[activation]
+
+    def names(self, unit: Unit) -> dict[str, str]:
+        """The local storage names of a unit's activations."""
+        if unit.prefix not in self._names:
+            named = {name: self._storage(unit, name) for name in unit.table.activations}
+            self._names[unit.prefix] = named
+        return self._names[unit.prefix]
+
+    def _storage(self, unit: Unit, activation: str) -> str:
+        match unit.table.part, activation:
+            case "embedding", "layer_input":
+                return "L0.layer_input"
+            case "layer", "layer_output":
+                return f"L{unit.place + 1}.layer_input"
+            case "head", "layer_output":
+                return self.output_name
+        return f"{unit.prefix}.{activation}"
+
+    def site(self, unit: Unit, activation: str) -> Site:
+        """The site (see fates.py) of a unit's saved tensor."""
+        return (unit.table.part, unit.place, activation)
+
+    @cached_property
+    def sites(self) -> ChunkSites:
+        """The sites of all saved tensors of the chunk."""
+        return ChunkSites(
+            stage=self.stage,
+            chunk=self.chunk,
+            sites={
+                self.site(unit, name): unit.table.activations[name]
+                for unit in self.units
+                for name in unit.table.saved
+            },
+            layers=self.layers,
+        )
+
+    def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> Fated:
+        """The fates of the chunk's sites, as in `resolve`.  The last ones are kept: methods,
+        bounds and lowering ask for those of a plan one after the other."""
+        rules, known = plan.rules, Lately.of(self.problem)
+        windows = any(rule.select.micro_batches is not None for rule in rules)
+        when = (phase if phased(rules) else "", micro_batch if windows else 0)
+        key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= LATELY:
+                known.clear()
+            found = known[key] = resolve(plan, self.sites, phase, micro_batch)
+        return found
+
+    def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
+        """(activation, storage, site) of a unit's saved tensors."""
+        return self._saved[unit.prefix]
+
+    @cached_property
+    def _saved(self) -> dict[str, list[tuple[str, str, Site]]]:
+        return {
+            unit.prefix: [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
+            for unit in self.units
+        }
+
+    def runs(self, unit: Unit) -> dict[str, MiniRun]:
+        """The unit's mini-sequence runs, by first operator."""
+        return self._runs[unit.table.part, unit.variant] if self.mini_sequences else {}
+
+    @cached_property
+    def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
+        """The runs of each operator table, cached because every operator looks them up and layers
+        share few tables."""
+        tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
+        return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
+
+    def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
+        """The mini-sequence run inside which an activation exists only in pieces, or None."""
+        if not self.mini_sequences:
+            return None
+        return self._run_of[unit.table.part, unit.variant].get(activation)
+
+    @cached_property
+    def _run_of(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
+        """By operator table, the run inside which an activation exists only in pieces."""
+        return {
+            key: {name: run for run in runs.values() for name in run.interior}
+            for key, runs in self._runs.items()
+        }
+
+    def parts(
+        self, unit: Unit, activation: str, storage: str, fate: Resolved
+    ) -> list["StoredPart"]:
+        """The storages that a saved tensor leaves after the forward: whole, split by fate, or in
+        pieces.  PlanError for a tensor inside a mini-sequence that is not kept or recomputed as a
+        whole."""
+        run = self.run_of(unit, activation)
+        if run is None:
+            return stored_parts(storage, fate)
+        if fate.mixed or fate.offload_bytes:
+            raise PlanError(
+                f"{storage} is inside a mini-sequence: keep it or recompute it whole (in a "
+                "composition, what offloads goes before what splits)"
+            )
+        if fate.recompute_bytes:
+            return []
+        tensor = unit.table.activations[activation]
+        return [
+            StoredPart(run.piece_name(storage, piece), piece_bytes(tensor, piece.fraction), False)
+            for piece in run.pieces
+        ]
+
+    def stored(self, fates: Mapping[Site, Resolved]) -> dict[Site, list["StoredPart"]]:
+        """The storages of every saved tensor, as in `parts`; those of the last fates are kept."""
+        if self._stored[0] is not fates:
+            found = {
+                site: self.parts(unit, name, storage, fates[site])
+                for unit in self.units
+                for name, storage, site in self.saved(unit)
+            }
+            self._stored = (fates, found)
+        return self._stored[1]
+
+    @cached_property
+    def layer_unit(self) -> dict[int, Unit]:
+        """Layer unit by index inside the chunk."""
+        return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
+
+
+class StoredPart(NamedTuple):
+    """A storage saved for the backward: its name, its bytes, and whether it is offloaded."""
+
+    name: str
+    nbytes: int
+    offload: bool
+
+
+def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
+    """The storages that a saved tensor leaves after the forward, by its fate."""
+    if not fate.mixed:
+        if fate.recompute_bytes:
+            return []
+        return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
+    parts = []
+    if fate.keep_bytes:
+        parts.append(StoredPart(storage + KEPT, fate.keep_bytes, False))
+    if fate.offload_bytes:
+        parts.append(StoredPart(storage + OFFLOADED, fate.offload_bytes, True))
+    return parts
+
+
+def piece_bytes(tensor: Activation, fraction: float) -> int:
+    """Bytes of a share of a tensor's rows, rounded down to whole rows."""
+    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+
+
+def rows_of(fates: list[Resolved]) -> float:
+    """The share of rows to rebuild: the largest share over the given fates."""
+    return max((f.recompute_bytes / f.nbytes for f in fates if f.nbytes), default=0.0)

@@ -1,0 +1,296 @@
+"""Writes a chunk's backward block: gradients, collectives, reductions."""
+
+from functools import partial
+from typing import NamedTuple
+
+from rematbench.costs.operators.ops import Op
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
+from rematbench.engine.lowering.cuda_graphs import captured, graph_name
+from rematbench.engine.lowering.emit_forward import Fates
+from rematbench.engine.lowering.emit_op import emit_alloc
+from rematbench.engine.lowering.emit_rebuild import Rebuilder
+from rematbench.engine.lowering.emit_recompute import Recomputer
+from rematbench.engine.lowering.emit_reload import Reloader
+from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
+from rematbench.engine.lowering.pieces import write_pieces
+from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
+from rematbench.engine.program.program import Block
+from rematbench.plan import Transfers
+
+
+class InputGradients(NamedTuple):
+    """`written`: storages that a kernel writes; `summed`: those of them that a collective sums;
+    `reduced`: the collective's outputs."""
+
+    written: list[Alloc]
+    summed: list[Alloc]
+    reduced: list[Alloc]
+
+
+def _ahead_of_turn(
+    w: BlockWriter, reload: Reloader, gatherer: ParameterGatherer | None, unit: Unit
+) -> None:
+    """Wait for what an early rebuild of the unit needs: its reloads and its parameters."""
+    reload.land(unit)
+    if gatherer:
+        gatherer.ready(w, unit)
+
+
+class BackwardEmitter:
+    """Builds the backward block of one chunk under resolved fates."""
+
+    def __init__(
+        self,
+        chunk: ChunkOps,
+        fates: Fates,
+        transfers: Transfers,
+        gatherer: ParameterGatherer | None,
+        reducer: GradReducer | None,
+    ) -> None:
+        self.chunk = chunk
+        self.gatherer, self.reducer = gatherer, reducer
+        self.w = BlockWriter()
+        self.recomputer = Recomputer(chunk, fates, self.w)
+        self.share = WHOLE  # the rows of the piece in progress
+        self.grads: dict[str, str] = {}  # activation storage -> gradient storage
+        self.arrivals: set[str] = set()
+        self.reload = Reloader(chunk, fates, transfers, self.w)
+        ready = partial(_ahead_of_turn, self.w, self.reload, gatherer)
+        self.rebuild = Rebuilder(self.recomputer, ready)
+        self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
+
+    def block(self) -> Block:
+        """Block B: from the gradient of the chunk's output to the gradient of its input; frees
+        everything that the forward left."""
+        chunk, w = self.chunk, self.w
+        self._arrive()
+        order = list(reversed(chunk.units))
+        for position, unit in enumerate(order):
+            w.begin_unit()
+            self.reload.before(order, position)
+            if self.gatherer:
+                self.gatherer.before(w, order, position)
+            if self.reducer:
+                self.reducer.before(w, unit)
+            self.rebuild.scopes(unit)
+            self._operators(unit)
+            if captured(chunk.problem, unit):
+                w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
+            self.reload.after(unit)
+            if self.gatherer:
+                self.gatherer.after(w, unit)
+            if self.reducer:
+                self.reducer.after(w, unit, last=position == len(order) - 1)
+        survivors = set() if chunk.first else {self.grads[chunk.input_name]}
+        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
+        return w.finish("B", survivors, self.arrivals)
+
+    # -- arrivals -------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        """Declare the storages that are alive when the block starts."""
+        chunk, w = self.chunk, self.w
+        self.arrivals |= self.reload.start()
+        self.arrivals |= {graph_name(u) for u in chunk.units if captured(chunk.problem, u)}
+        if self.gatherer and self.gatherer.layerwise:
+            self._resident_parameters(self.gatherer)
+        self.rebuild.before_receive()
+        if not chunk.last:
+            w.wait(COMPUTE, "recv_b")
+            gradient = gradient_of(chunk.output_name)
+            self.grads[chunk.output_name] = gradient
+            self.arrivals.add(gradient)
+
+    def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
+        """Declare parameters that the forward gathered and kept: all units with ZeRO-2 as FSDP's
+        shard-grad-op, or embedding and head where the plan keeps them (`keeps_ends`)."""
+        fate = gatherer.fate
+        kept = [
+            unit
+            for unit in self.chunk.units
+            if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
+        ]
+        event = self.w.mark(COMPUTE) if kept else ""
+        for unit in kept:
+            if unit.parameters:
+                gatherer.pending[unit.prefix] = event
+                self.w.parameters[unit.prefix] = gatherer.buffers(unit)
+                self.arrivals.add(gatherer.buffer(unit))
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def _operators(self, unit: Unit) -> None:
+        runs = {run.ops[-1].name: run for run in self.chunk.runs(unit).values()}
+        inside = {op.name for run in runs.values() for op in run.ops}
+        for op in reversed(unit.table.ops):
+            if op.name in runs:
+                self._run(unit, runs[op.name])
+            elif op.name not in inside:
+                self._backward_op(unit, op)
+
+    def _run(self, unit: Unit, run: MiniRun) -> None:
+        """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
+        differentiated."""
+        for name in run.inputs:
+            storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
+            if storage not in self.grads and tensor.differentiable:
+                self.grads[storage] = gradient_of(storage)
+                emit_alloc(self.w, gradient_of(storage), tensor.nbytes)
+
+        def write(piece: Piece) -> None:
+            self.recomputer.run, self.recomputer.piece = run, piece
+            self.share = Share(piece.fraction, piece.offset)
+            for op in reversed(run.ops):
+                self._backward_op(unit, op)
+
+        write_pieces(self.w, run.pieces, write, self.recomputer.noted)
+        self.recomputer.run = self.recomputer.piece = None
+        self.share = WHOLE
+
+    def _backward_op(self, unit: Unit, op: Op) -> None:
+        w = self.w
+        saved = [self.recomputer.ensure(unit, name) for name in op.saves]
+        names = self.recomputer.names(unit)
+        outputs = dict.fromkeys([names[n] for n in op.outputs])
+        incoming = [self.grads[o] for o in outputs if o in self.grads]
+        for name in op.alias_inputs:
+            self.grads[names[name]] = incoming[0]
+        if op.exchanges:
+            self._exchange(unit, op, incoming)
+            self.rebuild.settle()
+        if not op.backward_input and not op.backward_weight:
+            return
+        beside = ""
+        if op.grad_gather is not None:
+            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
+            size = int(op.grad_gather.nbytes * self.share.fraction)
+            tensor_parallel = op.grad_gather.group == "tp"
+            allocs = [Alloc(full, size)] if tensor_parallel else []
+            event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share)
+            issued = len(w.actions) - 1
+            self.rebuild.window(unit, op.name, "backward")
+            if self._gathers_beside(op):
+                w.wait(COMPUTE, w.mark_begin(issued))
+                beside = event
+            else:
+                w.wait(COMPUTE, event)
+            incoming = [full] if tensor_parallel else incoming
+        pending, regathered = self._regather(unit, op, saved)
+        pending = pending or beside
+        self._kernels(unit, op, [*incoming, *saved], regathered, pending)
+        self.rebuild.settle()
+
+    def _exchange(self, unit: Unit, op: Op, incoming: list[str]) -> None:
+        """The backward of an all-to-all exchange: the gradients return by the same collective."""
+        assert op.grad_gather is not None
+        reads = [*incoming, *self._accumulated(unit, op)]
+        made = self._gradients(unit, op).written
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.share)
+        self.rebuild.window(unit, op.name, "backward")
+        self.w.wait(COMPUTE, event)
+
+    def _gathers_beside(self, op: Op) -> bool:
+        """Whether the gather of the output gradient runs beside the input gradient's GEMM."""
+        gemm = self.chunk.problem.system.tp_overlap == "gemm"
+        return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
+
+    def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
+        """Gather the saved input again.  Returns the gather's end event if kernels need not wait
+        for it yet (else ""), and the gathered storages."""
+        if op.regather is None:
+            return "", []
+        full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
+        size = int(op.gathered_bytes * self.share.fraction)
+        allocs = [Alloc(full, size)] if size else []
+        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self.share)
+        ring = op.regather.kind == "ring"
+        if ring:  # the kernel reads each part of the ring as it arrives
+            self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
+        self.rebuild.window(unit, op.name, "backward")
+        beside = (self.overlap and op.has_weight) or ring
+        if not beside:
+            self.w.wait(COMPUTE, event)
+            event = ""
+        return event, [full] if allocs else []
+
+    def _kernels(
+        self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
+    ) -> None:
+        """Emit input-gradient kernels, gradient reduction and weight-gradient kernels."""
+        w = self.w
+        if op.backward_input:
+            pending = self._input_gradient(unit, op, reads, regathered, pending)
+        if op.backward_weight:
+            w.compute(
+                Kind.BACKWARD_WEIGHT,
+                unit.prefix,
+                op,
+                [*reads, *regathered],
+                [],
+                variant=unit.variant,
+                share=self.share,
+                beside="tp" if pending else "",
+            )
+        if pending:
+            w.wait(COMPUTE, pending)
+
+    def _input_gradient(
+        self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
+    ) -> str:
+        """Emit the input-gradient kernels and their reduction; returns the event of a reduction
+        that may run beside the weight gradient, else ""."""
+        w, reduced = self.w, op.grad_reduce
+        added_into = self._accumulated(unit, op)
+        made = self._gradients(unit, op)
+        needs_full = [] if op.has_weight else regathered
+        w.compute(
+            Kind.BACKWARD_INPUT,
+            unit.prefix,
+            op,
+            [*reads, *needs_full, *added_into],
+            made.written,
+            variant=unit.variant,
+            share=self.share,
+            beside=(op.regather.group if op.regather else "tp") if pending else "",
+        )
+        if pending:
+            w.wait(COMPUTE, pending)
+        if reduced is None:
+            return ""
+        sources = [*(a.name for a in made.summed), *added_into]
+        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self.share)
+        self.rebuild.window(unit, op.name, "backward")
+        if self.overlap and op.has_weight:
+            return event
+        w.wait(COMPUTE, event)
+        return ""
+
+    def _accumulated(self, unit: Unit, op: Op) -> list[str]:
+        """Existing gradients that this operator adds to in place (residual branches, slices)."""
+        names, grads = self.recomputer.names(unit), self.grads
+        return [grads[names[n]] for n in op.inputs if names[n] in grads]
+
+    def _gradients(self, unit: Unit, op: Op) -> InputGradients:
+        """The gradients that this operator is the first to write.  With a reduce-scatter the
+        collective makes all of them except the query's gradient, because the query was never
+        gathered."""
+        tensors, names = unit.table.activations, self.recomputer.names(unit)
+        fresh: dict[str, Alloc] = {}
+        for name in op.inputs:
+            storage = names[name]
+            known = storage in self.grads or name in op.alias_inputs
+            if known or not tensors[name].differentiable:
+                continue
+            self.grads[storage] = gradient_of(storage)
+            nbytes = piece_bytes(tensors[name], self.share.fraction)
+            fresh[name] = Alloc(gradient_of(storage), nbytes)
+        reduced = op.grad_reduce
+        if reduced is None or reduced.kind != "reduce_scatter":
+            whole = list(fresh.values())
+            return InputGradients(whole, whole, [])
+        size = int(reduced.nbytes * self.share.fraction)
+        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.recomputer.tag}"), size)
+        direct = [fresh.pop("q")] if "q" in fresh else []
+        return InputGradients([part, *direct], [part], list(fresh.values()))

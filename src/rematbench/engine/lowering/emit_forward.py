@@ -1,0 +1,188 @@
+"""Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
+
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, stored_parts
+from rematbench.engine.lowering.cuda_graphs import captured, graph_name
+from rematbench.engine.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
+from rematbench.engine.lowering.emit_states import ParameterGatherer
+from rematbench.engine.lowering.fates import Resolved, Site
+from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
+from rematbench.engine.lowering.pieces import write_pieces
+from rematbench.engine.lowering.writer import BlockWriter, Share
+from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind, layer_slot, place
+from rematbench.engine.program.program import Block
+from rematbench.plan import Transfers
+
+Fates = dict[Site, Resolved]
+
+
+class ForwardEmitter:
+    """Builds the forward block of one chunk under resolved fates."""
+
+    def __init__(
+        self,
+        chunk: ChunkOps,
+        fates: Fates,
+        transfers: Transfers,
+        gatherer: ParameterGatherer | None,
+    ) -> None:
+        self.chunk, self.fates, self.transfers, self.gatherer = chunk, fates, transfers, gatherer
+        self.stored = chunk.stored(fates)
+        self.w = BlockWriter()
+        self.survivors: set[str] = set()
+        self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
+        self.position = 0
+        self.trailing = trailing_unit(chunk, fates, transfers)
+        self.trails = False  # whether the trailing unit's copy, the last in flight, has started
+
+    def block(self) -> Block:
+        """Block F: from the chunk's input to its output; keeps what the backward needs."""
+        chunk, w = self.chunk, self.w
+        if not chunk.first:
+            w.wait(COMPUTE, "recv_f")
+        for position, unit in enumerate(chunk.units):
+            w.begin_unit()
+            if self.gatherer:
+                self.gatherer.before(w, chunk.units, position)
+            self._enter_slot(unit, position)
+            self._operators(unit)
+            self._store(unit)
+            if self.gatherer:
+                self.gatherer.after(w, unit)
+        self._drain(int(self.trails))
+        for _, names, _ in self.in_flight:
+            self.survivors.update(names)
+        if not chunk.last:
+            self.survivors.add(chunk.output_name)
+        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="f_end"))
+        arrivals = set() if chunk.first else {chunk.input_name}
+        if self.gatherer:
+            self.survivors |= self.gatherer.survivors
+        return w.finish("F", self.survivors, arrivals)
+
+    def _enter_slot(self, unit: Unit, position: int) -> None:
+        """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the
+        buffer's last tenant are done (the unit's input is outside the buffer).  The last layers of
+        a chunk whose backward follows at once keep their saved tensors in the buffers, which
+        nothing else needs by then."""
+        slots = self.transfers.reload_slots
+        if self.transfers.granularity != "layer" or slots == 0:
+            return
+        self.position = position
+        tenants = sum(1 for _, _, at in self.in_flight if at > position - slots)
+        self._drain(max(tenants, int(self.trails)))
+        stays = unit in stays_in_slots(self.chunk, self.fates, slots)
+        self.w.slots = (
+            {}
+            if unit is self.trailing
+            else {
+                part.name: layer_slot(position, slots)
+                for _, _, site in self.chunk.saved(unit)
+                for part in self.stored[site]
+                if (part.offload or stays) and place(part.name)[0] == unit.prefix
+            }
+        )
+
+    def _operators(self, unit: Unit) -> None:
+        runs = self.chunk.runs(unit)
+        inside = {op.name for run in runs.values() for op in run.ops}
+        storages = self.chunk.names(unit)
+        names = Names(storages, storages, {})
+        for op in unit.table.ops:
+            if op.name in runs:
+                emit_run(self.w, self.chunk, unit, runs[op.name], Kind.FORWARD)
+            elif op.name not in inside:
+                emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, names)
+
+    def _store(self, unit: Unit) -> None:
+        """Split tensors of mixed fates; with layer granularity, start the copies to the host."""
+        leaving: list[tuple[str, int]] = []
+        for _, storage, site in self.chunk.saved(unit):
+            parts = self.stored[site]
+            self.survivors.update([part.name for part in parts])
+            if self.fates[site].mixed:
+                self._split(storage, self.fates[site])
+            leaving += [(part.name, part.nbytes) for part in parts if part.offload]
+        if captured(self.chunk.problem, unit):
+            self._hold_graph(unit)
+        if leaving and self.transfers.granularity == "layer":
+            self._copy_out(leaving, "d2h" if unit is self.trailing else "")
+            self.trails = unit is self.trailing
+
+    def _hold_graph(self, unit: Unit) -> None:
+        """Allocate the memory that a layer's CUDA graph holds, beside what the layer keeps, until
+        the backward."""
+        kept = (part.nbytes for _, _, site in self.chunk.saved(unit) for part in self.stored[site])
+        share = self.chunk.problem.calibration.common.graph_bytes_share
+        emit_alloc(self.w, graph_name(unit), int(share * sum(kept)))
+        self.survivors.add(graph_name(unit))
+
+    def _split(self, storage: str, fate: Resolved) -> None:
+        allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))
+        part, tensor = place(storage)
+        self.w.add(
+            Action(
+                kind=Kind.SPLIT,
+                stream=COMPUTE,
+                part=part,
+                op=tensor,
+                reads=(storage,),
+                allocs=allocs,
+                nbytes=sum(alloc.nbytes for alloc in allocs),
+            )
+        )
+
+    def _copy_out(self, leaving: list[tuple[str, int]], event: str) -> None:
+        self._drain(self.transfers.release_lag)
+        self.w.wait("d2h", self.w.mark(COMPUTE))
+        event = emit_copies_out(self.w, leaving, event or self.w.new_event())
+        names = tuple(name for name, _ in leaving)
+        self.survivors.difference_update(names)
+        self.survivors.update(name + HOST for name in names)
+        self.in_flight.append((event, names, self.position))
+
+    def _drain(self, leave: int) -> None:
+        """Wait for the copies of all but the last `leave` layers in flight; free their tensors."""
+        while len(self.in_flight) > leave:
+            event, names, _ = self.in_flight.pop(0)
+            self.w.wait(COMPUTE, event)
+            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+
+
+def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
+    """With layer granularity, the last unit that offloads anything: its copy continues beside the
+    rank's next pass, so its tensors have their own memory, freed after that pass.  None where the
+    next pass is the chunk's own backward, which needs the rounding buffers at once."""
+    if transfers.granularity != "layer" or chunk.at_once:
+        return None
+    leaves = (
+        unit
+        for unit in reversed(chunk.units)
+        if any(fates[site].offload_bytes for _, _, site in chunk.saved(unit))
+    )
+    return next(leaves, None)
+
+
+def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
+    """The last layers of a chunk, whose kept tensors stay in the rounding buffers.  Empty unless
+    the chunk's backward follows its forward at once and neither these layers nor the head offload
+    anything."""
+    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
+    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
+    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
+    return last if chunk.at_once and not swapped else []
+
+
+def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
+    """Emit the forward of all pieces of a mini-sequence run; its outputs are written in slices."""
+    for name in run.outputs:
+        emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
+
+    def write(piece: Piece) -> None:
+        storages = run.names(chunk.names(unit), piece)
+        writes = {name: storages[name] for name in run.interior}
+        slices = {name: storages[name] for name in run.outputs}
+        names = Names(storages, writes, slices, piece.tag)
+        for op in run.ops:
+            emit_op(w, chunk, unit, op, kind, names, Share(piece.fraction, piece.offset))
+
+    write_pieces(w, run.pieces, write)

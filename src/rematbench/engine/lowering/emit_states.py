@@ -1,0 +1,269 @@
+"""Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
+
+from rematbench.costs.operators.ops import Comm, CommKind
+from rematbench.engine.lowering.chunk_ops import Unit
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import (
+    COMM_KIND,
+    COMPUTE,
+    GRADIENTS_DOWN,
+    SHARD_UP,
+    Action,
+    Alloc,
+    Kind,
+    gradient_buffer,
+)
+from rematbench.plan import StateFate
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
+
+
+class ParameterGatherer:
+    """Gathers each unit's parameters on the dp stream before their use.
+
+    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead; a
+    step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
+    memory is copied to the device before its gather.  `release`: whether a unit's gathered copy is
+    freed after its use (with `keeps_ends` not for embedding and head).  `tied`: the embedding whose
+    weight the head of the same rank uses; where it is not gathered, it is gathered for the head
+    too.
+    """
+
+    def __init__(
+        self,
+        fate: StateFate,
+        system: System,
+        tied: Unit | None = None,
+        *,
+        release: bool,
+        keeps_ends: bool = False,
+    ) -> None:
+        self.layerwise = fate.gather == "layer"
+        self.tied = tied if self.layerwise else None
+        self.keeps_ends = keeps_ends
+        self.fate, self.system, self.release = fate, system, release
+        self.survivors: set[str] = set()
+        self.pending: dict[str, str] = {}
+        self.released = ""
+        self.for_the_head = False
+
+    def buffer(self, unit: Unit) -> str:
+        """The storage name of a unit's gathered parameters."""
+        return f"{unit.prefix}.parameters"
+
+    def _read(self, unit: Unit) -> list[Unit]:
+        """The units whose weights a unit's kernels read."""
+        shared = self.tied if unit.table.part == "head" else None
+        return [unit, shared] if shared else [unit]
+
+    def buffers(self, unit: Unit) -> tuple[str, ...]:
+        """The storages from which a unit's kernels read weights."""
+        return tuple(map(self.buffer, self._read(unit)))
+
+    def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
+        """Issue the gathers that are due and wait for this unit's gather."""
+        ahead = self.fate.prefetch_layers if self.layerwise else len(units)
+        for unit in units[position : position + ahead + 1]:
+            self._want(w, unit)
+        self.ready(w, units[position])
+
+    def ready(self, w: BlockWriter, unit: Unit) -> None:
+        """Wait for the weights that a unit's kernels read; gather them first if necessary."""
+        self._want(w, unit)
+        for read in self._read(unit):
+            if read.parameters:
+                w.wait(COMPUTE, self.pending[read.prefix])
+
+    def _want(self, w: BlockWriter, unit: Unit) -> None:
+        """Gather the weights that a unit's kernels read and that are not gathered."""
+        for read in self._read(unit):
+            if read.parameters and read.prefix not in self.pending:
+                self._gather(w, read)
+                self.for_the_head |= read is not unit
+
+    def _gather(self, w: BlockWriter, unit: Unit) -> None:
+        if self.released and self.layerwise:
+            w.wait("dp", self.released)  # the buffer of a released unit is reused
+        allocs: tuple[Alloc, ...] = ()
+        if self.layerwise:
+            allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
+            w.parameters[unit.prefix] = self.buffers(unit)
+        if self.layerwise and self.fate.home == "host":
+            w.wait("dp", self._shard_up(w, unit))
+        event = w.new_event()
+        payload = self.system.gather_bytes * unit.parameters
+        w.add(
+            Action(
+                kind=Kind.ALL_GATHER,
+                stream="dp",
+                part=unit.prefix,
+                op="parameters",
+                allocs=allocs,
+                event=event,
+                comm=Comm("all_gather", "dp", payload),
+            )
+        )
+        w.stall(Comm("all_gather", "dp", payload))
+        self.pending[unit.prefix] = event
+
+    def _shard_up(self, w: BlockWriter, unit: Unit) -> str:
+        """Copy this rank's shard of a unit's parameters to the device; returns the end event."""
+        nbytes = self.system.param_bytes * -(-unit.parameters // self.fate.shards)
+        return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=w.mark(COMPUTE))
+
+    def after(self, w: BlockWriter, unit: Unit) -> None:
+        """Free the gathered copy after the unit's pass, or leave it for the backward."""
+        if not self.layerwise or not unit.parameters:
+            return
+        self.released = w.mark(COMPUTE)
+        if self.release and not (self.keeps_ends and unit.table.part != "layer"):
+            self._free(w, unit)
+        else:
+            self.survivors.add(self.buffer(unit))
+        if self.tied and self.for_the_head and unit.table.part == "head":
+            self.for_the_head = False
+            self._free(w, self.tied)
+
+    def _free(self, w: BlockWriter, unit: Unit) -> None:
+        del w.parameters[unit.prefix], self.pending[unit.prefix]
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+
+
+def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
+    """The all-reduce of norm gradients under sequence parallelism, where each rank has the
+    gradients of its own tokens only (Megatron's allreduce of layer-norm gradients).  Of `norms`
+    parameters a rank holds 1 / `shards`."""
+    return Comm("all_reduce", "tp", system.grad_bytes * -(-norms // shards))
+
+
+class GradReducer:
+    """Reduces each unit's gradients on the dp stream when the unit's backward is done; with
+    optimizer-in-backward, also updates the unit's parameters.
+
+    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced; resident gradients are
+    reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part that
+    this rank updates is copied to the host as soon as it is reduced, beside the rest of the
+    backward, in every micro-batch.  The host sums these parts; DeepSpeed instead moves its sum to
+    the device and back, which costs more.
+    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit where
+    the head of the same rank uses its weight; the head adds to that gradient first.
+    """
+
+    def __init__(
+        self,
+        gradient: StateFate,
+        optimizer: StateFate,
+        system: System,
+        layout: Layout,
+        tied: Unit | None = None,
+    ) -> None:
+        self.update = optimizer.update == "backward"
+        self.leaves = gradient.home == "host"
+        self.transient = gradient.shards > 1 or self.update or self.leaves
+        self.system, self.optimizer, self.tied = system, optimizer, tied
+        self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
+        scatter = optimizer.shards > 1 or gradient.shards > 1
+        self.kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
+        self.bucket: list[Unit] = []
+        self.in_flight: list[tuple[str, str]] = []
+
+    def buffer(self, unit: Unit) -> str:
+        """The storage name of a unit's full gradients."""
+        return gradient_buffer(unit.prefix)
+
+    def before(self, w: BlockWriter, unit: Unit) -> None:
+        """Allocate the buffer of the unit's gradients, and before the head the tied embedding's."""
+        if unit is not self.tied:
+            self._make_room(w, unit)
+        if self.tied and unit.table.part == "head":
+            self._make_room(w, self.tied)
+
+    def _make_room(self, w: BlockWriter, unit: Unit) -> None:
+        if self.transient and unit.parameters:
+            width = self.system.grad_bytes if self.update else self.system.gather_bytes
+            buffer = Alloc(self.buffer(unit), width * unit.parameters)
+            w.add(
+                Action(
+                    kind=Kind.ALLOC,
+                    stream=COMPUTE,
+                    part=unit.prefix,
+                    op="gradients",
+                    allocs=(buffer,),
+                )
+            )
+
+    def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
+        """Reduce a full bucket, and free the buffers of earlier reductions."""
+        if self.update and unit.parameters:
+            self._apply(w, unit)
+            return
+        if unit.parameters:
+            self.bucket.append(unit)
+        size = sum(self.system.reduce_bytes * u.parameters for u in self.bucket)
+        due = self.transient or last or size >= self.system.bucket_bytes
+        if self.bucket and due:
+            self._reduce(w, size)
+        if self.transient:
+            self._drain(w, 0 if last else 1)
+        if last and self.shared:
+            w.wait("dp", w.mark(COMPUTE))
+            w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
+
+    def _apply(self, w: BlockWriter, unit: Unit) -> None:
+        """Reduce a unit's gradients if there are peers, update its parameters, free its
+        gradients."""
+        if self.shared:
+            comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)
+            reads = [self.buffer(unit)]
+            w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
+        if self.sums_norms and unit.norm_parameters:
+            norms = norm_reduction(self.system, unit.norm_parameters)
+            reads = [self.buffer(unit)]
+            w.wait(COMPUTE, w.collective(norms, unit.prefix, "norm_gradients", reads, []))
+        count = -(-unit.parameters // self.optimizer.shards)
+        w.add(
+            Action(
+                kind=Kind.OPTIMIZER,
+                stream=COMPUTE,
+                part=unit.prefix,
+                op="optimizer",
+                reads=(self.buffer(unit),),
+                nbytes=self.system.param_bytes * count,
+            )
+        )
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+
+    def _reduce(self, w: BlockWriter, size: int) -> None:
+        names = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
+        event = self._exchange(w, size, names) if self.shared else w.mark(COMPUTE)
+        if self.leaves:
+            part, shards = self.bucket[-1].prefix, self.optimizer.shards
+            count = sum(-(-unit.parameters // shards) for unit in self.bucket)
+            nbytes = self.system.host_grad_bytes * count
+            event = w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names)
+        self.in_flight += [(event, name) for name in names]
+        self.bucket = []
+
+    def _exchange(self, w: BlockWriter, size: int, names: tuple[str, ...]) -> str:
+        """Reduce the bucket over the data-parallel peers; returns the end event."""
+        w.wait("dp", w.mark(COMPUTE))
+        event = w.new_event()
+        w.add(
+            Action(
+                kind=COMM_KIND[self.kind],
+                stream="dp",
+                part=self.bucket[-1].prefix,
+                op="gradients",
+                reads=names,
+                event=event,
+                comm=Comm(self.kind, "dp", size),
+            )
+        )
+        w.stall(Comm(self.kind, "dp", size))
+        return event
+
+    def _drain(self, w: BlockWriter, leave: int) -> None:
+        while len(self.in_flight) > leave:
+            event, name = self.in_flight.pop(0)
+            w.wait(COMPUTE, event)
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(name,)))

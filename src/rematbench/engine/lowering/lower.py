@@ -1,0 +1,327 @@
+"""Plan -> actions: the only place that expands a plan.  Both readers see only actions."""
+
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
+
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.block_cache import BlockCache, PassClass
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.cuda_graphs import uncaptured
+from rematbench.engine.lowering.emit_backward import BackwardEmitter
+from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
+from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.engine.lowering.fates import check_names, covered, phased, said, unmatched
+from rematbench.engine.lowering.late_tensors import late_tensors
+from rematbench.engine.lowering.mini_sequences import unused
+from rematbench.engine.lowering.rank_steps import (
+    Class,
+    Ends,
+    Key,
+    PassKind,
+    StepFacts,
+    Window,
+    pass_kinds,
+    rank_steps,
+)
+from rematbench.engine.lowering.repeated_layers import block_of
+from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.step_blocks import (
+    Storages,
+    d2h_block,
+    h2d_block,
+    recv_block,
+    release_block,
+    send_block,
+    wait_block,
+)
+from rematbench.engine.lowering.step_end import emit_step_end
+from rematbench.engine.program.program import Block, Program, RankProgram, Step
+from rematbench.plan import Pass, Plan, PlanError
+from rematbench.problem import Problem, completed_after_backward, tied_on_one_rank
+
+
+def lower(
+    plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
+) -> Program:
+    """Expand a plan into the actions of every rank; PlanError names what cannot be lowered.
+    `only`: the ranks whose passes are lowered; the others stay empty, and what follows the last
+    pass is left out.  `partly`: some rules may match nothing on these ranks."""
+    _check_plan(plan, problem)
+    shared = BlockCache()
+    every = range(problem.layout.pp)
+    wanted = every if only is None else only
+    lowerings = {rank: _RankLowering(plan, problem, rank, shared) for rank in wanted}
+    empty = RankProgram(rank=0, blocks=(), steps=())
+    program = Program(
+        ranks=tuple(
+            lowerings[rank].run(whole=only is None)
+            if rank in lowerings
+            else replace(empty, rank=rank)
+            for rank in every
+        ),
+        planned=plan.addresses == "planned",
+        expandable=problem.system.expandable_segments,
+    )
+    matched = {index for lowering in lowerings.values() for index in lowering.matched}
+    idle = unmatched(plan, matched)
+    tables = (problem.embedding, *problem.layer_kinds, problem.head)
+    known = {name for table in tables for name in table.activations}
+    if idle and not partly:
+        raise PlanError(f"rule matches no saved tensor: {said(idle[0].select, known)}")
+    check_names(plan, known)
+    return program
+
+
+def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of every rank, in issue order."""
+    lay = problem.layout
+    if plan.orders:
+        return plan.orders
+    return tuple(
+        passes(plan.schedule, rank, lay.pp, lay.vpp, lay.num_micro_batches)
+        for rank in range(lay.pp)
+    )
+
+
+def _check_plan(plan: Plan, problem: Problem) -> None:
+    lay = problem.layout
+    shape = [len(chunks) for chunks in plan.partition]
+    if shape != [lay.vpp] * lay.pp:
+        raise PlanError(f"partition has chunks per rank {shape}, layout wants {[lay.vpp] * lay.pp}")
+    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
+    layers = [layer for chunk in virtual for layer in chunk]
+    if layers != list(range(problem.workload.model.num_layers)):
+        raise PlanError("partition must hold every layer once, in order, over the virtual stages")
+    if any(not chunk for chunk in virtual):
+        raise PlanError("partition has an empty chunk: every chunk needs a layer")
+    parameter = plan.state("parameter")
+    if lay.state_shards > 1 and (parameter.gather, parameter.release) == ("layer", "never"):
+        raise PlanError(
+            "parameters gathered per layer are released by the forward or the backward, not never"
+        )
+    _check_host_states(plan)
+    if refused := uncaptured(plan, problem):
+        raise PlanError(refused)
+    late = completed_after_backward(problem)
+    if late and plan.state("optimizer").update == "backward":
+        raise PlanError(late)
+    transfers = plan.transfers
+    if transfers.granularity == "chunk" and transfers.reload_slots == 1:
+        raise PlanError(
+            "reload_slots 1: a chunk's tensors come back while those of the one before are in use; "
+            "0 (fresh memory) or at least 2 slots"
+        )
+    idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
+    if idle:
+        raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
+
+
+def _check_host_states(plan: Plan) -> None:
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    if optimizer.home == "host" and optimizer.update == "backward":
+        raise PlanError("an optimizer in host memory updates once per step, not in the backward")
+    if gradient.home == "host" and optimizer.home == "device":
+        raise PlanError("gradients in host memory need their optimizer there")
+
+
+@lru_cache(maxsize=256)
+def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
+    """The chunks with a forward that is not directly followed by its own backward."""
+    return frozenset(
+        item.chunk
+        for item, after in zip(order, [*order[1:], None], strict=True)
+        if item.forward and after != Pass(False, item.micro_batch, item.chunk)
+    )
+
+
+class _RankLowering:
+    """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
+
+    def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
+        self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
+        lay, system = problem.layout, problem.system
+        self.order = rank_orders(plan, problem)[rank]
+        pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
+        self.chunks = [
+            ChunkOps.of(problem, rank, c, layers, pieces, held, at_once=c not in apart)
+            for c, layers in enumerate(plan.partition[rank])
+        ]
+        self.blocks: list[Block] = []
+        self.block_index: dict[Key, int] = {}
+        self.steps: list[Step] = []
+        self.matched: set[int] = set()
+        self.phased = phased(plan.rules)
+        self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
+        parameter, peers = plan.state("parameter"), lay.state_shards > 1
+        self.update_in_backward = plan.state("optimizer").update == "backward"
+        gradient = plan.state("gradient")
+        self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
+        self.overlap_reduce = system.reduce_overlap and peers
+        self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
+        self.layerwise = parameter.gather == "layer" and peers
+
+    def run(self, *, whole: bool) -> RankProgram:
+        """The rank's program for one optimizer step; not `whole`: for the step's passes."""
+        found = rank_steps(self._facts())
+        for key in found.keys:
+            self._place(key, partial(self._block, key))
+        self.steps += found.steps
+        if whole:
+            emit_step_end(self, self.plan, self.problem)
+        return RankProgram(
+            rank=self.rank,
+            blocks=tuple(self.blocks),
+            steps=tuple(self.steps),
+            late=late_tensors(self.chunks, self.plan, self.problem),
+        )
+
+    def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
+        """Append a step after the last pass; its block is built at its first use on any rank."""
+        if key not in self.block_index:
+            self._place(key, build)
+        self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
+
+    def _place(self, key: Key, build: Callable[[], Block]) -> None:
+        if key not in self.shared.blocks:
+            self.shared.blocks[key] = build()
+        self.block_index[key] = len(self.blocks)
+        self.blocks.append(self.shared.blocks[key])
+
+    # -- what the order depends on ------------------------------------------------------------
+
+    def _facts(self) -> StepFacts:
+        rules, transfers = self.plan.rules, self.plan.transfers
+        windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
+        return StepFacts(
+            order=self.order,
+            windows=windows,
+            chunks=tuple(Ends(c.first, c.last, c.output_name) for c in self.chunks),
+            classes=self._classes(windows),
+            release_lag=transfers.release_lag,
+            reload_slots=transfers.reload_slots,
+            hold_phases=transfers.before_send_phases,
+            sends_beside=self.problem.system.sends_beside(self.problem.layout.vpp),
+            gather=self.layerwise,
+            gather_first=self.overlap_gather,
+            reduce=self.leaving_gradients or self.update_in_backward,
+            reduce_last=self.overlap_reduce,
+        )
+
+    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, Class], ...]:
+        """The class of every kind of pass; passes with equal fates share blocks."""
+        reached = [covered(self.plan.rules, chunk.where) for chunk in self.chunks]
+        found = []
+        for kind, item in pass_kinds(self.order, windows).items():
+            cls = self._pass_class(kind, item, reached[kind.chunk])
+            self.holders.setdefault(cls.number, (self.chunks[kind.chunk], cls))
+            whole = self.plan.transfers.granularity == "chunk"
+            found.append((kind, Class(cls.number, bool(cls.leaving), whole=whole)))
+        return tuple(found)
+
+    def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
+        """The class of a kind of pass; equal chunks that the same rules cover share a class."""
+        chunk, classes = self.chunks[kind.chunk], self.shared.classes
+        key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside)
+        if key not in classes:
+            fates, matched = chunk.fates(self.plan, kind.phase, item.micro_batch)
+            number = self.shared.number((chunk.shape, tuple(fates.values())))
+            classes[key] = (PassClass(number, fates, self._leaving(chunk, fates)), matched)
+        found, matched = classes[key]
+        self.matched |= matched
+        return found
+
+    def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
+        """The storages whose copies to the host outlive the chunk's forward: with chunk granularity
+        all offloaded storages, with layer granularity those of the last unit that offloads any."""
+        units = chunk.units
+        if self.plan.transfers.granularity == "layer":
+            last = trailing_unit(chunk, fates, self.plan.transfers)
+            units = [last] if last else []
+        stored = chunk.stored(fates)
+        return [
+            (part.name, part.nbytes)
+            for unit in units
+            for _, _, where in chunk.saved(unit)
+            for part in stored[where]
+            if part.offload
+        ]
+
+    # -- blocks -------------------------------------------------------------------------------
+
+    def _block(self, key: Key) -> Block:
+        match key:
+            case ("F", int(number), bool(gather)):
+                chunk, cls = self.holders[number]
+                return self._forward_block(chunk, cls.fates, gather)
+            case ("B", int(number), bool(reduce)):
+                chunk, cls = self.holders[number]
+                return self._backward_block(chunk, cls.fates, reduce)
+        return self._copy_block(key) or self._message_block(key)
+
+    def _copy_block(self, key: Key) -> Block | None:
+        match key:
+            case ("D2H", int(number)):
+                return d2h_block(self.holders[number][1].leaving)
+            case ("H2D", int(number), str(slot)):
+                return h2d_block(self.holders[number][1].leaving, slot)
+            case ("free_d2h", int(number)):
+                names = tuple(name for name, _ in self.holders[number][1].leaving)
+                return release_block("d2h", names)
+            case ("hold",):
+                return wait_block("hold", "d2h", "pp_send")
+        return None
+
+    def _message_block(self, key: Key) -> Block:
+        boundary = self.chunks[0].boundary
+        match key:
+            case ("recv_f",):
+                return recv_block(boundary, self.chunks[0].input_name, forward=True)
+            case ("recv_b", str(output)):
+                return recv_block(boundary, output, forward=False)
+            case ("send_f" | "send_b" as what, str(output)):
+                return send_block(boundary, output, forward=what == "send_f")
+            case ("free_f", str(output)):
+                return release_block("sent_f", (output,))
+            case ("free_b", str(output)):
+                return release_block("sent_b", (f"d:{output}",))
+        raise AssertionError(f"no block of {key}")
+
+    def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool) -> Block:
+        plan, system = self.plan, self.problem.system
+        parameter = plan.state("parameter")
+        release, ends = parameter.release == "forward", parameter.keeps_ends
+
+        def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
+            gatherer = None
+            if gather:
+                tied = self._tied(chunk)
+                gatherer = ParameterGatherer(
+                    parameter, system, tied, release=release, keeps_ends=ends
+                )
+            return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
+
+        ahead = parameter.prefetch_layers if self.layerwise else len(chunk.units)
+        return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
+
+    def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:
+        plan, problem = self.plan, self.problem
+        parameter = plan.state("parameter")
+        states = plan.state("gradient"), plan.state("optimizer")
+
+        def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
+            gatherer, reducer, tied = None, None, self._tied(chunk)
+            if self.layerwise:
+                gatherer = ParameterGatherer(parameter, problem.system, tied, release=True)
+            if reduce:
+                reducer = GradReducer(*states, problem.system, problem.layout, tied)
+            return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
+
+        if reduce and not self.leaving_gradients and not self.update_in_backward:
+            return emitter(chunk, fates).block()  # buckets fill over many layers
+        ahead = parameter.prefetch_layers if self.layerwise else 0
+        return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+
+    def _tied(self, chunk: ChunkOps) -> Unit | None:
+        """The embedding's unit where the head of the same rank uses its weight; else None."""
+        return chunk.units[0] if tied_on_one_rank(self.problem) else None

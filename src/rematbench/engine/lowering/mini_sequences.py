@@ -1,0 +1,100 @@
+"""Mini-sequences: runs of row-local operators that are computed in pieces of rows.
+
+Tensors between the operators of a run exist one piece at a time (`X%j`).  The run's inputs are
+read, and its outputs written, as slices of whole storages.  Pieces differ by one row at most.
+"""
+
+from typing import NamedTuple
+
+from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.engine.program.action import piece_tag
+from rematbench.plan import MiniSequence, PlanError
+
+
+class Piece(NamedTuple):
+    """One piece: its number, its share of the rows, and the share of rows before it."""
+
+    number: int
+    fraction: float
+    offset: float
+
+    @property
+    def tag(self) -> str:
+        """The suffix of the piece's storage names."""
+        return piece_tag(self.number)
+
+
+class MiniRun(NamedTuple):
+    """Contiguous operators of one table, the interior tensors (which exist in pieces), the outputs,
+    and the pieces."""
+
+    ops: tuple[Op, ...]
+    interior: frozenset[str]
+    outputs: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The tensors that the run reads from earlier operators, whole."""
+        made = {name for op in self.ops for name in op.outputs}
+        read = [name for op in self.ops for name in op.inputs if name not in made]
+        return tuple(dict.fromkeys(read))
+
+    def piece_name(self, storage: str, piece: Piece) -> str:
+        """The storage name of one piece of an interior tensor."""
+        return storage + piece.tag
+
+    def names(self, whole: dict[str, str], piece: Piece) -> dict[str, str]:
+        """The storage names of a unit's activations at a piece: of interior tensors the piece, of
+        others what they are `whole`."""
+        return whole | {name: self.piece_name(whole[name], piece) for name in self.interior}
+
+
+def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:
+    """The runs of an operator table, by their first operator; PlanError for operators that cannot
+    run in pieces."""
+    runs: dict[str, MiniRun] = {}
+    names = [op.name for op in table.ops]
+    for sequence in sequences:
+        present = [name for name in names if name in sequence.ops]
+        if not present or sequence.count == 1:
+            continue
+        first = names.index(present[0])
+        if names[first : first + len(present)] != present:
+            raise PlanError(f"mini-sequence {sequence.ops}: operators must be contiguous")
+        ops = table.ops[first : first + len(present)]
+        taken = [op for run in runs.values() for op in run.ops]
+        for op in ops:
+            _require_piecewise(op, taken)
+        runs[present[0]] = _run(table, ops, sequence.count)
+    return runs
+
+
+def _require_piecewise(op: Op, taken: list[Op]) -> None:
+    """PlanError for an operator that cannot be computed or differentiated in pieces, or that is in
+    two runs."""
+    if not op.row_local:
+        raise PlanError(f"mini-sequence: {op.name} is not row-local")
+    if op.alias_inputs:
+        raise PlanError(f"mini-sequence: {op.name} passes on whole gradients, not pieces of them")
+    if op in taken:
+        raise PlanError(f"mini-sequence: {op.name} is in two of them")
+
+
+def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
+    made = [name for op in ops for name in op.outputs]
+    read_after = {name for op in table.ops if op not in ops for name in (*op.inputs, *op.saves)}
+    outputs = tuple(name for name in made if name in read_after)
+    rows = min(tensor.rows for tensor in table.activations.values())  # of the rank's own shard
+    if count > rows:
+        raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
+    sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
+    pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
+    return MiniRun(ops, frozenset(made) - frozenset(outputs), outputs, pieces)
+
+
+def unused(sequences: tuple[MiniSequence, ...], tables: list[OpTable]) -> MiniSequence | None:
+    """The first mini-sequence whose operators no table has, else None (an error, because it is
+    meant to have an effect)."""
+    names = {op.name for table in tables for op in table.ops}
+    return next((s for s in sequences if names.isdisjoint(s.ops)), None)

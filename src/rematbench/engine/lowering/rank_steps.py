@@ -1,0 +1,233 @@
+"""The order of a rank's steps (passes, messages, copies, releases), as keys of blocks.
+
+Plans of one layout often differ in the contents of blocks but rarely in their order, so the order
+is computed from the few facts it depends on, once for all plans with equal facts.
+"""
+
+from functools import lru_cache, partial
+from itertools import chain
+from typing import NamedTuple
+
+from rematbench.engine.lowering.schedule import phases
+from rematbench.engine.program.program import Step
+from rematbench.plan import Pass, Phase
+
+Key = tuple[object, ...]
+"""The key of a block: its kind, then the class of passes, storage or slot that it handles."""
+
+Window = tuple[int, int]
+"""A range [first, end) of micro-batches that a rule of the plan selects."""
+
+
+class PassKind(NamedTuple):
+    """The facts of a (micro-batch, chunk) that decide its fates."""
+
+    chunk: int
+    phase: Phase
+    inside: tuple[bool, ...]  # for each window, whether it contains the micro-batch
+
+
+class Class(NamedTuple):
+    """A class of passes with equal fates: its number; whether any D2H copy outlives the forward
+    (`leaves`); and whether these copies are of the whole chunk, in blocks of their own
+    (`whole`)."""
+
+    number: int
+    leaves: bool
+    whole: bool
+
+
+class Ends(NamedTuple):
+    """Whether a chunk is the first or the last of the model, and the name of its output."""
+
+    first: bool
+    last: bool
+    output: str
+
+
+class StepFacts(NamedTuple):
+    """All facts that decide the order of a rank's steps."""
+
+    order: tuple[Pass, ...]
+    windows: tuple[Window, ...]
+    chunks: tuple[Ends, ...]
+    classes: tuple[tuple[PassKind, Class], ...]
+    release_lag: int
+    reload_slots: int
+    hold_phases: tuple[Phase, ...]  # phases in which a copy ends before the pass's send starts
+    sends_beside: bool  # whether a send runs beside the next pass (its buffer is freed after it)
+    gather: bool  # parameters are gathered in every forward
+    gather_first: bool  # parameters are gathered in each chunk's first forward
+    reduce: bool  # gradients are reduced in every backward
+    reduce_last: bool  # gradients are reduced in each chunk's last backward
+
+
+class RankSteps(NamedTuple):
+    """The keys of a rank's blocks, in order of first use, and its steps."""
+
+    keys: tuple[Key, ...]
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=256)
+def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[PassKind, Pass]:
+    """The kinds of passes of a rank, each with its first pass."""
+    found: dict[PassKind, Pass] = {}
+    kinds = _kinds(order, windows)
+    for item in order:
+        if item.forward:  # its backward is of the same kind
+            found.setdefault(kinds[item[1:]], item)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[tuple[int, int], PassKind]:
+    """The kind of each (micro-batch, chunk) of a rank."""
+    inside = {
+        micro_batch: tuple([first <= micro_batch < end for first, end in windows])
+        for micro_batch in {item.micro_batch for item in order}
+    }
+    return {
+        (micro_batch, chunk): PassKind(chunk, phase, inside[micro_batch])
+        for (micro_batch, chunk), phase in phases(order).items()
+    }
+
+
+def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
+    """The last backward of each chunk, after which its gradients are complete."""
+    return {item.chunk: item for item in order if not item.forward}
+
+
+@lru_cache(maxsize=256)
+def rank_steps(facts: StepFacts) -> RankSteps:
+    """The steps of one rank's passes, and the releases that remain after the last pass."""
+    return _Walk(facts).run()
+
+
+Release = tuple[int, Key, Pass]
+"""The number of a release in the order of their beginnings, its block, and the pass that it is
+of."""
+
+
+class _Walk:
+    """A walk over the passes of a rank that records steps."""
+
+    def __init__(self, facts: StepFacts) -> None:
+        self.facts = facts
+        self.phase = phases(facts.order)
+        classes = dict(facts.classes)
+        kinds = _kinds(facts.order, facts.windows)
+        self.class_of = {where: classes[kind] for where, kind in kinds.items()}
+        self.started: set[int] = set()  # chunks that have had a forward
+        self.final = set(last_backwards(facts.order).values())
+        self.index: dict[Key, int] = {}
+        self.steps: list[tuple[int, int, int]] = []
+        self.due: dict[int, list[Release]] = {}  # by position
+        self.copied: dict[tuple[int, int], tuple[int, Release]] = {}  # position and release
+        self.releases = 0
+        self.fetches = 0
+        self.copying: Pass | None = None
+
+    def run(self) -> RankSteps:
+        fetch_at = self._fetch_positions()
+        for position, item in enumerate(self.facts.order):
+            for target in fetch_at.get(position, ()):
+                self._fetch(target)
+            if item.forward:
+                self._forward(item, position)
+            else:
+                self._backward(item, position)
+            for _, key, of in self.due.pop(position, ()):
+                self._add(key, of)
+        for _, key, of in sorted(chain.from_iterable(self.due.values())):
+            self._add(key, of)
+        steps = map(partial(tuple.__new__, Step), self.steps)  # _make() takes three times as long
+        return RankSteps(tuple(self.index), tuple(steps))
+
+    def _add(self, key: Key, item: Pass) -> None:
+        _, micro_batch, chunk = item
+        self.steps.append((self.index.setdefault(key, len(self.index)), micro_batch, chunk))
+
+    def _fetch_positions(self) -> dict[int, list[Pass]]:
+        """The positions at which each backward's H2D copies are issued: those of a whole chunk when
+        the previous backward starts, those of one layer (and the first backward's) when the pass
+        before starts, but not before the forward of the same micro-batch and chunk is done."""
+        at: dict[int, list[Pass]] = {}
+        forward_at: dict[tuple[int, int], int] = {}
+        previous = -1
+        for index, item in enumerate(self.facts.order):
+            where = (item.micro_batch, item.chunk)
+            if item.forward:
+                forward_at[where] = index
+                continue
+            cls = self.class_of[where]
+            if cls.leaves:
+                beside = previous if cls.whole and previous >= 0 else index - 1
+                at.setdefault(max(beside, forward_at[where] + 1), []).append(item)
+            previous = index
+        return at
+
+    def _forward(self, item: Pass, position: int) -> None:
+        facts, ends = self.facts, self.facts.chunks[item.chunk]
+        number, leaves, whole = self.class_of[item[1:]]
+        if not ends.first:
+            self._add(("recv_f",), item)
+        gather = facts.gather or (facts.gather_first and item.chunk not in self.started)
+        self.started.add(item.chunk)
+        self._add(("F", number, gather), item)
+        if leaves:
+            if whole:
+                self._add(("D2H", number), item)
+            at = position + facts.release_lag
+            self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
+        if not ends.last:
+            self._hold_send(item)
+            self._send(item, position, "send_f", "free_f")
+        if leaves and whole:
+            self.copying = item
+
+    def _backward(self, item: Pass, position: int) -> None:
+        facts, ends = self.facts, self.facts.chunks[item.chunk]
+        number, leaves, _ = self.class_of[item[1:]]
+        if leaves:
+            self._release_copies(item)
+        if not ends.last:
+            self._add(("recv_b", ends.output), item)
+        reduce = facts.reduce or (facts.reduce_last and item in self.final)
+        self._add(("B", number, reduce), item)
+        if not ends.first:
+            self._send(item, position, "send_b", "free_b")
+
+    def _hold_send(self, item: Pass) -> None:
+        """In the plan's phases, the copy beside this pass ends before the pass's send starts."""
+        if self.copying is not None and self.phase[item[1:]] in self.facts.hold_phases:
+            self._add(("hold",), self.copying)
+
+    def _send(self, item: Pass, position: int, what: str, free: str) -> None:
+        output = self.facts.chunks[item.chunk].output
+        self._add((what, output), item)
+        self._release_at(position + self.facts.sends_beside, (free, output), item)
+
+    def _release_at(self, position: int, key: Key, item: Pass) -> Release:
+        """Wait for a copy or a send, and free its device storages, at a later position."""
+        self.releases += 1
+        release = (self.releases, key, item)
+        self.due.setdefault(position, []).append(release)
+        return release
+
+    def _fetch(self, item: Pass) -> None:
+        """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
+        self._release_copies(item)
+        number, _, whole = self.class_of[item[1:]]
+        slots = self.facts.reload_slots if whole else 0
+        slot = f"slot/reload{self.fetches % slots}" if slots else ""
+        self.fetches += 1
+        self._add(("H2D", number, slot), item)
+
+    def _release_copies(self, item: Pass) -> None:
+        """Release the device storages of a (chunk, micro-batch) now if that is still due."""
+        position, release = self.copied.pop(item[1:], (-1, None))
+        waiting = self.due.get(position, [])
+        if release is not None and release in waiting:
+            waiting.remove(release)
+            self._add(*release[1:])

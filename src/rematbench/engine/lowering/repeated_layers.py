@@ -1,0 +1,203 @@
+"""Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
+
+Deep in a chunk of equal layers every layer's actions are those of the layer before, with the next
+number in each storage name and later events.  So a chunk of 80 equal layers needs no 80 emissions:
+a chunk without most of the equal layers is written, and the actions of one *period* in its middle
+are repeated: one layer, or as many as there are rounding buffers, which layers use one after the
+other.  Three neighbouring periods must be alike, and nothing may cross the missing layers but a
+storage of the chunk's ends, as the residual's gradient is; else the whole chunk is written.  Tests
+compare the result with the whole chunk's own block.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.emit_forward import Fates
+from rematbench.engine.lowering.repeated_pieces import Place
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import Action, in_layer
+from rematbench.engine.program.program import Block, Periods
+from rematbench.engine.program.template import Layers, Shift, older
+from rematbench.plan import Group, Transfers
+
+LEAST_SHARE = 0.5
+"""The least share of a chunk's layers that a repetition must save to be worth its checks."""
+
+
+class Emitter(Protocol):
+    """What writes a chunk's block."""
+
+    w: BlockWriter
+
+    def block(self) -> Block:
+        """The block."""
+        ...
+
+
+class Short(NamedTuple):
+    """A chunk without most of its equal layers, and its fates.  `first`: the number of the period's
+    first layer; `period`: layers of a period; `margin`: equal layers on each side of the period;
+    `reach`: layers by which copies and gathers run ahead or behind; `dropped`: layers that the
+    chunk lacks, a multiple of `period`."""
+
+    chunk: ChunkOps
+    fates: Fates
+    first: int
+    period: int
+    margin: int
+    reach: int
+    dropped: int
+
+    @property
+    def low(self) -> int:
+        """The last layer that is below all layers near the period."""
+        return self.first - self.margin
+
+    @property
+    def high(self) -> int:
+        """The first layer that is above all layers near the period."""
+        return self.first + self.period + self.margin
+
+    def shift(self, layers: int, events: int, above: int) -> Shift:
+        """New names: layers near the period move up by `layers`, those above by `above`."""
+        return Shift(layers, events, self.low, self.high, above)
+
+
+def block_of(
+    chunk: ChunkOps,
+    fates: Fates,
+    transfers: Transfers,
+    ahead: int,
+    emitter: Callable[[ChunkOps, Fates], Emitter],
+    *,
+    forward: bool,
+) -> Block:
+    """A chunk's block by its emitter, from a short chunk where that gives the same.  `ahead`:
+    layers by which gathers of parameters run ahead."""
+    short = shortened(chunk, fates, transfers, ahead)
+    if short is not None:
+        writer = emitter(short.chunk, short.fates)
+        found = repeated(short, writer.block(), writer.w.places, forward=forward)
+        if found is not None:
+            return found
+    return emitter(chunk, fates).block()
+
+
+def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
+    """The short chunk to write in place of a long one; None where too few layers are equal."""
+    slots = transfers.reload_slots if transfers.granularity == "layer" else 0
+    period = max(1, slots)
+    reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
+    margin = max(reach + 2, 2 * period)  # what refers beyond the reach still meets such a layer
+    around, least = 2 * margin + period, LEAST_SHARE * len(chunk.layers)
+    if len(chunk.layers) - around < least:  # even if all layers are equal
+        return None
+    start, stop = _longest_equal(chunk, fates)
+    dropped = (stop - start - around) // period * period
+    if dropped < least:
+        return None
+    cut = start + around
+    left = [*range(cut), *range(cut + dropped, len(chunk.layers))]
+    place = {number: index for index, number in enumerate(left)}
+    kept = {
+        (part, place[number] if part == "layer" else number, name): fate
+        for (part, number, name), fate in fates.items()
+        if part != "layer" or number in place
+    }
+    return Short(chunk.of_layers(left), kept, start + margin, period, margin, reach, dropped)
+
+
+def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
+    """The longest run [first, last + 1) of layers with one operator table and equal fates.  A layer
+    that is rebuilt with a group, or beside a collective of another layer, equals no other."""
+    kinds: list[object] = []
+    for unit in chunk.layer_unit.values():
+        own = [fates[site] for _, _, site in chunk.saved(unit)]
+        alone = any(f.window is not None or isinstance(f.scope, Group) for f in own)
+        kinds.append(unit.prefix if alone else (unit.variant, own))
+    best = start = stop = 0
+    for index, kind in enumerate(kinds):
+        start = start if index and kind == kinds[index - 1] else index
+        if index + 1 - start > best:
+            best, stop = index + 1 - start, index + 1
+    return stop - best, stop
+
+
+def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bool) -> Block | None:
+    """The whole chunk's block from the short chunk's; None where the periods are not alike, or
+    refer to what is far away.  `places`: where the actions of each unit begin, in the block's
+    order."""
+    units = [unit.prefix for unit in short.chunk.units]
+    order = units if forward else units[::-1]
+    at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
+    edges = [places[at + k * short.period] for k in (-1, 0, 1, 2)]
+    layers = short.period if forward else -short.period
+    if not _alike(block, edges, short.shift(layers, edges[2].event - edges[1].event, 0)):
+        return None
+    start, end = edges[1].action, edges[2].action
+    head, here, tail = block.written[:start], block.written[start:end], block.written[end:]
+    lower, upper = (head, tail) if forward else (tail, head)
+    oldest = places[at - short.reach].event
+    if _crossing(short, [*lower, *here], [*upper, *here]) or older([*here, *tail], oldest):
+        return None
+    return _longer(short, block, edges, forward=forward)
+
+
+def _alike(block: Block, edges: Sequence[Place], again: Shift) -> bool:
+    """Whether each period between the edges is the one before with the names of `again`."""
+    written = [block.written[a.action : b.action] for a, b in pairwise(edges)]
+    inside = [_inside(block, a, b) for a, b in pairwise(edges)]
+    return all(again.of(one) == [*other] for one, other in pairwise(written)) and all(
+        [each.later(again.events) for each in one] == other for one, other in pairwise(inside)
+    )
+
+
+def _longer(short: Short, block: Block, edges: Sequence[Place], *, forward: bool) -> Block:
+    """The block with its period, the second of three between the edges, repeated."""
+    _, start, end, _ = edges
+    times, gap = short.dropped // short.period + 1, short.dropped
+    first, events = 0 if forward else gap, end.event - start.event
+    layers = short.period if forward else -short.period
+    near = (short.low + first, short.high + first)
+    up = [*block.written[: end.action]]
+    if not forward:  # a forward's first layers keep their numbers
+        up = short.shift(first, 0, gap).of(up)
+    tail = short.shift(gap - first, (times - 1) * events, gap).of(block.written[end.action :])
+    periods = Periods(
+        start=start.action,
+        length=end.action - start.action,
+        times=times,
+        event=start.event,
+        events=events,
+        of=Layers(layers, near),
+        inside=tuple(_inside(block, start, end)),
+    )
+    ahead = [each for each in block.periods if each.start < start.action]
+    behind = [
+        each.later((times - 1) * events) for each in block.periods if each.start >= end.action
+    ]
+    return Block(block.label, (*up, *tail), (*ahead, periods, *behind))
+
+
+def _inside(block: Block, start: Place, end: Place) -> list[Periods]:
+    """The periods of a block between two places, by their distance from the first."""
+    there = [each for each in block.periods if start.action <= each.start < end.action]
+    return [each._replace(start=each.start - start.action) for each in there]
+
+
+def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
+    """Whether an action below the missing layers names a near layer above them, or the reverse."""
+    near = range(short.first - short.reach, short.first + short.period + short.reach + 1)
+    return any(short.high > number >= near.stop for number in _layers(lower)) or any(
+        short.low < number < near.start for number in _layers(upper)
+    )
+
+
+def _layers(actions: Iterable[Action]) -> set[int]:
+    """The numbers of the layers that actions name."""
+    names: set[str] = set()
+    for action in actions:
+        names.update(action.reads, action.frees, [alloc.name for alloc in action.allocs])
+    return {words[1] for name in names if (words := in_layer(name)) is not None}

@@ -1,0 +1,151 @@
+"""Small blocks between passes: receives, sends, copies, releases, exchanges at the step's end."""
+
+from rematbench.costs.operators.ops import Activation, Comm
+from rematbench.engine.lowering.emit_op import emit_copies_in, emit_copies_out
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import (
+    COMPUTE,
+    GRADIENTS_DOWN,
+    HOST_UPDATE,
+    WEIGHTS_UP,
+    Action,
+    Alloc,
+    Kind,
+    gradient_of,
+)
+from rematbench.engine.program.program import Block
+
+Storages = list[tuple[str, int]]
+"""(storage name, bytes)."""
+
+
+def tied_send_block(nbytes: int) -> Block:
+    """Send the gradient of the tied embedding to the pipeline's other end."""
+    w = BlockWriter()
+    w.wait("pp_send", w.mark(COMPUTE))
+    w.add(Action(kind=Kind.SEND, stream="pp_send", op="tied", nbytes=nbytes, event="sent_e"))
+    return Block("tied_send", tuple(w.actions))
+
+
+def tied_recv_block(nbytes: int) -> Block:
+    """Wait for the tied embedding's gradient from the pipeline's other end."""
+    w = BlockWriter()
+    w.wait(COMPUTE, "recv_e")
+    w.wait(COMPUTE, "sent_e")
+    recv = Action(kind=Kind.RECV, stream="pp_recv", op="tied", nbytes=nbytes, event="recv_e")
+    return Block("tied_recv", (recv, *w.actions))
+
+
+def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+    """Receive a boundary activation (or its gradient) into new memory; the event is its arrival."""
+    action = Action(
+        kind=Kind.RECV,
+        stream="pp_recv",
+        op="f" if forward else "b",
+        allocs=(Alloc(name if forward else gradient_of(name), tensor.nbytes),),
+        nbytes=tensor.nbytes,
+        event="recv_f" if forward else "recv_b",
+    )
+    return Block(action.event, (action,))
+
+
+def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+    """Send a boundary activation (or its gradient) to the neighbour, after the pass's compute."""
+    w = BlockWriter()
+    w.wait("pp_send", "f_end" if forward else "b_end")
+    w.add(
+        Action(
+            kind=Kind.SEND,
+            stream="pp_send",
+            op="f" if forward else "b",
+            reads=(name if forward else gradient_of(name),),
+            nbytes=tensor.nbytes,
+            event="sent_f" if forward else "sent_b",
+        )
+    )
+    return Block("send_f" if forward else "send_b", tuple(w.actions))
+
+
+def d2h_block(leaving: Storages) -> Block:
+    """Copy offloaded storages to the host after the chunk's forward."""
+    w = BlockWriter()
+    w.wait("d2h", "f_end")
+    emit_copies_out(w, leaving, "d2h")
+    return Block("D2H", tuple(w.actions))
+
+
+def h2d_block(coming: Storages, slot: str) -> Block:
+    """Copy offloaded storages back to the device, into a staging slot if the plan has slots."""
+    w = BlockWriter()
+    w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
+    emit_copies_in(w, coming, "h2d", slot)
+    return Block("H2D", tuple(w.actions))
+
+
+def release_block(event: str, names: tuple[str, ...]) -> Block:
+    """Wait for a copy or a send on the compute stream, then free its device storages."""
+    w = BlockWriter()
+    w.wait(COMPUTE, event)
+    if names:
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+    return Block(f"free_{event}", tuple(w.actions))
+
+
+def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
+    """Let a stream wait for an event of the step's (micro-batch, chunk)."""
+    w = BlockWriter()
+    w.wait(stream, event)
+    return Block(label, tuple(w.actions))
+
+
+def reduce_block(comm: Comm) -> Block:
+    """Reduce a chunk's gradients after its last backward, not overlapped."""
+    w = BlockWriter()
+    w.collective(comm, "", "gradients", [], [])
+    w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
+    return Block("reduce", tuple(w.actions))
+
+
+def gather_block(comm: Comm) -> Block:
+    """Gather a chunk's parameters after the optimizer step, not overlapped."""
+    w = BlockWriter()
+    w.wait(COMPUTE, w.collective(comm, "", "parameters", [], []))
+    return Block("gather", tuple(w.actions))
+
+
+def norm_block(comm: Comm) -> Block:
+    """Sum the norms' gradients over the tensor-parallel group."""
+    w = BlockWriter()
+    w.wait(COMPUTE, w.collective(comm, "", "norm_gradients", [], []))
+    return Block("norms", tuple(w.actions))
+
+
+def optimizer_block(nbytes: int, scratch: int) -> Block:
+    """Update the rank's share of the parameters on the device (`nbytes` of compute copies, with
+    `scratch` bytes during the update)."""
+    action = Action(
+        kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
+    )
+    return Block("OPT", (action,))
+
+
+def host_update_block(down: int, nbytes: int, up: int) -> Block:
+    """Update the rank's share of the parameters (`nbytes` of compute copies) on the host: first
+    copy `down` bytes of gradients that are still on the device, at the end copy `up` bytes of
+    weights back.
+
+    The three parts do not overlap, as in a stack that clips by the norm of all gradients, updates
+    and copies back (DeepSpeed 0.19.8, stage3.py: step,
+    _reassign_or_swap_out_partitioned_parameters).
+    """
+    w = BlockWriter()
+    ready = w.mark(COMPUTE)
+    if down:
+        ready = w.state_copy(Kind.D2H, "", GRADIENTS_DOWN, down, after=ready)
+    w.wait(HOST_UPDATE, ready)
+    done = w.new_event()
+    w.add(
+        Action(kind=Kind.OPTIMIZER, stream=HOST_UPDATE, op="optimizer", nbytes=nbytes, event=done)
+    )
+    w.wait(COMPUTE, w.state_copy(Kind.H2D, "", WEIGHTS_UP, up, after=done) if up else done)
+    return Block("OPT_HOST", tuple(w.actions))

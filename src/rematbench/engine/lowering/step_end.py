@@ -1,0 +1,100 @@
+"""The steps after the last pass: gradient reduction, tied embeddings, update, parameter gather."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from rematbench.costs.operators.ops import Comm, CommKind
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.emit_states import norm_reduction
+from rematbench.engine.lowering.rank_steps import last_backwards
+from rematbench.engine.lowering.step_blocks import (
+    gather_block,
+    host_update_block,
+    norm_block,
+    optimizer_block,
+    reduce_block,
+    tied_recv_block,
+    tied_send_block,
+    wait_block,
+)
+from rematbench.engine.program.program import Block
+from rematbench.plan import Pass, Plan
+from rematbench.problem import Problem, rank_parameters
+
+
+class Steps(Protocol):
+    """The members of a rank's lowering that the end of a step uses."""
+
+    rank: int
+    order: tuple[Pass, ...]
+    chunks: list[ChunkOps]
+    overlap_reduce: bool
+
+    def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
+        """Append a step; its block is built at its first use."""
+
+
+def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Append the steps of a rank after its last pass."""
+    system, lay = problem.system, problem.layout
+    sites = last_backwards(steps.order)
+    updated = plan.state("optimizer").update == "backward"
+    gradient = plan.state("gradient")
+    reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
+    if lay.state_shards > 1 and not updated:
+        for chunk in reversed(steps.chunks):
+            if not reduced_already:
+                comm = _reduction(plan, problem, chunk)
+                steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
+            steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
+    if lay.sequence_parallel and not updated:
+        comm = _norm_reduction(plan, problem, steps.chunks)
+        steps.add(("norms", comm), partial(norm_block, comm), sites[0])
+    if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
+        _tied_embeddings(steps, problem)
+    if not updated:
+        _update(steps, plan, problem)
+    gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
+    if gathered and not system.gather_overlap:
+        for chunk in steps.chunks:
+            comm = Comm("all_gather", "dp", system.gather_bytes * _parameters(chunk))
+            steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Append the update of the rank's share of the parameters, on the device or on the host."""
+    system, optimizer = problem.system, plan.state("optimizer")
+    count = -(-rank_parameters(problem, plan, steps.rank) // optimizer.shards)
+    nbytes = system.param_bytes * count
+    if optimizer.home == "device":
+        update = partial(optimizer_block, nbytes, system.step_scratch_bytes * count)
+        steps.add(("OPT", count), update, Pass(False, 0, 0))
+        return
+    gone = plan.state("gradient").home == "host"  # each backward waited for its copies
+    down = 0 if gone else system.host_grad_bytes * count
+    up = nbytes if plan.state("parameter").home == "device" else 0
+    key = ("OPT_HOST", count, down, up)
+    steps.add(key, partial(host_update_block, down, nbytes, up), Pass(False, 0, 0))
+
+
+def _parameters(chunk: ChunkOps) -> int:
+    return sum(unit.parameters for unit in chunk.units)
+
+
+def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
+    """A chunk's gradient reduction: reduce-scatter with a sharded optimizer, else all-reduce."""
+    kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
+    return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
+
+
+def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:
+    norms = sum(unit.norm_parameters for chunk in chunks for unit in chunk.units)
+    return norm_reduction(problem.system, norms, plan.state("gradient").shards)
+
+
+def _tied_embeddings(steps: Steps, problem: Problem) -> None:
+    """First and last rank exchange the gradient of the tied embedding (as in Megatron)."""
+    nbytes = problem.system.grad_bytes * problem.head.op("lm_head").parameters
+    steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
+    steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

@@ -1,0 +1,1 @@
+"""Actions, the program of a rank, and its bytes."""

@@ -1,0 +1,174 @@
+"""The two ledgers of activation bytes: in issue order (as an allocator sees them), on the timeline.
+
+The issue-order ledger needs no costs: each block has net bytes and a peak, so a step is a walk over
+blocks.  Tensors in staging slots count once, with their pool.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from rematbench.engine.program.action import HOST, Action, Alloc, tenant
+from rematbench.engine.program.profile import Profile, program_profiles
+from rematbench.engine.program.program import Part, Program, RankProgram
+from rematbench.engine.program.template import Layers
+
+
+class RankLedger(Struct, frozen=True, kw_only=True):
+    """Peaks of one rank's activation bytes, the index of the step with the device peak, and the
+    bytes left at the end.  `pinned` counts host bytes in the blocks that torch pins for them."""
+
+    device_peak_bytes: int
+    host_peak_bytes: int
+    pinned_peak_bytes: int
+    peak_step: int
+    device_left_bytes: int
+    host_left_bytes: int
+
+
+SCRATCH = "scratch"
+"""The name of bytes that are alive inside one action only."""
+
+
+class Interval(NamedTuple):
+    """One action on the timeline (seconds from the start of the step)."""
+
+    rank: int
+    stream: str
+    start_s: float
+    end_s: float
+    block: str
+    action: Action
+    micro_batch: int
+    chunk: int
+
+
+class Live(NamedTuple):
+    """A live storage: its name, its (micro-batch, chunk), its bytes."""
+
+    name: str
+    micro_batch: int
+    chunk: int
+    nbytes: int
+
+
+def pool_bytes(rank: RankProgram) -> int:
+    """Bytes of a rank's staging pools: each slot is as large as its largest tenant."""
+    slots: dict[str, int] = {}
+    for block in rank.blocks:
+        here: dict[tuple[str, str], int] = {}
+        for alloc, pieces, layers in _slotted(block.parts, 1, 1):
+            who = tenant(alloc.name, alloc.slot)
+            here.setdefault((alloc.slot, who), 0)
+            here[alloc.slot, who] += alloc.nbytes * pieces * (1 if who else layers)
+        for (slot, _), nbytes in here.items():
+            slots[slot] = max(slots.get(slot, 0), nbytes)
+    return sum(slots.values())
+
+
+def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[Alloc, int, int]]:
+    """Allocations in staging slots, how often each occurs in a layer, and in how many layers (each
+    of which is a tenant of its own)."""
+    for part in parts:
+        if part.periods is None:
+            slotted = (alloc for action in part.written for alloc in action.allocs if alloc.slot)
+            yield from ((alloc, pieces, layers) for alloc in slotted)
+        elif isinstance(part.periods.of, Layers):
+            yield from _slotted(part.inside, pieces, layers * part.times)
+        else:
+            yield from _slotted(part.inside, pieces * part.times, layers)
+
+
+def issue_order(program: Program) -> tuple[RankLedger, ...]:
+    """Peaks of every rank with each action applied in issue order."""
+    tables = program_profiles(program)
+    return tuple(_walk(r, t) for r, t in zip(program.ranks, tables, strict=True))
+
+
+def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
+    sizes = list(chain.from_iterable(profiles))
+    highest = max(map(abs, sizes)) * (len(rank.steps) + 2)  # a bound of every sum below
+    kind = np.int64 if highest < np.iinfo(np.int64).max else object
+    table = np.fromiter(sizes, kind, len(sizes))
+    by_step = table.reshape(-1, len(Profile._fields)).T.take(rank.block_of_step, axis=1)
+    nets, highs = by_step[0::2], by_step[1::2]  # (device, host, pinned) by steps
+    levels = nets.cumsum(axis=1)
+    tops = levels - nets + highs
+    device_left, host_left, _ = levels[:, -1].tolist()
+    device_peak, host_peak, pinned_peak = tops.max(axis=1, initial=0).tolist()
+    return RankLedger(
+        device_peak_bytes=device_peak,
+        host_peak_bytes=host_peak,
+        pinned_peak_bytes=pinned_peak,
+        peak_step=int(tops[0].argmax()),
+        device_left_bytes=device_left,
+        host_left_bytes=host_left,
+    )
+
+
+def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
+    """(device, host) live bytes after each action in issue order; tests compare them with an
+    interpreter that allocates real memory."""
+    sizes: dict[tuple[str, int, int], int] = {}
+    device = host = 0
+    for action, micro_batch, chunk in actions:
+        for alloc in action.allocs:
+            nbytes = 0 if alloc.slot else alloc.nbytes
+            sizes[(alloc.name, micro_batch, chunk)] = nbytes
+            device, host = _move(alloc.name, nbytes, device, host)
+        for name in action.frees:
+            device, host = _move(name, -sizes.pop((name, micro_batch, chunk)), device, host)
+        yield device, host
+
+
+def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
+    return (device, host + nbytes) if name.endswith(HOST) else (device + nbytes, host)
+
+
+def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
+    """All storages on the device at the rank's peak, for tables and stacked bars; the scratch of
+    the peak's action is one entry named `scratch`.  Staging slots are left out: they are a pool."""
+    live: dict[tuple[str, int, int], int] = {}
+    best: dict[tuple[str, int, int], int] = {}
+    best_bytes, total = -1, 0
+    for position, step in enumerate(rank.steps[: peak_step + 1]):
+        for action in rank.blocks[step.block].actions:
+            for alloc in action.allocs:
+                if not alloc.name.endswith(HOST) and not alloc.slot:
+                    live[(alloc.name, step.micro_batch, step.chunk)] = alloc.nbytes
+                    total += alloc.nbytes
+            if position == peak_step and total + action.scratch > best_bytes:
+                best_bytes = total + action.scratch
+                best = dict(live)
+                if action.scratch:
+                    best[(SCRATCH, step.micro_batch, step.chunk)] = action.scratch
+            for name in action.frees:
+                total -= live.pop((name, step.micro_batch, step.chunk), 0)
+    return tuple(Live(name, mb, chunk, nbytes) for (name, mb, chunk), nbytes in best.items())
+
+
+def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
+    """(seconds, live device bytes) of a rank at simulated times, for plots and for `active`.
+    Storages begin when the action starts and end when the stream reaches the free; changes at equal
+    times keep their issue order.  Staging slots count with their pool."""
+    sizes: dict[tuple[str, int, int], int] = {}
+    deltas: list[tuple[float, int]] = []
+    for item in intervals:
+        if item.rank != rank:
+            continue
+        for alloc in item.action.allocs:
+            if not alloc.name.endswith(HOST):
+                nbytes = 0 if alloc.slot else alloc.nbytes
+                sizes[(alloc.name, item.micro_batch, item.chunk)] = nbytes
+                deltas.append((item.start_s, nbytes))
+        for name in item.action.frees:
+            freed = sizes.pop((name, item.micro_batch, item.chunk), 0)
+            deltas.append((item.end_s, -freed))
+    total, points = 0, []
+    for at, delta in sorted(deltas, key=lambda delta: delta[0]):
+        total += delta
+        points.append((at, total))
+    return points

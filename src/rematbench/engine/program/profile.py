@@ -1,0 +1,187 @@
+"""The effect of a block on bytes, and the storages that outlive it.
+
+A storage's size is known where it is allocated, so a block that frees what another block allocated
+is measured behind that one.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from rematbench.costs.copies import pinned_block_bytes
+from rematbench.engine.program.action import HOST, Action
+from rematbench.engine.program.program import Block, Part, Program, RankProgram
+
+
+class Profile(NamedTuple):
+    """The effect of one block: net bytes, and highest bytes above the level at entry, on the
+    device, on the host, and in the pinned blocks that hold the host bytes."""
+
+    device_net: int
+    device_high: int
+    host_net: int
+    host_high: int
+    pinned_net: int
+    pinned_high: int
+
+    def then(self, after: "Profile") -> "Profile":
+        """The effect of this block with the actions of `after` behind it."""
+        pairs = zip(self[::2], self[1::2], after[::2], after[1::2], strict=True)
+        found = ((net + more, max(high, net + higher)) for net, high, more, higher in pairs)
+        return Profile._make(chain.from_iterable(found))
+
+    def times(self, count: int) -> "Profile":
+        """The effect of `count` such blocks, one behind the other."""
+        pairs = zip(self[::2], self[1::2], strict=True)
+        found = ((count * net, max(high, (count - 1) * net + high)) for net, high in pairs)
+        return Profile._make(chain.from_iterable(found))
+
+
+class Outlive(NamedTuple):
+    """`births`: bytes of the storages that a block leaves alive; `deaths`: names of storages alive
+    before that the block frees."""
+
+    births: dict[str, int]
+    deaths: list[str]
+
+    def named(self, name_of: Callable[[str], str]) -> "Outlive":
+        """The same with other names."""
+        births = {name_of(name): nbytes for name, nbytes in self.births.items()}
+        return Outlive(births, [*map(name_of, self.deaths)])
+
+
+class LedgerError(ValueError):
+    """An action frees a storage that is not alive."""
+
+
+def program_profiles(program: Program) -> list[list[Profile]]:
+    """The profiles of each rank's blocks.  The size of a tensor that a block only frees comes from
+    the block that allocated it."""
+    profiler = _Profiler()
+    return [profiler.rank(rank) for rank in program.ranks]
+
+
+class _Profiler:
+    """Makes the profile of each block once: a block that ranks share has one profile."""
+
+    def __init__(self) -> None:
+        self.profiles: dict[int, Profile] = {}  # by identity of the block
+        self.outlives: dict[int, Outlive] = {}
+
+    def rank(self, rank: RankProgram) -> list[Profile]:
+        """The profiles of a rank's blocks.  A block may free tensors that another block allocated
+        for the same micro-batch and chunk: their sizes come from the steps of the first micro-batch
+        and chunk that the block runs for."""
+        left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
+        for key, block in list(left.items()):
+            sizes: dict[str, int] = {}
+            try:
+                self.profiles[key] = _profile(block.label, block.parts, sizes)
+            except LedgerError:  # it frees what another block allocated
+                continue
+            self.outlives[key] = Outlive(sizes, [])
+            del left[key]
+        first = {step[0]: step[1:] for step in rank.first_steps} if left else {}
+        alive: dict[tuple[int, ...], dict[str, int]] = {
+            where: {} for index, where in first.items() if id(rank.blocks[index]) in left
+        }
+        for step in rank.steps:
+            if not left:
+                break
+            here = alive.get(step[1:])
+            if here is None:
+                continue
+            block = rank.blocks[step[0]]
+            if left.pop(id(block), None) is None:
+                self._replay(block, here)
+            else:
+                self.profiles[id(block)] = _profile(block.label, block.parts, here)
+        return [self.profiles[id(block)] for block in rank.blocks]
+
+    def _replay(self, block: Block, sizes: dict[str, int]) -> None:
+        births, deaths = self._outlive(block)
+        sizes.update(births)
+        for name in deaths:
+            sizes.pop(name, None)
+
+    def _outlive(self, block: Block) -> Outlive:
+        if id(block) not in self.outlives:
+            self.outlives[id(block)] = _outlive(block.parts)
+        return self.outlives[id(block)]
+
+
+def _outlive(parts: Sequence[Part]) -> Outlive:
+    """The storages that parts leave alive, and the earlier ones that they free."""
+    births: dict[str, int] = {}
+    deaths: list[str] = []
+    for part in parts:
+        first = outlive_part(part)
+        for each in (first, *(first.named(shift.name) for shift in part.shifts)):
+            deaths += [name for name in each.deaths if births.pop(name, None) is None]
+            births |= each.births
+    return Outlive(births, deaths)
+
+
+def outlive_part(part: Part) -> Outlive:
+    """The storages that a part's first period leaves alive, and the earlier ones that it frees."""
+    return _outlive(part.inside) if part.periods else _outlive_of(part.written)
+
+
+def _outlive_of(actions: Sequence[Action]) -> Outlive:
+    births: dict[str, int] = {}
+    deaths: list[str] = []
+    for action in actions:
+        for alloc in action.allocs:
+            births[alloc.name] = 0 if alloc.slot else alloc.nbytes
+        for name in action.frees:
+            if births.pop(name, None) is None:
+                deaths.append(name)
+    return Outlive(births, deaths)
+
+
+def _profile(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profile:
+    """The effect of parts of a block `label`; `sizes`: bytes of the storages of their micro-batch
+    and chunk that are alive at entry (updated in place)."""
+    found = Profile._make([0] * len(Profile._fields))
+    for part in parts:
+        if part.periods is None:
+            found = found.then(_effect(label, part.written, sizes))
+            continue
+        outlive = outlive_part(part)
+        freed = [sizes.get(name) for name in outlive.deaths]
+        one = _profile(label, part.inside, sizes)
+        for number, shift in enumerate(part.shifts, 1):
+            births, deaths = outlive.named(shift.name)
+            if [sizes.pop(name, None) for name in deaths] != freed:
+                raise LedgerError(f"{label}: period {number} frees other bytes than period 0")
+            sizes.update(births)
+        found = found.then(one.times(part.times))
+    return found
+
+
+def _effect(label: str, actions: Sequence[Action], sizes: dict[str, int]) -> Profile:
+    """The effect of some actions of a block `label`.  The loop is plain because every simulation
+    spends time here."""
+    device = host = pinned = device_high = host_high = pinned_high = 0
+    for action in actions:
+        for alloc in action.allocs:
+            name, nbytes = alloc.name, 0 if alloc.slot else alloc.nbytes
+            sizes[name] = nbytes
+            if name.endswith(HOST):
+                host += nbytes
+                pinned += pinned_block_bytes(nbytes)
+            else:
+                device += nbytes
+        if (high := device + action.scratch) > device_high:
+            device_high = high
+        if host > host_high or pinned > pinned_high:
+            host_high, pinned_high = max(host_high, host), max(pinned_high, pinned)
+        for name in action.frees:
+            if name not in sizes:
+                raise LedgerError(f"{label} frees {name}: not alive")
+            if name.endswith(HOST):
+                host -= sizes[name]
+                pinned -= pinned_block_bytes(sizes.pop(name))
+            else:
+                device -= sizes.pop(name)
+    return Profile(device, device_high, host, host_high, pinned, pinned_high)

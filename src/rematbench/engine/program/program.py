@@ -1,0 +1,246 @@
+"""A lowered plan: for each rank, blocks of actions, and the order in which micro-batches run them.
+
+A rank's program is the list of its actions in the host's issue order, stored compressed: a step
+names a block (actions shared by all micro-batches of one kind) and the micro-batch and chunk that
+the block runs for; `actions()` expands the steps.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import repeat
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from rematbench.engine.program.action import Action, Kind, from_text, to_text
+from rematbench.engine.program.late import Late
+from rematbench.engine.program.template import Later, Layers, Pieces, Shift
+
+
+class Step(NamedTuple):
+    """Run one block for one (micro-batch, chunk)."""
+
+    block: int
+    micro_batch: int
+    chunk: int
+
+
+class Periods(NamedTuple):
+    """Equal periods inside a block: `times` periods of `length` actions from `start`.  Periods take
+    equally long and need equal bytes.  The first records events from number `event` on, and numbers
+    of events are higher by `events` than those of the period before; `of` says what other numbers
+    are higher.  `inside`: periods inside the first period, whose `start` counts from its start."""
+
+    start: int
+    length: int
+    times: int
+    event: int
+    events: int
+    of: Layers | Pieces
+    inside: tuple["Periods", ...] = ()
+
+    def later(self, events: int) -> "Periods":
+        """The same periods where numbers of events are higher by `events`."""
+        inside = tuple([each.later(events) for each in self.inside])
+        return self._replace(event=self.event + events, inside=inside)
+
+    def shift(self, number: int) -> Shift | Later:
+        """The names of period `number`, from those of period 0."""
+        return self.of.shift(number, number * self.events)
+
+    @property
+    def shifts(self) -> list[Shift | Later]:
+        """The names of each further period."""
+        return [self.shift(number) for number in range(1, self.times)]
+
+
+class Part(NamedTuple):
+    """Actions of a block in issue order as they are written, or those of the first of `periods`."""
+
+    written: tuple[Action, ...]
+    periods: Periods | None
+
+    @property
+    def times(self) -> int:
+        """How often the actions occur but for the numbers in their names."""
+        return self.periods.times if self.periods else 1
+
+    @property
+    def shifts(self) -> list[Shift | Later]:
+        """The names of each further period."""
+        return self.periods.shifts if self.periods else []
+
+    @property
+    def inside(self) -> tuple["Part", ...]:
+        """The parts of the first of the periods."""
+        return parted(self.written, self.periods.inside) if self.periods else ()
+
+
+def parted(written: tuple[Action, ...], periods: tuple[Periods, ...]) -> tuple[Part, ...]:
+    """The actions before, in the first of, and behind periods that repeat."""
+    found, done = [], 0
+    for each in periods:
+        end = each.start + each.length
+        found += [Part(written[done : each.start], None), Part(written[each.start : end], each)]
+        done = end
+    return tuple([part for part in (*found, Part(written[done:], None)) if part.written])
+
+
+def _expanded(parts: tuple[Part, ...]) -> list[Action]:
+    found: list[Action] = []
+    for part in parts:
+        first = _expanded(part.inside) if part.periods else part.written
+        found += first
+        for shift in part.shifts:
+            found += shift.of(first)
+    return found
+
+
+def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]]:
+    for part in parts:
+        if part.periods:
+            yield from _counted(part.inside, times * part.times)
+        else:
+            yield from zip(part.written, repeat(times))
+
+
+class Block(Struct, frozen=True, dict=True):
+    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
+    actions, but of `periods` that repeat the first only."""
+
+    label: str
+    written: tuple[Action, ...]
+    periods: tuple[Periods, ...] = ()
+
+    @cached_property
+    def copies(self) -> tuple[tuple[Action, int], ...]:
+        """The copies of activations, and not of states, and how often each occurs."""
+        kinds = (Kind.D2H, Kind.H2D)
+        return tuple(pair for pair in self.counted() if pair[0].kind in kinds and pair[0].part)
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """All actions in issue order."""
+        return tuple(_expanded(self.parts)) if self.periods else self.written
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The actions before, in the first of, and behind the periods that repeat."""
+        return parted(self.written, self.periods)
+
+    @property
+    def count(self) -> int:
+        """The number of actions."""
+        return sum(times for _, times in self.counted())
+
+    def counted(self) -> Iterator[tuple[Action, int]]:
+        """The block's actions, and how often each occurs but for the numbers in its names: of
+        periods that repeat, the first period's."""
+        return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
+
+
+class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
+    """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank makes
+    between its activations, where the stack says so."""
+
+    rank: int
+    blocks: tuple[Block, ...]
+    steps: tuple[Step, ...]
+    late: Late | None = None
+
+    @cached_property
+    def block_of_step(self) -> NDArray[np.intp]:
+        """The block that each step runs."""
+        return np.fromiter(map(itemgetter(0), self.steps), np.intp, len(self.steps))
+
+    @cached_property
+    def runs(self) -> list[int]:
+        """How often each block runs."""
+        counts: list[int] = np.bincount(self.block_of_step, minlength=len(self.blocks)).tolist()
+        return counts
+
+    @cached_property
+    def first_steps(self) -> list[Step]:
+        """The first step of each block that runs."""
+        _, first = np.unique(self.block_of_step, return_index=True)
+        return [self.steps[at] for at in first.tolist()]
+
+    def actions(self) -> Iterator[tuple[Action, int, int]]:
+        """Yield (action, micro-batch, chunk) in the host's issue order."""
+        for step in self.steps:
+            for action in self.blocks[step.block].actions:
+                yield action, step.micro_batch, step.chunk
+
+    def text(self) -> str:
+        """The rank's program as lines (to compare and to parse): `block F`, then its actions."""
+        lines: list[str] = []
+        for index, micro_batch, chunk in self.steps:
+            block = self.blocks[index]
+            lines.append(f"block {block.label}")
+            lines += [to_text(action, micro_batch, chunk) for action in block.actions]
+        return "\n".join(lines) + "\n"
+
+
+class Program(Struct, frozen=True, kw_only=True, dict=True):
+    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
+    addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
+    expandable segments (`expandable`) or without."""
+
+    ranks: tuple[RankProgram, ...]
+    planned: bool = False
+    expandable: bool = False
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def actions(self) -> int:
+        """The actions of all distinct blocks."""
+        return sum(block.count for block, _ in self.block_runs)
+
+    @property
+    def written(self) -> int:
+        """The actions that are in memory."""
+        return sum(len(block.written) for block, _ in self.block_runs)
+
+    @cached_property
+    def block_runs(self) -> tuple[tuple[Block, int], ...]:
+        """Every distinct block of all ranks, and how often the ranks run it."""
+        found: dict[int, tuple[Block, int]] = {}
+        for rank in self.ranks:
+            for block, runs in zip(rank.blocks, rank.runs, strict=True):
+                found[id(block)] = (block, runs + found.get(id(block), (block, 0))[1])
+        return tuple(found.values())
+
+    def text(self) -> str:
+        """The programs of all ranks, each after a line `rank N`."""
+        return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
+
+
+def parse_program(text: str) -> Program:
+    """The program of a text of `Program.text`; equal blocks become one block, as in `lower`."""
+    return Program(
+        ranks=tuple(
+            _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
+            for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
+        )
+    )
+
+
+def _parse_rank(rank: int, texts: list[str]) -> RankProgram:
+    blocks: dict[Block, int] = {}
+    steps: list[Step] = []
+    for text in texts:
+        label, *lines = text.splitlines()
+        items = [from_text(line) for line in lines]
+        if len({item[1:] for item in items}) != 1:
+            raise ValueError(f"block {label} must hold actions of one (micro-batch, chunk)")
+        block = Block(label, tuple(action for action, _, _ in items))
+        steps.append(Step(blocks.setdefault(block, len(blocks)), *items[0][1:]))
+    return RankProgram(rank=rank, blocks=tuple(blocks), steps=tuple(steps))

@@ -1,0 +1,277 @@
+"""Replays a rank's allocations and frees on the model of PyTorch's caching allocator."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rematbench.engine.program.action import HOST, HOST_UPDATE, Action, Kind
+from rematbench.engine.program.allocator import (
+    Allocator,
+    AllocatorPeaks,
+    Exceeded,
+    Mode,
+    OutOfMemory,
+    rounded,
+)
+from rematbench.engine.program.late import Late
+from rematbench.engine.program.profile import outlive_part
+from rematbench.engine.program.program import Block, Part, RankProgram, Step
+
+Request = tuple[str, int]
+"""(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
+free; an empty name: scratch, which is freed at once.  UPDATED and DIFFERENTIATED: the unit `name`
+(empty: all units) was updated, or its backward ended.  WEIGHTED: the weights of `name`, a unit and
+its operator, got a gradient."""
+
+UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
+Placed = tuple[int, int]
+"""(address, size) of a block of memory."""
+
+
+class Lines(NamedTuple):
+    """Lines that a block asks `times` times, one time after the other."""
+
+    lines: list[Request]
+    times: int
+
+
+def requests(block: Block, *, late: bool = False) -> Iterator[Lines]:
+    """The device allocations and frees of a block in issue order (staging slots are resident, so
+    they are left out); with `late` also where weights get a gradient, where units are updated and
+    where their backward ends."""
+    if late or not block.periods:
+        yield Lines(_requests(block.actions, _ends(block) if late else None), 1)
+    else:
+        yield from _of_parts(block.parts)
+
+
+def _of_parts(parts: Sequence[Part]) -> Iterator[Lines]:
+    for part in parts:
+        if part.periods is None:
+            yield Lines(_requests(part.written), 1)
+            continue
+        one = [*_of_parts(part.inside)]
+        births, deaths = outlive_part(part)
+        crossing = (*births, *deaths)
+        if not crossing and len(one) == 1:
+            yield Lines(one[0].lines, part.times)
+            continue
+        yield from one
+        for shift in part.shifts:  # the name of what does not cross a period's ends is free again
+            new = {name: shift.name(name) for name in crossing}
+            for lines, times in one:
+                yield Lines([(new.get(name, name), size) for name, size in lines], times)
+
+
+class Asked:
+    """The requests of a block, each made when a replay first comes to it: many replays end
+    early."""
+
+    def __init__(self, requests: Iterator[Lines]) -> None:
+        self._made: list[Lines] = []
+        self._rest: Iterator[Lines] | None = requests
+
+    def __iter__(self) -> Iterator[Lines]:
+        return iter(self._made) if self._rest is None else self._making(self._rest)
+
+    def _making(self, rest: Iterator[Lines]) -> Iterator[Lines]:
+        yield from self._made
+        for lines in rest:
+            self._made.append(lines)
+            yield lines
+        self._rest = None
+
+
+def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:
+    """The lines of some actions; `ends`: the units whose backward ends, by the index of the action,
+    where lines of late tensors are asked for."""
+    lines: list[Request] = []
+    late = ends is not None
+    for index, action in enumerate(actions):
+        for alloc in action.allocs:
+            if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
+                lines.append((alloc.name, rounded(alloc.nbytes)))
+        if late and _updates(action):
+            lines.append((action.part, UPDATED))
+        elif action.scratch:
+            lines.append(("", rounded(action.scratch)))
+        if late and action.kind is Kind.BACKWARD_WEIGHT:
+            lines.append((f"{action.part}.{action.op}", WEIGHTED))
+        for name in action.frees:
+            if not name.endswith(HOST):
+                lines.append((name, 0))
+        if ends and index in ends:
+            lines.append((ends[index], DIFFERENTIATED))
+    return lines
+
+
+def _updates(action: Action) -> bool:
+    return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
+
+
+def _ends(block: Block) -> dict[int, str]:
+    """The units whose weights get a gradient in the block, by the index of their last action."""
+    weighted = {a.part for a in block.actions if a.kind is Kind.BACKWARD_WEIGHT}
+    last = {a.part: index for index, a in enumerate(block.actions) if a.part in weighted}
+    return {index: part for part, index in last.items()}
+
+
+def replay(
+    rank: RankProgram,
+    resident_bytes: tuple[int, ...],
+    capacity_bytes: int | None,
+    mode: Mode = "default",
+    num_steps: int | None = None,
+    passes: int = 1,
+    enough_bytes: float = math.inf,
+) -> AllocatorPeaks:
+    """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
+    `passes` replays them several times, like successive training steps: a later pass finds the
+    segments that the first pass left cached.  Where the rank makes tensors late, a pass that ends
+    with their making precedes; the resident blocks are then the others.  The replay ends where more
+    than `enough_bytes` are reserved."""
+    memory = Allocator(capacity_bytes, mode, enough_bytes)
+    steps = rank.steps[:num_steps]
+    late = rank.late
+    chosen = {step.block for step in steps}
+    lines = {index: Asked(requests(rank.blocks[index], late=late is not None)) for index in chosen}
+    run = _Run(memory, lines, late)
+    try:
+        for nbytes in resident_bytes:
+            memory.allocate(rounded(nbytes))
+        if late is not None:
+            run.step(steps)
+            run.finish()
+        for _ in range(passes):
+            memory.retries = 0
+            run.step(steps)
+    except OutOfMemory:
+        return memory.peaks(oom_at=run.done)
+    except Exceeded:
+        return memory.peaks(ended=True)
+    return memory.peaks()
+
+
+class _Run:
+    """Training steps of one rank, one after the other."""
+
+    def __init__(self, memory: Allocator, lines: dict[int, Asked], late: Late | None) -> None:
+        self.memory, self.lines = memory, lines
+        self.units = late.units if late else {}
+        self.made: set[tuple[int, str]] = set()  # units whose states exist
+        self.gradients: dict[tuple[int, str, str], list[Placed]] = {}  # by chunk, unit, operator
+        self.alive: dict[tuple[int, int], dict[str, Placed]] = {}
+        self.rounds: list[tuple[object, list[int]]] = []
+        self.done = 0
+
+    def step(self, steps: Sequence[Step]) -> None:
+        """One training step, or its beginning; gradients and activations of the step before are
+        freed first."""
+        for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
+            self._free(blocks)
+        self.gradients, self.alive, self.done = {}, {}, 0
+        order = [step.block for step in steps]
+        begun, before = 0, None  # the last time that nothing was alive
+        while self.done < len(steps):
+            if not self.alive and not self.units:  # late tensors make each step its own
+                state = self.memory.state
+                if state == before:
+                    self.rounds.append((state, order[begun : self.done]))
+                while known := self._known(state, order[self.done :]):
+                    self.done += known
+                begun, before = self.done, state
+                if begun == len(steps):
+                    break
+            self._run(steps[self.done])
+            self.done += 1
+
+    def _known(self, state: object, blocks: list[int]) -> int:
+        """How many of the next blocks change nothing: they are a round, or its beginning, that
+        began and ended in this state with nothing alive."""
+        for before, round_ in self.rounds:
+            length = min(len(round_), len(blocks))
+            if before == state and round_[:length] == blocks[:length]:
+                return length
+        return 0
+
+    def _run(self, step: Step) -> None:
+        index, micro_batch, chunk = step
+        alive = self.alive.setdefault((micro_batch, chunk), {})
+        for lines, times in self.lines[index]:
+            self._repeated(lines, times, alive, chunk)
+        if not alive:
+            del self.alive[micro_batch, chunk]
+
+    def _repeated(
+        self, lines: list[Request], times: int, alive: dict[str, Placed], chunk: int
+    ) -> None:
+        """The same lines `times` times, or until a time changes nothing, nor would any further."""
+        for _ in range(times - 1):
+            before = self.memory.state
+            self._lines(lines, alive, chunk)
+            if self.memory.state == before:
+                return
+        self._lines(lines, alive, chunk)
+
+    def _lines(self, lines: list[Request], alive: dict[str, Placed], chunk: int) -> None:
+        memory = self.memory
+        for name, size in lines:
+            if not size:
+                block = alive.pop(name, None)  # None for a staging slot's tensor
+                if block is not None:
+                    memory.free(block)
+            elif size < 0:
+                self._late(name, size, chunk)
+            elif name:
+                alive[name] = memory.allocate(size)
+            else:
+                memory.free(memory.allocate(size))
+
+    def _late(self, part: str, event: int, chunk: int) -> None:
+        """Make what a weight gradient, the end of a unit's backward, or an update makes (`part`
+        empty: all units)."""
+        if event == WEIGHTED:
+            unit, _, op = part.partition(".")
+            self._gradient(chunk, unit, op)
+            return
+        keys = [(chunk, part)] if part else list(self.units)
+        if event == DIFFERENTIATED:
+            self._differentiated(keys)
+        else:
+            self._updated(keys)
+
+    def _differentiated(self, keys: Sequence[tuple[int, str]]) -> None:
+        for chunk, part in keys:
+            unit = self.units.get((chunk, part))
+            for op in unit.gradients if unit is not None else ():
+                self._gradient(chunk, part, op)
+
+    def _gradient(self, chunk: int, part: str, op: str) -> None:
+        unit, key = self.units.get((chunk, part)), (chunk, part, op)
+        if unit is not None and op in unit.gradients and key not in self.gradients:
+            self.gradients[key] = self._place(unit.gradients[op])
+
+    def _updated(self, keys: Sequence[tuple[int, str]]) -> None:
+        units = {key: self.units[key] for key in keys if key in self.units}
+        for key, unit in units.items():
+            if key not in self.made:
+                self.made.add(key)
+                self._place(unit.states)
+        for block in [self._place(unit.scratch) for unit in units.values()]:
+            self._free(block)
+
+    def finish(self) -> None:
+        """End a step of which only the beginning was replayed: activations are freed, all gradients
+        are made, all units are updated."""
+        for alive in self.alive.values():
+            self._free(alive.values())
+        self.alive = {}
+        self._differentiated(list(self.units))
+        self._updated(list(self.units))
+
+    def _place(self, sizes: Sequence[int]) -> list[Placed]:
+        return [self.memory.allocate(rounded(nbytes)) for nbytes in sizes]
+
+    def _free(self, blocks: Iterable[Placed]) -> None:
+        for block in blocks:
+            self.memory.free(block)

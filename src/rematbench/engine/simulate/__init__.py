@@ -1,0 +1,1 @@
+"""Actions and costs to times."""

@@ -1,0 +1,216 @@
+"""Blocks compiled for the chunk level: kernels that follow each other on a stream become one row.
+
+Nothing can come between the actions of a row: none of them waits for an event but the first, and
+none records one but the last.  A row of kernels that take d1, d2, ... and whose host issues take
+h1, h2, ... ends d1 + d2 + ... after its start.  Kernel j starts no earlier than the host's clock
+before the row + h1 + ... + hj; so the row starts no earlier than that clock + the largest
+(h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its actions one by one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from rematbench.engine.program.action import (
+    STREAM_INDEX,
+    STREAMS,
+    Action,
+    Kind,
+    event_number,
+    is_local,
+    later_event,
+)
+from rematbench.engine.program.program import Block, Part, Periods
+from rematbench.engine.simulate.timing import TIMELESS, Timing
+
+SEND = Kind.SEND  # looking up an Enum's member takes as long as the rest of a line
+NO_STREAM = -1
+NEVER = float("-inf")
+"""The identity of max: a time before every time."""
+
+
+class Row(NamedTuple):
+    """Actions in a row on one stream.  `seconds`: on the stream; `issue`: of the host; `late`: the
+    seconds between the host's clock before the row and the earliest start that the host allows (as
+    if all waiting for the host came first).  `held`: whether the host waits for the row's end.
+    `wait`, `begin` and `event`: the events before the row, of its start and of its end; `send`: the
+    direction of a message."""
+
+    stream: int
+    seconds: float
+    issue: float
+    late: float
+    held: bool
+    wait: str
+    begin: str
+    event: str
+    send: str
+
+
+Time = TypeVar("Time")
+Carried = tuple[tuple[str, str], ...]
+"""(name, name before) of events that rows wait for and that earlier rows know by another name."""
+
+
+class RowPart(NamedTuple):
+    """Rows of a block in order, or parts that come `times` times.  `carried`: events of the block
+    that change their names before the rows, because periods that repeat share their rows."""
+
+    rows: tuple[Row, ...]
+    carried: Carried = ()
+    times: int = 1
+    inside: tuple["RowPart", ...] = ()
+
+    def before(self) -> Iterator[str]:
+        """The names before of all events that change their names."""
+        yield from (before for _, before in self.carried)
+        for part in self.inside:
+            yield from part.before()
+
+    def renamed(self, seen: Mapping[str, Time]) -> dict[str, Time]:
+        """The events of `seen` that change their names, by their new names."""
+        return {name: seen[before] for name, before in self.carried}
+
+
+class RowBlock(NamedTuple):
+    """A compiled block: its rows in parts, the events of messages that it waits for, the events
+    that another block may wait for, and the seconds in which it keeps each stream busy."""
+
+    parts: tuple[RowPart, ...]
+    receives: tuple[str, ...]
+    shared: tuple[str, ...]
+    busy_s: tuple[float, ...]
+
+
+def rows_with(
+    block: Block,
+    rank: int,
+    timing: Callable[[Action, int], Timing],
+    timed: list[Timing] | None = None,
+) -> RowBlock:
+    """Compile a block into rows, with the timings of its actions, which are added to `timed`.
+    Periods that repeat are compiled once."""
+    timed = [] if timed is None else timed
+    if block.periods:
+        parts, busy = _parts(block.parts, rank, timing, timed)
+        rows = [*_all_rows(parts)]
+    else:
+        rows, busy = _rows(block.written, rank, timing, timed)
+        parts = [RowPart(tuple(rows))]
+    waits, events = dict.fromkeys([r.wait for r in rows]), dict.fromkeys([r.event for r in rows])
+    receives = tuple([name for name in waits if name.startswith("recv_")])
+    shared = tuple([name for name in events if name and not is_local(name)])
+    return RowBlock(tuple(parts), receives, shared, tuple(busy))
+
+
+def _parts(
+    parts: Sequence[Part],
+    rank: int,
+    timing: Callable[[Action, int], Timing],
+    timed: list[Timing],
+) -> tuple[list[RowPart], list[float]]:
+    """Compiled parts, and the seconds in which they keep each stream busy."""
+    found: list[tuple[list[RowPart], list[float]]] = []
+    for part in parts:
+        if part.periods:
+            found.append(_parts(part.inside, rank, timing, timed))
+        else:
+            rows, busy_s = _rows(part.written, rank, timing, timed)
+            found.append(([RowPart(tuple(rows))], busy_s))
+    rest: list[RowPart] = []
+    busy = [0.0] * len(STREAMS)
+    for part, (own, busy_s) in zip(reversed(parts), reversed(found), strict=True):
+        if part.periods:
+            between, behind = _carried(own, rest, part.periods)
+            if rest:
+                rest[0] = rest[0]._replace(carried=(*behind, *rest[0].carried))
+            alone = own[0].rows if len(own) == 1 else ()
+            again = RowPart(alone, between, part.times - 1, () if alone else tuple(own))
+            rest.insert(0, again)
+        rest = [*own, *rest]
+        busy = [known + part.times * more for known, more in zip(busy, busy_s, strict=True)]
+    return rest, busy
+
+
+def _all_rows(parts: Iterable[RowPart]) -> Iterator[Row]:
+    for part in parts:
+        yield from part.rows
+        yield from _all_rows(part.inside)
+
+
+def _carried(
+    period: Sequence[RowPart], rest: Sequence[RowPart], periods: Periods
+) -> tuple[Carried, Carried]:
+    """What is carried from period to period, and from the last one to the rest of the block.  Each
+    period's events have the names of the first period's, so an event that a period knows as number
+    n was, one period earlier, number n + `events`; where the period does not record that event, one
+    before it did."""
+    recorded = {name for row in _all_rows(period) for name in (row.begin, row.event)}
+    events, back = periods.events, (periods.times - 1) * periods.events
+    awaited = [name for name in _awaited(rest) if event_number(name) >= periods.event]
+    behind = [(name, later_event(name, -back)) for name in awaited]
+    between: dict[str, str] = {}
+    for wanted in [*_awaited(period), *(before for _, before in behind)]:
+        name = wanted
+        for _ in range(periods.times):
+            if name in recorded or name in between:
+                break
+            between[name] = later_event(name, events)
+            name = between[name]
+    return tuple(between.items()), tuple(behind)
+
+
+def _awaited(parts: Sequence[RowPart]) -> list[str]:
+    """The block's own events that parts wait for and that nothing in them records earlier."""
+    found: dict[str, None] = {}
+    _look(parts, set(), found)
+    return [*found]
+
+
+def _look(parts: Sequence[RowPart], known: set[str], found: dict[str, None]) -> None:
+    for part in parts:
+        for name, before in part.carried:
+            if before not in known and is_local(before):
+                found[before] = None
+            known.add(name)
+        for row in part.rows:
+            if row.wait and row.wait not in known and is_local(row.wait):
+                found[row.wait] = None
+            known.update((row.begin, row.event))
+        _look(part.inside, known, found)
+
+
+def _rows(
+    actions: Sequence[Action],
+    rank: int,
+    timing: Callable[[Action, int], Timing],
+    timed: list[Timing],
+) -> tuple[list[Row], list[float]]:
+    """The rows of some actions, and the seconds in which they keep each stream busy.  The loop is
+    plain because every simulation spends its time here."""
+    rows: list[Row] = []
+    busy = [0.0] * len(STREAMS)
+    open_stream, total, issued, late, wait, begin = NO_STREAM, 0.0, 0.0, NEVER, "", ""
+    for action in actions:
+        if action.kind in TIMELESS:
+            continue
+        taken, issue, held = found = timing(action, rank)
+        timed.append(found)
+        stream = STREAM_INDEX[action.stream]
+        busy[stream] += taken
+        if stream != open_stream or action.wait or action.begin:
+            if open_stream != NO_STREAM:
+                row = Row(open_stream, total, issued, late, False, wait, begin, "", "")
+                rows.append(row)
+            open_stream, total, issued, late = stream, 0.0, 0.0, NEVER
+            wait, begin = action.wait, action.begin
+        if issue:
+            issued += issue
+            late = max(late, issued - total)
+        total += taken
+        event, send = action.event, action.op if action.kind is SEND else ""
+        if event or held or send or begin:
+            rows.append(Row(open_stream, total, issued, late, held, wait, begin, event, send))
+            open_stream = NO_STREAM
+    if open_stream != NO_STREAM:
+        rows.append(Row(open_stream, total, issued, late, False, wait, begin, "", ""))
+    return rows, busy

@@ -1,0 +1,200 @@
+"""Contention of a program's copies with other work: copies in the other direction, NICs, HBM.
+
+The factors are fixed for a whole program and follow from its actions.  A copy's cost does not
+depend on the work that runs at its moment, but the plan decides what runs beside copies in general.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from math import fsum
+
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.operators.ops import Comm
+from rematbench.engine.program.action import COMM_KIND, Action, Kind
+from rematbench.engine.program.program import Block, Program, RankProgram
+from rematbench.problem import Problem
+
+KERNELS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+COLLECTIVES = frozenset(COMM_KIND.values())
+PASSES = ("F", "B")
+"""The labels of blocks with kernels."""
+
+
+def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
+    """The work that a program's copies run beside; `kernel_s`: seconds of a kernel beside no copy.
+
+    What goes to another node crosses the GPU's x16 link as copies do, because the NIC hangs on the
+    same PCIe switch: pipeline messages, and collectives of the passes that copies run beside.
+    Collectives at the end of a step run beside no copies and do not count.
+    """
+    moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
+    total = sum(moved.values())
+    if not total:
+        return ALONE
+    sends = {
+        id(block): [action for action in block.written if action.kind is Kind.SEND]
+        for block, _ in program.block_runs
+    }
+    sent = fsum(
+        _sent_bytes(problem, action) * runs
+        for rank in program.ranks
+        for block, runs in zip(rank.blocks, rank.runs, strict=True)
+        for action in sends[id(block)]
+        if _crosses(problem, action, rank.rank)
+    )
+    exchanged = _exchanged_bytes(problem, program)
+
+    def beside(kind: Kind) -> float:
+        passes = _passes_beside(program, kind)
+        messages = sent + fsum(exchanged[label] for label in passes)
+        return messages / moved[kind] if moved[kind] else 0.0
+
+    busy_s = _kernels_s(program, kernel_s)
+    cost = problem.cost
+    hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+    return Crowd(
+        both=_both(program, total),
+        sent_per_d2h=beside(Kind.D2H),
+        received_per_h2d=beside(Kind.H2D),
+        drawn=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
+    )
+
+
+def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
+    """The labels of the passes that copies of a kind run beside: their own, or both where some
+    copies have blocks of their own."""
+    labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
+    return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
+
+
+def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
+    """Bytes that the collectives of all ranks send to other nodes, one GPU's for each rank, by the
+    label of their passes."""
+    passes = {
+        id(block): collectives(block) for block, _ in program.block_runs if block.label in PASSES
+    }
+    found: dict[str, list[float]] = {label: [] for label in PASSES}
+    for rank in program.ranks:
+        for block, runs in zip(rank.blocks, rank.runs, strict=True):
+            if id(block) in passes:
+                found[block.label] += [
+                    problem.cost.network_bytes(comm, rank.rank) * count * runs
+                    for comm, count in passes[id(block)].items()
+                ]
+    return {label: fsum(parts) for label, parts in found.items()}
+
+
+def collectives(block: Block) -> Counter[Comm]:
+    """The collectives of a block, and how often each occurs."""
+    found: Counter[Comm] = Counter()
+    for action, count in block.counted():
+        if action.comm is not None and action.kind in COLLECTIVES:
+            found[action.comm] += count
+    return found
+
+
+def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
+    """Seconds of all kernels of all ranks.  Ranks that share a block share its kernels' seconds,
+    unless a collective runs beside one of them."""
+    found: list[float] = []
+    ranked: dict[int, list[tuple[Action, int]]] = {}
+    for block, runs in program.block_runs:
+        kernels = [pair for pair in block.counted() if pair[0].kind in KERNELS]
+        if any(action.beside for action, _ in kernels):
+            ranked[id(block)] = kernels
+        else:
+            found.append(fsum(kernel_s(action, 0) * count for action, count in kernels) * runs)
+    for rank in program.ranks:
+        for block, runs in zip(rank.blocks, rank.runs, strict=True):
+            kernels = ranked.get(id(block), [])
+            found += [kernel_s(action, rank.rank) * count * runs for action, count in kernels]
+    return fsum(found)
+
+
+def _moved(program: Program, kind: Kind) -> int:
+    """Bytes of all copies of a kind, except copies of states after the last kernel."""
+    return sum(
+        action.nbytes * count * runs
+        for block, runs in program.block_runs
+        for action, count in _copies(block, kind)
+    )
+
+
+def _both(program: Program, total: int) -> float:
+    """The share of copied bytes that run beside a copy in the other direction.
+
+    Of whole-chunk copies: those issued next to a copy of the other direction and of another pass,
+    because both then run beside the same pass.  Of copies by layer: a forward's last copy, which
+    continues beside the rank's next pass, where that is a backward with copies back, and as many
+    bytes of these.  The other copies by layer run in their own pass, offloads in forwards and
+    reloads in backwards."""
+    beside = 0
+    for rank in program.ranks:
+        beside += _trailing_copies_bytes(rank)
+        labels = {
+            at: block.label for at, block in enumerate(rank.blocks) if block.label in ("D2H", "H2D")
+        }
+        copies = [step for step in rank.steps if step[0] in labels] if labels else []
+        sizes = {at: _block_bytes(rank, at) for at in labels}
+        met = {
+            at + side
+            for at, (one, other) in enumerate(pairwise(copies))
+            if labels[one[0]] != labels[other[0]] and one[1:] != other[1:]
+            for side in (0, 1)
+        }
+        beside += sum(sizes[copies[at][0]] for at in met)
+    return beside / total
+
+
+def _trailing_copies_bytes(rank: RankProgram) -> int:
+    """Bytes of forwards' last copies by layer that run into a backward, and of that backward's
+    copies that they run beside."""
+    leaving = {
+        at: trailing_bytes(block) for at, block in enumerate(rank.blocks) if block.label == "F"
+    }
+    if not any(leaving.values()):
+        return 0
+    coming = {
+        at: copied_bytes(block, Kind.H2D)
+        for at, block in enumerate(rank.blocks)
+        if block.label == "B"
+    }
+    passes = [at for at, _, _ in rank.steps if at in leaving or at in coming]
+    return sum(
+        leaving[one] + min(leaving[one], coming[other])
+        for one, other in pairwise(passes)
+        if one in leaving and coming.get(other)
+    )
+
+
+def trailing_bytes(block: Block) -> int:
+    """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
+    copies = _copies(block, Kind.D2H)
+    parts = {action.part for action, _ in copies if action.event == "d2h"}
+    return sum(action.nbytes * n for action, n in copies if action.part in parts)
+
+
+def copied_bytes(block: Block, kind: Kind) -> int:
+    """Bytes of a block's copies of activations of a kind."""
+    return sum([action.nbytes * n for action, n in _copies(block, kind)])
+
+
+def _copies(block: Block, kind: Kind) -> list[tuple[Action, int]]:
+    """The copies of a kind of activations, and how often each occurs."""
+    return [pair for pair in block.copies if pair[0].kind is kind]
+
+
+def _block_bytes(rank: RankProgram, block: int) -> int:
+    return sum(action.nbytes * count for action, count in rank.blocks[block].counted())
+
+
+def _crosses(problem: Problem, action: Action, rank: int) -> bool:
+    peer = {"f": rank + 1, "b": rank - 1}.get(action.op)
+    return peer is not None and problem.cost.crosses(rank, peer)
+
+
+def _sent_bytes(problem: Problem, action: Action) -> float:
+    """Bytes that one rank sends of a message: a 1/tp part where all tensor-parallel ranks hold the
+    whole tensor (no sequence parallelism)."""
+    return action.nbytes / (1 if problem.layout.sp else problem.layout.tp)

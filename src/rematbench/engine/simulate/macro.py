@@ -1,0 +1,260 @@
+"""A block as one macro, exact in (max, +) algebra.
+
+Inside a block every end time is a maximum of (input time + constant).  Inputs are the times at
+which the streams and the host are free at entry, and the times of outside events that the block
+waits for.  So a block is a small (max, +) matrix, computed once.  (Baccelli, Cohen, Olsder, Quadrat
+1992, Synchronization and Linearity, for the algebra.)
+"""
+
+from collections.abc import Container, Sequence, Set
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS, is_local
+from rematbench.engine.simulate.block_rows import NEVER, Row, RowBlock, RowPart
+from rematbench.engine.simulate.step import HOST
+
+Affine = dict[int, float]
+"""A maximum of (input + constant): the constant by input index.  Inputs are the streams, the host,
+then external events."""
+
+COMPUTE = STREAM_INDEX["compute"]
+
+AffineTerms = tuple[tuple[int, float], ...]
+"""The (input index, constant) pairs of an Affine, as tuples for the inner loop."""
+
+
+class Terms(NamedTuple):
+    """An output of a block: the index of a stream or the host, and the time at which it is free."""
+
+    target: int
+    terms: AffineTerms
+
+
+class Macro(NamedTuple):
+    """A block as a (max, +) map: the ends of streams, the times of events and messages (by
+    direction), the external events that it waits for, and those of them that are messages."""
+
+    streams: tuple[Terms, ...]
+    events: tuple[tuple[str, AffineTerms], ...]
+    sends: tuple[tuple[str, AffineTerms], ...]
+    waits: tuple[str, ...]
+    receives: tuple[str, ...]
+
+
+Matrix: TypeAlias = NDArray[np.float64]
+Shifted = tuple[Affine, float]
+"""A maximum, and seconds to add to each of its terms: kernels in a row change the seconds alone."""
+
+
+def _join(a: Shifted, b: Shifted) -> Shifted:
+    """The maximum of two times; the object `a` where `b` is never later."""
+    (terms, shift), (others, other) = a, b
+    if terms is others:
+        return a if shift >= other else b
+    merged = None
+    for key, value in others.items():
+        at = value + other - shift
+        if at > terms.get(key, NEVER):
+            merged = merged or dict(terms)
+            merged[key] = at
+    return a if merged is None else (merged, shift)
+
+
+def _latest(row: Matrix, times: Sequence[Shifted | None]) -> Shifted | None:
+    """The maximum of (time + constant) over a matrix' row; None where no time is known."""
+    found = None
+    for at in np.flatnonzero(row > NEVER).tolist():
+        if (time := times[at]) is not None:
+            end = (time[0], time[1] + float(row[at]))
+            found = end if found is None else _join(found, end)
+    return found
+
+
+def power(ends: Sequence[Shifted], times: int) -> Matrix:
+    """The (max, +) power of the square matrix whose rows are `ends`; `times` is 1 or more."""
+    base: Matrix = np.full((len(ends), len(ends)), NEVER)
+    for row, (terms, shift) in zip(base, ends, strict=True):
+        for at, constant in terms.items():
+            row[at] = constant + shift
+    found: Matrix | None = None
+    while True:
+        if times % 2:
+            found = base if found is None else _product(found, base)
+        times //= 2
+        if not times:
+            assert found is not None
+            return found
+        base = _product(base, base)
+
+
+def _product(a: Matrix, b: Matrix) -> Matrix:
+    """The (max, +) product of two square matrices."""
+    product: Matrix = (a[:, :, None] + b).max(axis=1)
+    return product
+
+
+def _frozen(value: Shifted) -> AffineTerms:
+    terms, shift = value
+    return tuple([(key, at + shift) for key, at in terms.items()])
+
+
+class _Run:
+    """The symbolic run of blocks: when streams and the host are free, and the events so far.
+    `asked`: the streams and outside events of which the times at entry count (None: all do)."""
+
+    def __init__(self, asked: Container[int | str] | None = None) -> None:
+        self.asked = asked
+        self.free = [self._input(index, index) for index in range(HOST + 1)]
+        self.touched: set[int] = set()
+        self.externals: dict[str, int] = {}
+        self.events: dict[str, Shifted] = {}
+        self.sends: list[tuple[str, Shifted]] = []
+
+    def run(self, parts: Sequence[RowPart], seen: dict[str, Shifted], later: Set[str]) -> None:
+        """Issue and run parts in order; `seen`: the times of the events so far, to which the parts'
+        are added; `later`: the events that other parts or blocks read."""
+        for part in parts:
+            if part.times > 1:
+                self._again(part, seen, later)
+            else:
+                seen |= part.renamed(seen)
+                self._once(part, seen, later)
+
+    def _once(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+        self._rows(part.rows, seen)
+        self.run(part.inside, seen, later)
+
+    def _rows(self, rows: tuple[Row, ...], seen: dict[str, Shifted]) -> None:
+        """Issue and run rows.  The loop is plain because every simulation spends its time here."""
+        free = self.free
+        for stream, seconds, issue, late, held, wait, begin, event, send in rows:
+            end = free[stream]
+            if issue:
+                end = self._issued(end, issue, late)
+            if wait:
+                end = _join(end, self._awaited(wait, seen))
+            if begin:
+                seen[begin] = end
+            if seconds:
+                end = (end[0], end[1] + seconds)
+            if end is not free[stream]:
+                free[stream] = end
+                self.touched.add(stream)
+            if event:
+                seen[event] = end
+            if send:
+                self.sends.append((send, end))
+            if held:
+                self._held(end)
+
+    def _again(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
+        """Issue and run a part `times` times.  One turn is a (max, +) matrix from the times before
+        it, of streams, the host and events, to those after it; the part is the power of that
+        matrix."""
+        turn = _Run()
+        turn.externals = {name: HOST + 1 + at for at, name in enumerate(sorted(later))}
+        state: dict[str, Shifted] = {name: ({at: 0.0}, 0.0) for name, at in turn.externals.items()}
+        state |= part.renamed(state)
+        turn._once(part, state, later)
+        assert not turn.sends
+        names = [*turn.externals]  # with those that the rows alone wait for
+        matrix = power([*turn.free, *(state[name] for name in names)], part.times)
+        before = [*self.free, *(seen.get(name) for name in names)]
+        after = [_latest(row, before) for row in matrix]
+        for stream in turn.touched:
+            end = after[stream]
+            assert end is not None  # a stream is never free before it was
+            self.free[stream] = end
+        self.touched |= turn.touched
+        seen |= {name: end for name, end in zip(names, after[HOST + 1 :], strict=True) if end}
+
+    def _issued(self, start: Shifted, issue: float, late: float) -> Shifted:
+        """The start of a row that the host issues."""
+        terms, shift = self.free[HOST]
+        self.free[HOST] = (terms, shift + issue)
+        self.touched.add(HOST)
+        return _join(start, (terms, shift + late))
+
+    def _held(self, end: Shifted) -> None:
+        """The host waits until a row has ended."""
+        self.free[HOST] = _join(self.free[HOST], end)
+        self.touched.add(HOST)
+
+    def _awaited(self, event: str, seen: dict[str, Shifted]) -> Shifted:
+        """The time of an event; a new external input where no earlier row recorded the event."""
+        if event not in seen:
+            self.externals[event] = HOST + 1 + len(self.externals)
+            seen[event] = self._input(event, self.externals[event])
+        return seen[event]
+
+    def _input(self, name: int | str, index: int) -> Shifted:
+        return ({index: 0.0} if self.asked is None or name in self.asked else {}, 0.0)
+
+
+def macro_of(*blocks: RowBlock, asked: Container[int | str] | None = None) -> Macro:
+    """The macro of blocks that are issued one after the other.  Local events are known only inside
+    their block.  `asked`: the streams and outside events whose times at entry count (None: all)."""
+    run = _Run(asked)
+    seen: dict[str, Shifted] = {}
+    for block in blocks:
+        seen = {name: value for name, value in seen.items() if not is_local(name)}
+        later = {*block.shared, *(name for part in block.parts for name in part.before())}
+        run.run(block.parts, seen, later)
+        run.events |= {name: seen[name] for name in block.shared}
+    return Macro(
+        streams=tuple([Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)]),
+        events=tuple([(name, _frozen(value)) for name, value in run.events.items()]),
+        sends=tuple([(name, _frozen(value)) for name, value in run.sends]),
+        waits=tuple(run.externals),
+        receives=tuple([name for block in blocks for name in block.receives]),
+    )
+
+
+def prune(macros: Sequence[Macro]) -> list[Macro]:
+    """The macros without terms that can never be the maximum, and without streams' ends that no
+    macro reads and that are never the last of their rank.
+
+    If every block leaves a stream free no later than the compute stream, the stream's free time
+    never exceeds the compute stream's.  A term of that stream is then dominated by a compute term
+    with an equal or larger constant.  The host runs ahead of compute, so its terms are kept.
+    """
+    ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
+    trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
+
+    def cut(terms: AffineTerms) -> AffineTerms:
+        through = next((c for i, c in terms if i == COMPUTE), None) if len(terms) > 1 else None
+        if through is not None:
+            terms = tuple([t for t in terms if t[0] not in trailing or t[1] > through])
+        return terms
+
+    cuts = [
+        Macro(
+            streams=tuple([Terms(t, cut(terms)) for t, terms in m.streams]),
+            events=tuple([(n, cut(terms)) for n, terms in m.events]),
+            sends=tuple([(n, cut(terms)) for n, terms in m.sends]),
+            waits=m.waits,
+            receives=m.receives,
+        )
+        for m in macros
+    ]
+    every = (terms for m in cuts for _, terms in (*m.streams, *m.events, *m.sends))
+    unread = trailing.difference(i for terms in every for i, _ in terms)
+    return [m._replace(streams=tuple([t for t in m.streams if t[0] not in unread])) for m in cuts]
+
+
+def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
+    """Whether every block leaves the stream free no later than compute, if it was at entry."""
+    for end in ends:
+        if stream not in end:
+            continue
+        compute = end.get(COMPUTE, {COMPUTE: 0.0})
+        for key, value in end[stream].items():
+            bound = compute.get(key, NEVER)
+            if key == stream:
+                bound = max(bound, compute.get(COMPUTE, NEVER))
+            if value > bound:
+                return False
+    return True

@@ -1,0 +1,203 @@
+"""Chunk-level simulation: a rank's step is a walk over the macros of its blocks.
+
+A macro (macro.py) is a block's exact (max, +) map.  Running a block then costs a few additions
+instead of one per action.  The result equals the op-level simulation up to rounding for every plan,
+with no restriction on overlap.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from rematbench.engine.program.program import Program, RankProgram, Step
+from rematbench.engine.simulate.block_rows import NEVER, RowBlock, rows_with
+from rematbench.engine.simulate.macro import COMPUTE, AffineTerms, Macro, macro_of, prune
+from rematbench.engine.simulate.step import (
+    HOST,
+    Clock,
+    Simulation,
+    busy,
+    compile_program,
+    drive,
+    pass_number,
+)
+from rematbench.engine.simulate.timing import Seconds, timings
+
+Times = dict[int, float]
+"""Seconds by a number."""
+
+
+class Runs(NamedTuple):
+    """A rank's steps as runs: a run joins neighbouring steps of one (micro-batch, chunk).  `keys`:
+    the blocks of each distinct run; `steps`: (index into `keys`, `pass_number`) in order."""
+
+    keys: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[int, int], ...]
+
+
+class Motion(NamedTuple):
+    """A macro of one rank for the inner loop: every distinct end time once, and the streams, events
+    and messages that take each (by index into `ends`).  The times of an event are by the number of
+    the pass, and so are messages, by scale and offset (`Clock`).  `gate`: the event, if all that
+    the macro does is to hold compute until then."""
+
+    ends: tuple[AffineTerms, ...]
+    streams: tuple[tuple[int, int], ...]  # stream, index into ends
+    events: tuple[tuple[Times, int], ...]
+    sends: tuple[tuple[int, int, int], ...]  # scale, offset, index into ends
+    waits: tuple[tuple[Times | None, int, int], ...]  # an event, or a message's scale and offset
+    gate: Times | None
+
+
+MacroSteps = tuple[list[Motion], Runs]
+"""The motion of each distinct run of a rank, and the runs."""
+
+
+def _motion(macro: Macro, events: dict[str, Times], clock: Clock) -> Motion:
+    """The motion of a macro of a clock's rank; `events`: those that a macro of the rank waits
+    for."""
+    ends: dict[AffineTerms, int] = {}
+
+    def index(terms: AffineTerms) -> int:
+        return ends.setdefault(terms, len(ends))
+
+    streams = tuple([(target, index(terms)) for target, terms in macro.streams])
+    recorded = tuple([(events[n], index(terms)) for n, terms in macro.events if n in events])
+    sends = tuple([(*clock.outgoing(name), index(terms)) for name, terms in macro.sends])
+    waits = tuple(
+        [
+            (None, *clock.incoming(name)) if name in macro.receives else (events[name], 1, 0)
+            for name in macro.waits
+        ]
+    )
+    held = [*ends] == [((COMPUTE, 0.0), (HOST + 1, 0.0))] and streams == ((COMPUTE, 0),)
+    alone = held and not (recorded or sends or macro.receives)
+    return Motion(tuple(ends), streams, recorded, sends, waits, waits[0][0] if alone else None)
+
+
+def rank_macros(
+    rank: RankProgram, clock: Clock, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
+) -> MacroSteps:
+    """A rank's steps as motions, without events that no other macro waits for.
+
+    `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
+    runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
+    macros = prune([_fused([code[i] for i in key], known) for key in runs.keys])
+    awaited: dict[str, Times] = {name: {} for macro in macros for name in macro.waits}
+    return [_motion(macro, awaited, clock) for macro in macros], runs
+
+
+STILL, JOINS, STARTS = range(3)
+"""What a block does to a run: nothing (it only allocates or frees); goes on with the run of its
+micro-batch and chunk; starts a new one."""
+
+
+def _role(block: RowBlock) -> int:
+    """A block that receives a message starts a new run: a message sent before it must leave while
+    the block waits."""
+    if block.receives:
+        return STARTS
+    return JOINS if any(part.rows for part in block.parts) else STILL
+
+
+@lru_cache(maxsize=64)
+def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
+    """The runs of a rank's steps; `roles`: of its blocks."""
+    keys: dict[tuple[int, ...], int] = {}
+    runs: list[tuple[int, int]] = []
+    run: list[int] = []
+    at, where = -1, -1
+
+    def end() -> None:
+        if run:
+            runs.append((keys.setdefault(tuple(run), len(keys)), pass_number(at, where, pp)))
+
+    for block, micro_batch, chunk in steps:
+        role = roles[block]
+        if role == STILL:
+            continue
+        if micro_batch != at or chunk != where or role == STARTS:
+            end()
+            run, at, where = [], micro_batch, chunk
+        run.append(block)
+    end()
+    return Runs(tuple(keys), tuple(runs))
+
+
+def _fused(blocks: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
+    key = tuple(id(block) for block in blocks)
+    if key not in known:
+        known[key] = macro_of(*blocks)
+    return known[key]
+
+
+def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
+    """Chunk-level times of a program (equal to `simulate` up to rounding)."""
+    timing = timings(seconds)
+    code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
+    known: dict[tuple[int, ...], Macro] = {}
+    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    ranks = zip(program.ranks, clocks, code, strict=True)
+    steps = [rank_macros(rank, clock, own, known) for rank, clock, own in ranks]
+    messages: Times = {}
+
+    def advance(rank: RankProgram, clock: Clock) -> bool:
+        return _advance(steps[rank.rank], clock, messages)
+
+    drive(program, clocks, messages, advance)
+    return Simulation(
+        step_s=max(max(clock.free) for clock in clocks),
+        rank_end_s=tuple(max(clock.free) for clock in clocks),
+        stream_busy_s=busy(program, code),
+    )
+
+
+def _advance(own: MacroSteps, clock: Clock, messages: Times) -> bool:  # noqa: C901 (plain, for speed)
+    """Run macros until the rank is done (True) or a message is missing (False).  The loops are
+    plain because every simulation spends its time here."""
+    free = clock.free
+    motions, (_, steps) = own
+    for position in range(clock.position, len(steps)):
+        index, number = steps[position]
+        ends, streams, recorded, sends, waits, gate = motions[index]
+        if gate is not None:
+            if (at := gate[number]) > free[COMPUTE]:
+                free[COMPUTE] = at
+            continue
+        inputs = _inputs(waits, number, clock, messages) if waits else free
+        if inputs is None:
+            clock.position = position
+            return False
+        found = []
+        for terms in ends:
+            latest = NEVER
+            for term, constant in terms:
+                at = inputs[term] + constant
+                if at > latest:  # noqa: PLR1730  max() takes twice as long
+                    latest = at
+            found.append(latest)
+        for times, end in recorded:
+            times[number] = found[end]
+        for scale, offset, end in sends:
+            messages[scale * number + offset] = found[end]
+        for stream, end in streams:
+            free[stream] = found[end]
+    return True
+
+
+def _inputs(
+    waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock, messages: Times
+) -> list[float] | None:
+    """The inputs of a macro that waits for outside events; None where a message is missing, which
+    the clock then awaits."""
+    inputs = clock.free.copy()
+    for times, scale, offset in waits:
+        if times is not None:
+            inputs.append(times[number])
+            continue
+        key = scale * number + offset
+        if key not in messages:
+            clock.awaiting = key
+            return None
+        inputs.append(messages[key])
+    return inputs

@@ -1,0 +1,241 @@
+"""Seconds of actions: the only module that joins actions and the cost formulas."""
+
+from collections.abc import Hashable
+from math import fsum
+from typing import get_args
+
+from rematbench.costs.bind_kernels import Direction
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
+from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.contention import crowd_of
+from rematbench.engine.simulate.timing import NOTHING, STILL, RankedSeconds, Timing
+from rematbench.problem import Problem
+
+DIRECTION: dict[Kind, Direction] = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "forward",
+    Kind.BACKWARD_INPUT: "backward_input",
+    Kind.BACKWARD_WEIGHT: "backward_weight",
+}
+
+
+class ActionCosts:
+    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  Copies
+    and kernels are slowed by `crowd`; with a program, by the copies and messages of that
+    program."""
+
+    def __init__(
+        self, problem: Problem, program: Program | None = None, crowd: Crowd = ALONE
+    ) -> None:
+        self.problem, self.cost, self.crowd = problem, problem.cost, crowd
+        self._ops: dict[tuple[str, int, str], Op] = {}
+        self._kernels: dict[tuple[object, ...], float] = {}
+        self._timings: dict[tuple[object, ...], Timing] = {}
+        system, vpp = problem.system, problem.layout.vpp
+        whole = system.cuda_graphs or system.compiled
+        begins = _graph_begins if system.cuda_graphs else _region_begins
+        self._begins = [begins(table) for table in problem.layer_kinds if whole]
+        self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
+        self._holds = self._waits_for_messages or system.blocking_copies
+        if program is not None:
+            self.crowd = crowd_of(problem, program, self._kernels_s)
+            if self.crowd.drawn:
+                self._kernels.clear()
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds of the action on its stream."""
+        if action.kind in DIRECTION:
+            return self._kernels_s(action, rank)
+        if action.kind is Kind.STALL:
+            return self._stall_s(action, rank)
+        if action.comm is not None:
+            return self.cost.comm_s(action.comm, rank)
+        return _OTHERS[action.kind](self, action, rank)
+
+    def timing(self, action: Action, rank: int) -> Timing:
+        """What an action takes on its stream and of the host.  A kernel's timing is kept for all
+        layers and micro-batches, and for all ranks unless a collective runs beside the kernel; that
+        of a copy or a collective for its rank."""
+        kind = action.kind
+        if kind not in DIRECTION:
+            held = self._holds and self.held(action)
+            if kind in STILL:
+                return Timing(0.0, 0.0, held) if held else NOTHING
+            if held or self._begins or kind is Kind.STALL:  # its place decides too
+                return Timing(self(action, rank), self.issue_s(action, rank), held)
+            what = (kind, action.stream, action.op, action.nbytes, action.comm, rank)
+            if (found := self._timings.get(what)) is None:
+                found = Timing(self(action, rank), self.issue_s(action, rank), held)
+                self._timings[what] = found
+            return found
+        beside = (action.beside, rank) if action.beside else None
+        rows = (action.fraction, action.columns, action.offset > 0.0)
+        key = (kind, action.part[:1], action.variant, action.op, beside, rows)
+        if (found := self._timings.get(key)) is None:
+            issue = self.issue_s(action, rank)
+            found = self._timings[key] = Timing(self(action, rank), issue, self.held(action))
+        return found
+
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Seconds that the host takes to issue an action: a launch for each kernel, or one for a
+        collective, a message or a copy.  A STALL is no launch.  A layer's CUDA graph is one launch,
+        at its first action, and so is a compiled region, the kernels between two collectives."""
+        if action.kind is Kind.STALL or self._inside(action):
+            return 0.0
+        if action.kind not in DIRECTION:
+            return self.cost.host_launch_s
+        calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
+        calls = min(1, calls) if self._begins and action.part.startswith("L") else calls
+        return calls * self.cost.host_launch_s
+
+    def _inside(self, action: Action) -> bool:
+        """Whether an action is in a layer's CUDA graph or compiled region but is not its first
+        action.  A graph holds a layer's kernels and the collectives between them, but no reduction
+        and no copy of gradients; a region holds kernels alone."""
+        if not self._begins or not action.part.startswith("L"):
+            return False
+        graphs = self.problem.system.cuda_graphs
+        if action.comm is not None:
+            return graphs and action.comm.group in ("tp", "cp")
+        if action.kind not in DIRECTION:
+            return graphs and action.kind not in (Kind.D2H, Kind.H2D)
+        first = self._begins[action.variant].get(action.kind, frozenset())
+        return action.op not in first or (graphs and action.offset > 0)
+
+    def held(self, action: Action) -> bool:
+        """Whether the host waits for the action: for a message to arrive where the stack makes
+        messages synchronous, for a copy of activations to end where its copies block."""
+        if action.kind in (Kind.D2H, Kind.H2D):
+            return self.problem.system.blocking_copies and action.op not in STATE_COPIES
+        return self._waits_for_messages and action.wait.startswith("recv_")
+
+    def alike(self, rank: int) -> Hashable:
+        """A key that is equal for ranks with equal costs: their groups use the same kinds of links,
+        and so do their messages to other stages."""
+        cost, pp = self.cost, self.problem.layout.pp
+        peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
+        groups = tuple(cost.group(group, rank) for group in get_args(Group))
+        sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
+        return (groups, sends)
+
+    def _kernels_s(self, action: Action, rank: int) -> float:
+        """Seconds of a compute action, kept for all layers and micro-batches, and for all ranks
+        unless a collective runs beside the action."""
+        share = action.fraction * action.columns
+        where = (action.part[:1], action.variant, action.op, rank if action.beside else -1)
+        key = (action.kind, *where, action.beside, share, action.fraction)
+        if key not in self._kernels:
+            self._kernels[key] = self._compute_s(action, rank)
+        return self._kernels[key]
+
+    def _compute_s(self, action: Action, rank: int) -> float:
+        op = self._op(action, rank)
+        seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
+        seconds *= 1.0 + self.crowd.drawn
+        if not action.beside:
+            return seconds
+        comms = _beside(op, action.kind)
+        other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
+        return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
+
+    def _stall_s(self, action: Action, rank: int) -> float:
+        """Seconds that a collective takes from compute: from all compute that follows, or from the
+        one kernel that was moved into the collective's window."""
+        assert action.comm is not None
+        if action.op == STALL:
+            return self.cost.stall_s(action.comm, rank)
+        share = action.fraction * action.columns
+        kernel_s = self.cost.op_s(self._op(action, rank), "forward", share)
+        return self.cost.stall_s(action.comm, rank, kernel_s)
+
+    def _op(self, action: Action, rank: int) -> Op:
+        """The operator that an action runs, from its layer's operator table."""
+        part = action.part[:1]
+        key = (part, action.variant, action.op)
+        if key not in self._ops:
+            problem = self.problem
+            tables = {"E": problem.embedding, "H": problem.head}
+            table = tables[part] if part in tables else problem.layer_kinds[action.variant]
+            self._ops[key] = table.op(action.op)
+        return self._ops[key]
+
+    def _send_s(self, action: Action, rank: int) -> float:
+        pp = self.problem.layout.pp
+        peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
+        shared = action.op != "tied" and not self.problem.layout.sp
+        return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
+
+    def _copy_s(self, action: Action, _: int) -> float:
+        return self.cost.copy_s(
+            action.nbytes, "d2h" if action.kind is Kind.D2H else "h2d", self.crowd
+        )
+
+    def _device_copy_s(self, action: Action, _: int) -> float:
+        return self.cost.device_copy_s(action.nbytes)
+
+    def _optimizer_s(self, action: Action, _: int) -> float:
+        """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
+        the updated parameters in compute precision."""
+        count = action.nbytes // self.problem.system.param_bytes
+        on_host = action.stream == HOST_UPDATE
+        return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
+
+
+_OTHERS = {
+    Kind.D2H: ActionCosts._copy_s,
+    Kind.H2D: ActionCosts._copy_s,
+    Kind.SPLIT: ActionCosts._device_copy_s,
+    Kind.JOIN: ActionCosts._device_copy_s,
+    Kind.SEND: ActionCosts._send_s,
+    Kind.OPTIMIZER: ActionCosts._optimizer_s,
+}
+"""The seconds of actions that are neither kernels nor collectives."""
+
+
+Begins = dict[Kind, frozenset[str]]
+"""The operators of a layer whose action of a kind is a launch."""
+
+
+def _graph_begins(table: OpTable) -> Begins:
+    """The operators that a layer's CUDA graphs begin with: the first operator with a forward, and
+    the last operator with an input gradient."""
+    forward = next(op.name for op in table.ops if op.forward)
+    backward = next(op.name for op in reversed(table.ops) if op.backward_input)
+    return {Kind.FORWARD: frozenset({forward}), Kind.BACKWARD_INPUT: frozenset({backward})}
+
+
+def _region_begins(table: OpTable) -> Begins:
+    """The operators that a layer's compiled regions begin with: a collective ends a region, and so
+    does the end of the layer."""
+    forward, backward = set(), set()
+    broken = True
+    for op in table.ops:
+        broken = broken or op.gather is not None
+        if op.forward:
+            forward |= {op.name} if broken else set()
+            broken = op.reduce is not None
+    broken = True
+    for op in reversed(table.ops):
+        broken = broken or op.grad_gather is not None or op.regather is not None
+        if op.backward_input:
+            backward |= {op.name} if broken else set()
+            broken = op.grad_reduce is not None
+    again = frozenset(forward)
+    return {Kind.FORWARD: again, Kind.RECOMPUTE: again, Kind.BACKWARD_INPUT: frozenset(backward)}
+
+
+def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
+    """The collectives that run beside an operator's kernels of a kind; None for an absent one."""
+    match kind:
+        case Kind.BACKWARD_INPUT:
+            return (op.grad_gather, op.regather)
+        case Kind.BACKWARD_WEIGHT:
+            return (op.grad_reduce,)
+    return (op.gather, op.reduce)
+
+
+def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
+    """The costs of a problem's actions; with a program, slowed by its copies and messages."""
+    return ActionCosts(problem, program)

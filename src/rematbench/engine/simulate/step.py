@@ -1,0 +1,292 @@
+"""Op-level simulation: actions and their costs -> times.  The module knows no plan, method or fate.
+
+Streams are in-order queues.  An action starts when its stream is free and its host has issued it.
+A WAIT holds its stream until an event.  Sends are buffered: a send ends one transfer after it
+starts, whether or not the receiver has posted, so a RECV costs nothing and its event is the
+message's arrival.  The host is one more clock of a rank: it issues the rank's actions one after the
+other, runs ahead of the device, and waits for the device only where the stack says so.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from msgspec import Struct
+
+from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local
+from rematbench.engine.program.ledger import Interval
+from rematbench.engine.program.program import Block, Program, RankProgram
+from rematbench.engine.simulate.timing import (
+    NOTHING,
+    STILL,
+    TIMELESS,
+    RankedSeconds,
+    Seconds,
+    Timing,
+    timings,
+)
+
+Compiled = TypeVar("Compiled")
+EventKey = tuple[str, int, int]
+MessageNumber = tuple[int, int]
+"""The scale of a pass's number (see `pass_number`) and the offset that give a message's number."""
+
+COMPUTE = STREAM_INDEX["compute"]
+HOST = len(STREAMS)
+"""Index of the host's clock, after the clocks of the streams."""
+
+
+class DeadlockError(RuntimeError):
+    """No rank can go on; the text names the message that each rank waits for."""
+
+
+class Simulation(Struct, frozen=True, kw_only=True):
+    """A simulated step: seconds of the step, the end of each rank, the busy seconds of each stream
+    (by rank, then stream), and the intervals of all actions where they were recorded."""
+
+    step_s: float
+    rank_end_s: tuple[float, ...]
+    stream_busy_s: tuple[tuple[float, ...], ...]
+    intervals: tuple[Interval, ...] = ()
+
+    def busy_s(self, rank: int, stream: str) -> float:
+        """Busy seconds of a rank's stream."""
+        return self.stream_busy_s[rank][STREAM_INDEX[stream]]
+
+
+APART = 1 << 20
+"""The distance of two micro-batches in numbers of passes: more than any pipeline has stages."""
+
+
+def pass_number(micro_batch: int, chunk: int, pp: int) -> int:
+    """The number of a (micro-batch, chunk): that of the chunk's stage on rank 0, APART after APART
+    for each micro-batch."""
+    return micro_batch * APART + chunk * pp
+
+
+class Clock:
+    """The clocks of one rank: when each stream and the host are free, and when each event happened.
+    `position`: the next step; `awaiting`: the message that the rank waits for.
+
+    A message has twice the number of its pass and stage, plus one on the way back; of tied
+    embeddings, one below zero for each sender."""
+
+    def __init__(self, rank: int, pp: int) -> None:
+        self.rank, self.pp = rank, pp
+        self.free = [0.0] * (HOST + 1)
+        self.events: dict[EventKey, float] = {}
+        self.position = 0
+        self.awaiting: int | None = None
+
+    def incoming(self, event: str) -> MessageNumber:
+        """The message whose arrival is the event of a RECV."""
+        if event == "recv_e":
+            return 0, self.rank - self.pp
+        return 2, 2 * self.rank + (event == "recv_b")
+
+    def outgoing(self, op: str) -> MessageNumber:
+        """The message of a SEND: to the next (forward) or previous (backward) stage, or, for a tied
+        embedding, from this rank to the other end's."""
+        if op == "tied":
+            return 0, -1 - self.rank
+        return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
+
+
+def _named(message: int) -> tuple[str, int, int]:
+    """A message by its direction, micro-batch and stage (of tied embeddings by its sender)."""
+    if message < 0:
+        return ("e", -1 - message, 0)
+    return ("fb"[message % 2], *divmod(message // 2, APART))
+
+
+class Timed(NamedTuple):
+    """A compiled action: its stream and its timing.  `wait`, `begin` and `event` are the action's.
+    `shared`: whether another block may wait for the event.  `send`: the direction of a message."""
+
+    stream: int
+    timing: Timing
+    wait: str
+    begin: str
+    event: str
+    shared: bool
+    send: str
+    action: Action
+
+
+class TimedBlock(NamedTuple):
+    """A compiled block: its timed actions, the events of messages that it waits for, and the
+    seconds in which it keeps each stream busy."""
+
+    items: tuple[Timed, ...]
+    receives: tuple[str, ...]
+    busy_s: tuple[float, ...]
+    label: str
+
+
+def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
+    """Compile a block: its actions with their timings.  `record` keeps the actions that only
+    allocate or free too, at the compute stream's time when they are issued."""
+    timing = timings(seconds)
+    items = []
+    busy = [0.0] * len(STREAMS)
+    for action in block.actions:
+        if action.kind in TIMELESS:
+            if record:
+                items.append(Timed(COMPUTE, NOTHING, "", "", "", False, "", action))
+            continue
+        stream, taken = STREAM_INDEX[action.stream], timing(action, rank)
+        busy[stream] += taken.seconds
+        event, shared = action.event, bool(action.event) and not is_local(action.event)
+        send = action.op if action.kind is Kind.SEND else ""
+        items.append(Timed(stream, taken, action.wait, action.begin, event, shared, send, action))
+    receives = tuple(item.wait for item in items if item.wait.startswith("recv_"))
+    return TimedBlock(tuple(items), receives, tuple(busy), block.label)
+
+
+def compile_program(
+    program: Program, seconds: Seconds, compiled: Callable[[Block, int], Compiled]
+) -> list[list[Compiled]]:
+    """Every rank's blocks compiled by `compiled` (block, rank); ranks that are alike share the
+    object of a shared block."""
+    known: dict[tuple[int, Hashable], Compiled] = {}
+    code: list[list[Compiled]] = []
+    for rank in program.ranks:
+        kind = seconds.alike(rank.rank) if isinstance(seconds, RankedSeconds) else rank.rank
+        code.append([])
+        for block in rank.blocks:
+            key = (id(block), kind)
+            if key not in known:
+                known[key] = compiled(block, rank.rank)
+            code[-1].append(known[key])
+    return code
+
+
+def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
+    """The op-level simulation of a program.  DeadlockError where ranks wait for each other for
+    ever.  `record` keeps the intervals."""
+    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    code = compile_program(
+        program, seconds, lambda b, rank: compile_block(b, rank, seconds, record)
+    )
+    messages: dict[int, float] = {}
+    intervals: list[Interval] | None = [] if record else None
+
+    def advance(rank: RankProgram, clock: Clock) -> bool:
+        return _advance(rank, clock, code[rank.rank], messages, intervals)
+
+    drive(program, clocks, messages, advance)
+    return Simulation(
+        step_s=max(max(clock.free) for clock in clocks),
+        rank_end_s=tuple(max(clock.free) for clock in clocks),
+        stream_busy_s=busy(program, code),
+        intervals=tuple(intervals or ()),
+    )
+
+
+class Busy(Protocol):
+    """A compiled block that knows the seconds in which it keeps each stream busy."""
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds by stream."""
+        ...
+
+
+def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
+    """Busy seconds by rank and stream."""
+    totals = []
+    for rank in program.ranks:
+        seconds = [0.0] * len(STREAMS)
+        for block, count in zip(code[rank.rank], rank.runs, strict=True):
+            for stream, busy_s in enumerate(block.busy_s):
+                seconds[stream] += busy_s * count
+        totals.append(tuple(seconds))
+    return tuple(totals)
+
+
+def drive(
+    program: Program,
+    clocks: list[Clock],
+    messages: dict[int, float],
+    advance: Callable[[RankProgram, Clock], bool],
+) -> None:
+    """Let every rank run until it needs a message that is not sent yet; repeat until all ranks end.
+    DeadlockError where no rank can go on."""
+    waiting: dict[int, int] = {}
+    ready = list(reversed(range(program.pp)))
+    done = 0
+    while ready:
+        rank = ready.pop()
+        clock = clocks[rank]
+        if advance(program.ranks[rank], clock):
+            done += 1
+        elif clock.awaiting is not None:
+            waiting[clock.awaiting] = rank
+        for key in [key for key in waiting if key in messages]:
+            ready.append(waiting.pop(key))
+    if done < program.pp:
+        stuck = [f"rank {rank} waits for message {_named(key)}" for key, rank in waiting.items()]
+        raise DeadlockError("; ".join(stuck))
+
+
+def _advance(
+    rank: RankProgram,
+    clock: Clock,
+    code: list[TimedBlock],
+    messages: dict[int, float],
+    intervals: list[Interval] | None,
+) -> bool:
+    """Run a rank's steps until the rank is done (True) or a message is missing (False)."""
+    steps = rank.steps
+    while clock.position < len(steps):
+        index, micro_batch, chunk = steps[clock.position]
+        block = code[index]
+        arrived: dict[str, float] = {}
+        for event in block.receives:
+            scale, offset = clock.incoming(event)
+            key = scale * pass_number(micro_batch, chunk, clock.pp) + offset
+            if key not in messages:
+                clock.awaiting = key
+                return False
+            arrived[event] = messages[key]
+        _run(block, clock, arrived, messages, micro_batch, chunk, intervals)
+        clock.position += 1
+    return True
+
+
+def _run(
+    block: TimedBlock,
+    clock: Clock,
+    local: dict[str, float],
+    messages: dict[int, float],
+    micro_batch: int,
+    chunk: int,
+    intervals: list[Interval] | None,
+) -> None:
+    """Run one block; `local` has the times of events inside it, at entry those of its messages."""
+    free, events = clock.free, clock.events
+    for stream, (seconds, issue, held), wait, begin, event, shared, send, action in block.items:
+        start = free[stream]
+        if issue:
+            free[HOST] += issue
+            start = max(start, free[HOST])
+        if wait:
+            at = local[wait] if wait in local else events[(wait, micro_batch, chunk)]
+            start = max(start, at)
+        end = free[stream] = start + seconds
+        if held:
+            free[HOST] = max(free[HOST], end)
+        if begin:
+            local[begin] = start
+        if event:
+            local[event] = end
+            if shared:
+                events[(event, micro_batch, chunk)] = end
+        if send:
+            scale, offset = clock.outgoing(send)
+            messages[scale * pass_number(micro_batch, chunk, clock.pp) + offset] = end
+        if intervals is not None and action.kind not in STILL:
+            intervals.append(
+                Interval(
+                    clock.rank, action.stream, start, end, block.label, action, micro_batch, chunk
+                )
+            )

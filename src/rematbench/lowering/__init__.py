@@ -1,1 +1,0 @@
-"""Plan -> actions: `lower` and its parts: fates, the operators of a chunk, blocks."""
