@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rematbench.choose.reserved import reserved
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.evaluation import evaluate, program_bytes
+from rematbench.evaluate.proof import check
+from rematbench.evaluate.reserved import reserved
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program.check import check
-from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.spec.constants import load_calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system

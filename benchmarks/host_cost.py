@@ -14,8 +14,8 @@ from collections import defaultdict
 
 import torch
 
-from rematbench.choose.outcome import make_problem
 from rematbench.engine.program.action import Action
+from rematbench.evaluate.outcome import make_problem
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.layout import Layout

@@ -21,16 +21,16 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
 
-from rematbench.choose.outcome import make_problem
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
+from rematbench.evaluate.evaluation import RankBytes, program_bytes
+from rematbench.evaluate.outcome import make_problem
 from rematbench.packages.deepspeed import reducing, stack, whole, zero_peaks
 from rematbench.packages.megatron_core import offloads
 from rematbench.packages.process import policy
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Method
-from rematbench.simulate.evaluate import RankBytes, program_bytes
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model

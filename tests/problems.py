@@ -6,8 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.choose import outcome
 from rematbench.engine.program.action import Action, Kind
+from rematbench.evaluate import contract, outcome
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -21,11 +22,9 @@ from rematbench.plan import (
     Transfers,
     Unsupported,
 )
-from rematbench.plugins import contract
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from rematbench.spec.constants import Calibration, load_calibration
 from rematbench.spec.layout import Layout

@@ -6,7 +6,7 @@ import torch
 
 from baselines.common import gpu
 from baselines.common.contract import RankAnswer, Runner
-from rematbench.choose.outcome import Status
+from rematbench.evaluate.outcome import Status
 from rematbench.packages.process import PackageJob
 from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured, whole_norms
 from rematbench.runs.record import Record, provenance, write_record

@@ -13,9 +13,10 @@ from msgspec import Struct
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.choose.job import Job
 from rematbench.choose.judged import Order, judge, lines, run_band
-from rematbench.choose.outcome import Outcome, make_problem, run_method
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.outcome import Outcome, make_problem, run_method
 from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
@@ -24,7 +25,6 @@ from rematbench.search.answer import judged, line
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Fixed
-from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.spec.configfile import ConfigError, convert
 from rematbench.spec.problemspec import ProblemSpec
 
@@ -138,7 +138,7 @@ def simulate(
     problem: ProblemSpec, method: str | Composition | Method, *, checked: bool = False
 ) -> Run:
     """Simulate a method (a name, a result of `load_method`, or an object with `plan`) on a problem.
-    `checked` also proves the lowered plan safe (program/check.py).
+    `checked` also proves the lowered plan safe (evaluate/proof.py).
 
     Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
     """

@@ -15,13 +15,13 @@ import torch
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import RankBytes, program_bytes
 from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.runs.record import Record
-from rematbench.simulate.evaluate import RankBytes, program_bytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from rematbench.workload import Model, Precision

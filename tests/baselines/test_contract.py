@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
 from rematbench.packages.flags import flags_of
 from rematbench.packages.process import baselines, policy
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.program.check import check
 from rematbench.runs.record import run_spec
-from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.paths import data_dir
 from tests.problems import GPT, problem, remade
 

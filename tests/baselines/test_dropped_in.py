@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.proof import check
 from rematbench.packages.process import (
     BaselineError,
     NotInstalled,
@@ -16,7 +17,6 @@ from rematbench.packages.process import (
     run_jobs,
 )
 from rematbench.plan import Plan
-from rematbench.program.check import check
 from rematbench.spec import paths
 from rematbench.spec.paths import data_dir
 from tests.baselines import test_contract as contract

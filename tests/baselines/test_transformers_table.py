@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from rematbench.costs.operators.block import head_table, layer_table
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import program_bytes
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir

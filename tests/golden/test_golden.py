@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import to_text
 from rematbench.engine.program.program import Block, Program
+from rematbench.evaluate.proof import check
 from rematbench.plan import Offload, Plan, Split
 from rematbench.problem import Problem
-from rematbench.program.check import check
 from tests.cost_constants import ROUND
 from tests.problems import (
     BALANCED,

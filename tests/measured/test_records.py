@@ -8,12 +8,12 @@ import pytest
 from rematbench.cli.tables import curves, worlds
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.plan import Plan
 from rematbench.runs.cell import Cell, cell_names, cells
 from rematbench.runs.measured import RankMeasured
 from rematbench.runs.record import Record, plan_hash, read_record
 from rematbench.runs.suite import load_suite
-from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.worlds.again import CURVE_BOUND
 from rematbench.worlds.measure import as_run
 from rematbench.worlds.trained import chosen

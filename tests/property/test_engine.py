@@ -16,9 +16,9 @@ from rematbench.engine.program.program import Program, parse_program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.proof import check
 from rematbench.plan import ByteBudget, Plan, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program.check import check
 from tests.problems import BALANCED, layers, problem, transfers
 from tests.strategies import SYSTEMS, cases
 from tests.twin.interpreter import EARLY, interpret

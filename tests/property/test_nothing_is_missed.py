@@ -10,13 +10,13 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_plan
-from rematbench.choose.reserved import reserved
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import program_bytes
+from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.reserved import reserved
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 from rematbench.workload import Model

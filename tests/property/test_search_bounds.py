@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.plan import PlanError, Unsupported
 from rematbench.search.arms import KEEP, Arm, Single
 from rematbench.search.bounds import Bounds
@@ -15,7 +16,6 @@ from rematbench.search.probe import Probe, Refused
 from rematbench.search.shard import Shard
 from rematbench.search.space import Choice, Fixed
 from rematbench.search.tree import Tree
-from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 

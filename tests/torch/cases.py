@@ -6,6 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -18,7 +19,6 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.torch.case import Case
 from rematbench.workload import Model, Precision
 from tests.problems import (

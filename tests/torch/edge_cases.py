@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
-from rematbench.program.check import check
+from rematbench.evaluate.proof import check
 from rematbench.torch import beside, trace
 from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import Case

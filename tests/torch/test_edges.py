@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.program.check import CheckError, check
+from rematbench.evaluate.proof import CheckError, check
 from rematbench.runs.executable import refusals
 from tests.torch import edges
 from tests.torch.edge_cases import case_of, stages

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
+from rematbench.evaluate.proof import CheckError, check
 from rematbench.host.rank_error import KILLED, RankError
-from rematbench.program.check import CheckError, check
 from rematbench.torch import attention, batch, devices, kernels, launch, movers, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine

@@ -10,9 +10,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import program_bytes
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_model, load_system, names
 from rematbench.torch.case import Case, RankResult

@@ -17,10 +17,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.engine.program.program import Block, Program
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.program.check import CheckError, check
-from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from tests.problems import all_methods, layers, problem
 from tests.strategies import problems

@@ -10,9 +10,9 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program, parse_program
 from rematbench.engine.simulate.step import DeadlockError
+from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Offload, Pass, Plan
 from rematbench.problem import Problem
-from rematbench.program.check import CheckError, check
 from tests.problems import BALANCED, FULL, half, layers, problem, rule, transfers
 from tests.twin.interpreter import EARLY, TwinError, interpret
 

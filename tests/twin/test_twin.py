@@ -8,6 +8,8 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
 from rematbench.plan import (
     Keep,
     MiniSequence,
@@ -20,8 +22,6 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.program.check import check
-from rematbench.simulate.evaluate import evaluate
 from tests.problems import (
     BALANCED,
     FULL,

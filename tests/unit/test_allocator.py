@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
-from rematbench.choose.reserved import Lowered, lately, unpressed, weighed
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB, AllocatorPeaks, Mode, rounded
 from rematbench.engine.program.program import RankProgram, parse_program
 from rematbench.engine.program.replay import _Run, replay
+from rematbench.evaluate.evaluation import evaluate_program
+from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.reserved import Lowered, lately, unpressed, weighed
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.problemspec import ProblemSpec
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
 

@@ -6,7 +6,7 @@ import pytest
 
 from rematbench.engine.program.program import Program, parse_program
 from rematbench.engine.simulate.step import DeadlockError
-from rematbench.program.check import CheckError, check
+from rematbench.evaluate.proof import CheckError, check
 
 
 def program(*lines: str) -> Program:

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
+from rematbench.evaluate.breakdown import PARTS
 from rematbench.search import questions
 from rematbench.search.halves import Progress
 from rematbench.search.job import Asked
-from rematbench.simulate.breakdown import PARTS
 from rematbench.spec.paths import data_dir
 
 RUN = CliRunner()

@@ -18,19 +18,19 @@ from rematbench.choose.candidates import (
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.judged import Judged, tied
-from rematbench.choose.outcome import run_method
-from rematbench.choose.reserved import same_plan
 from rematbench.cli.options import Request
 from rematbench.cli.ranking import ShownTable, safest, texts, verdict
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
+from rematbench.evaluate.outcome import run_method
+from rematbench.evaluate.reserved import same_plan
 from rematbench.host.workers import Pool
 from rematbench.packages.flags import Engines
 from rematbench.problem import Problem
 from rematbench.published.bands import Band
-from rematbench.simulate.breakdown import PARTS, Spared, parts_of
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
 from tests.serial import compared

@@ -6,10 +6,10 @@ import pytest
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
 from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split
 from rematbench.problem import Problem
-from rematbench.program.check import check
-from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations, parted_activations
 from tests.problems import all_methods, layers, on, plan_of, problem, refusal, remade, rule
 

@@ -12,10 +12,10 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.contention import crowd_of as crowd
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.evaluate.evaluation import evaluate, evaluate_program
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
 from rematbench.search.probe import Prober
-from rematbench.simulate.evaluate import evaluate, evaluate_program
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from rematbench.evaluate.contract import check_plan
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.plan import Plan
-from rematbench.plugins.contract import check_plan
 from rematbench.plugins.discover import build
-from rematbench.simulate.evaluate import evaluate
 from tests.problems import all_methods, problem
 
 REGISTRY = all_methods()

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import weigh
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import evaluate, evaluate_program
+from rematbench.evaluate.outcome import weigh
 from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
 from rematbench.problem import Problem, Weight
-from rematbench.simulate.evaluate import evaluate, evaluate_program
 from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
 from tests.problems import (

@@ -12,8 +12,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STREAMS
 from rematbench.engine.program.program import parse_program
 from rematbench.engine.simulate.step import simulate
-from rematbench.simulate.evaluate import evaluate_program
-from rematbench.simulate.perfetto import WAIT_THREAD, exposed_waits, timeline_events, write_timeline
+from rematbench.evaluate.evaluation import evaluate_program
+from rematbench.evaluate.perfetto import WAIT_THREAD, exposed_waits, timeline_events, write_timeline
 from tests.problems import BALANCED, half, problem, transfers
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_plan
-from rematbench.choose.reserved import lately
 from rematbench.cli import gpu
+from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.reserved import lately
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
 from rematbench.plan import Plan

@@ -67,7 +67,7 @@ def test_a_guide_names_files_and_functions_that_exist(name: str) -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    text = "`plan.py:Rule` `plan.py:Ruler` `lowering/gone.py` `program/check.py:check`"
+    text = "`plan.py:Rule` `plan.py:Ruler` `lowering/gone.py` `evaluate/proof.py:check`"
     assert missing(text) == ["plan.py:Ruler", "lowering/gone.py:"]
 
 

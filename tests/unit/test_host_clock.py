@@ -14,8 +14,8 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.engine.simulate.step import simulate
 from rematbench.engine.simulate.timing import STILL, TIMELESS, Timing
+from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.problem import Problem
-from rematbench.simulate.breakdown import host_wait_s
 from rematbench.spec.constants import Calibration, instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system

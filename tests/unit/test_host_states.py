@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_plan
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import GRADIENTS_DOWN, HOST_UPDATE, WEIGHTS_UP, Kind
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
+from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem
-from rematbench.program.check import CheckError, check
 from rematbench.published.sheets import read_sheet
-from rematbench.simulate.evaluate import evaluate, evaluate_program, program_bytes
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout

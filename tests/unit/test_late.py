@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import evaluate
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB
 from rematbench.engine.program.late import Late, LateUnit
 from rematbench.engine.program.program import RankProgram, parse_program
 from rematbench.engine.program.replay import replay
+from rematbench.evaluate.evaluation import program_bytes
+from rematbench.evaluate.outcome import evaluate
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import program_bytes
 from tests.problems import layers, plan_of, problem
 
 EARLY = {"mlp_chunks": 1, "head_chunks": 1, "optimizer_in_backward": True}

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.program import Program
+from rematbench.evaluate.proof import check
 from rematbench.plan import Group, MiniSequence, PlanError, Recompute, Rule, Select, Window
-from rematbench.program.check import check
 from tests.problems import LLAMA, half, layers, plan_of, problem, rule, transfers
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")

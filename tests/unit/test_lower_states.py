@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.program import Program
+from rematbench.evaluate.proof import check
 from rematbench.plan import MiniSequence, Pass, Plan, PlanError, Split, StateFate
-from rematbench.program.check import check
 from tests.problems import FULL, LLAMA, layers, problem, rule
 
 

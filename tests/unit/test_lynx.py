@@ -13,9 +13,9 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.program import Block
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.proof import check
 from rematbench.plan import Recompute, Window
 from rematbench.problem import Problem
-from rematbench.program.check import check
 from rematbench.solve.lynx import (
     LayerGroup,
     StagePolicy,

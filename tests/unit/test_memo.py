@@ -5,17 +5,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.choose.outcome import run_plan
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order, pool_bytes
 from rematbench.engine.program.program import Block, Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
-from rematbench.program.check import CheckError, check
-from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.memory_plan import lifetimes, placed, planned_peak
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir

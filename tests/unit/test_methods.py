@@ -10,9 +10,9 @@ import pytest
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order
+from rematbench.evaluate.evaluation import PlanEvaluation, evaluate, kernel_flop
 from rematbench.plan import ByteBudget, Group, Keep, Recompute, Rule, Select
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import PlanEvaluation, evaluate, kernel_flop
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import brackets, first_true, smallest_feasible, twice

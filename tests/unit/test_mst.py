@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import issue_order
+from rematbench.evaluate.evaluation import evaluate, program_bytes
+from rematbench.evaluate.proof import check
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.program.check import check
-from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence
 from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem, refusal

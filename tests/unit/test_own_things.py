@@ -12,9 +12,9 @@ import pytest
 from msgspec.structs import replace
 
 import rematbench
-from rematbench.choose.outcome import run_method
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.names import ACTIVATIONS
+from rematbench.evaluate.outcome import run_method
 from rematbench.host.table import write_sheet
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover, entry_of
@@ -295,7 +295,7 @@ def test_a_layout_is_checked_where_code_makes_it() -> None:
 SCRIPT = """
 import sys
 import rematbench.engine.simulate.step as step  # the folder, through the function of its name
-from rematbench.choose.outcome import make_problem  # binds the folder `simulate`, too
+from rematbench.evaluate.outcome import make_problem  # binds the folder `simulate`, too
 from rematbench import Problem, compare, simulate
 print("started")
 problem = Problem(model="llama-7b", cluster="a800-80gb", system="megatron-core", gpus=4,
@@ -303,7 +303,7 @@ problem = Problem(model="llama-7b", cluster="a800-80gb", system="megatron-core",
 table = compare(problem, only=["keep_all", "memo"], also=["memo:alpha=0.3"], limit_s=60)
 table.to_csv(sys.argv[1], index=False)
 assert simulate(problem, table["name"][0]).step_s == table["step_s"][0]
-import rematbench.simulate.perfetto
+import rematbench.evaluate.perfetto
 assert simulate.step is step is sys.modules["rematbench.engine.simulate.step"]
 assert rematbench.simulate is simulate and simulate.perfetto
 """

@@ -9,8 +9,8 @@ import pytest
 from rematbench.costs.estimators import PipelineOffloadEstimator
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.lowering.schedule import in_flight, passes
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster

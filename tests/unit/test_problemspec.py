@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rematbench.choose.outcome import make_problem
 from rematbench.cli.options import RunOptions, takes_problem, takes_run
+from rematbench.evaluate.outcome import make_problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_cluster, load_model, load_system

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from rematbench.choose.outcome import Outcome, Retries, judge, make_problem, retries, run_plan
-from rematbench.choose.reserved import lately
 from rematbench.cli.ranking import _retry_lines
 from rematbench.cli.show import FRAGMENTS, retried
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB
 from rematbench.engine.program.replay import replay
+from rematbench.evaluate.evaluation import evaluate_program, fullest_rank
+from rematbench.evaluate.outcome import Outcome, Retries, judge, make_problem, retries, run_plan
+from rematbench.evaluate.reserved import lately
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.runs.record import make_record
-from rematbench.simulate.evaluate import evaluate_program, fullest_rank
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
 from tests.typed import typed

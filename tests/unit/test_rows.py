@@ -11,10 +11,10 @@ from rich.console import Console
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.choose.job import Job
 from rematbench.choose.judged import Order, judge, lines
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, ShownTable, kept
+from rematbench.evaluate.job import Job
 from rematbench.host.console import gib, grid, show_whole
 from rematbench.packages.flags import Engines, costs, flags_of
 from rematbench.plan import Plan, Recompute, Rule, Select, Window

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
@@ -22,7 +23,6 @@ from rematbench.search.halves import Progress, distinct, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
-from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 from tests.everything import everything

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rematbench.choose.programs import Programs
 from rematbench.costs.copies import ALONE, Crowd
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.evaluation import evaluate_program
+from rematbench.evaluate.programs import Programs
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
 from rematbench.search import walk
 from rematbench.search.arms import Arm, Single
@@ -31,7 +32,6 @@ from rematbench.search.small import Measured
 from rematbench.search.space import Fixed
 from rematbench.search.trial import planned_at
 from rematbench.search.walk import Beside, Pieces, Rules, walked, walked_beside
-from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.problemspec import ProblemSpec
 
 

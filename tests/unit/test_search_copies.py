@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.choose import outcome
-from rematbench.choose.programs import Programs
-from rematbench.choose.reserved import Lowered
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate import outcome
+from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.reserved import Lowered
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
 from rematbench.search import trial

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.reserved import Reserved, weighed
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.reserved import Reserved, weighed
 from rematbench.search import questions, trial
 from rematbench.search.arms import Arm
 from rematbench.search.fits import leaner
@@ -17,7 +18,6 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.least import LeastBytes
 from rematbench.search.space import Fixed
 from rematbench.search.trial import Tried, planned_at
-from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.problemspec import ProblemSpec
 
 GIB = 2**30

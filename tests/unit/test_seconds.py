@@ -10,8 +10,8 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.engine.simulate.step import simulate
 from rematbench.engine.simulate.timing import RankedSeconds
+from rematbench.evaluate.breakdown import Spared
 from rematbench.plan import Keep, Rule, Select
-from rematbench.simulate.breakdown import Spared
 from tests.problems import BALANCED, half, on, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_method
 from rematbench.cli.baseline import show
 from rematbench.cli.real import speed_text, timing
 from rematbench.costs.flops import model_flop_per_token
+from rematbench.evaluate.outcome import run_method
 from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured
 from rematbench.runs.record import make_record
 from rematbench.runs.store import Store

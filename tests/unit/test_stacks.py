@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.choose.assumed import assumed
-from rematbench.choose.outcome import system_variant
 from rematbench.cli.app import command_line
+from rematbench.evaluate.assumptions import assumed
+from rematbench.evaluate.outcome import system_variant
 from rematbench.problem import Problem
 from rematbench.published.bands import band_of
 from rematbench.published.evidence import published_stack, unlike_shipped

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.choose.outcome import make_problem
+from rematbench.evaluate.outcome import make_problem
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rematbench.choose.outcome import Outcome, evaluate, run_method, run_plan
+from rematbench.evaluate.outcome import Outcome, evaluate, run_method, run_plan
 from rematbench.plan import Plan, Recompute, Rule, Select
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.choose import outcome as suite
 from rematbench.cli import measured
 from rematbench.cli import study as study_command
 from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.engine.program.profile import LedgerError
 from rematbench.engine.simulate.step import DeadlockError
+from rematbench.evaluate import outcome as suite
+from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
-from rematbench.program.check import CheckError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, traced, trained
 from tests.typed import typed

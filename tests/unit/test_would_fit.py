@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import Candidate
 from rematbench.choose.entry import Entry
-from rematbench.choose.outcome import run_plan
 from rematbench.choose.would_fit import GIB, MIB, STEP_BYTES, would_fit
+from rematbench.evaluate.outcome import run_plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem

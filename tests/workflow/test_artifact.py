@@ -11,8 +11,8 @@ from urllib.parse import urlparse
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.choose.outcome import run_method
 from rematbench.cli.app import command_line
+from rematbench.evaluate.outcome import run_method
 from rematbench.host.table import write_sheet
 from rematbench.published.sheets import read_sheet
 from rematbench.slurm.cells import Campaign, load_campaign_suite

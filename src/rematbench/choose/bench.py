@@ -9,15 +9,15 @@ from msgspec.structs import replace
 
 from rematbench.choose.candidates import Candidate, clash
 from rematbench.choose.entry import UNPLANNED, Entry
-from rematbench.choose.outcome import retries, run_plan
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.breakdown import parts_of
+from rematbench.evaluate.outcome import retries, run_plan
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.policies import present
 from rematbench.plugins.registry import MethodError, planned, typed
 from rematbench.problem import Problem
-from rematbench.simulate.breakdown import parts_of
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import LayoutError
 

@@ -16,8 +16,8 @@ from rematbench.choose.candidates import (
     first_candidates,
 )
 from rematbench.choose.entry import Compared, Entry, Status, as_made, lost_reason
-from rematbench.choose.reserved import same_plan
 from rematbench.choose.variants import best_variants
+from rematbench.evaluate.reserved import same_plan
 from rematbench.host.workers import Lost, Pool
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

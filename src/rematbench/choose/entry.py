@@ -5,10 +5,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from rematbench.choose.candidates import TUNED, Candidate, Made, changed_kinds
-from rematbench.choose.outcome import Retries, Verdict
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.evaluate.outcome import Retries, Verdict
 from rematbench.host.workers import Lost
 from rematbench.plan import Plan
-from rematbench.simulate.evaluate import PlanEvaluation
 
 Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
 

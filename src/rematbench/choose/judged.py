@@ -8,14 +8,14 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.choose.entry import Compared, Entry
-from rematbench.choose.job import Job
-from rematbench.choose.reserved import same_plan
+from rematbench.evaluate.breakdown import PARTS
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.reserved import same_plan
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
-from rematbench.simulate.breakdown import PARTS
 from rematbench.spec.configfile import ConfigError, wrong_field
 
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]

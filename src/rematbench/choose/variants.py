@@ -21,7 +21,7 @@ from rematbench.choose.candidates import (
     place,
 )
 from rematbench.choose.entry import Entry, as_made
-from rematbench.choose.reserved import same_plan
+from rematbench.evaluate.reserved import same_plan
 from rematbench.plan import Plan, Settings
 from rematbench.plugins.registry import MethodEntry, Registry, typed
 from rematbench.problem import Problem

@@ -6,7 +6,7 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from rematbench.choose.entry import Entry
-from rematbench.choose.outcome import Outcome, run_plan
+from rematbench.evaluate.outcome import Outcome, run_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem

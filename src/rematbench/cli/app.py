@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 from rematbench import __version__
 from rematbench.engine.program.profile import LedgerError
 from rematbench.engine.simulate.step import DeadlockError
+from rematbench.evaluate.proof import CheckError
 from rematbench.host.errors import UserError
-from rematbench.program.check import CheckError
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""

@@ -7,7 +7,6 @@ import msgspec
 import typer
 from typer import Option
 
-from rematbench.choose.outcome import run_method
 from rematbench.cli.options import (
     DEFAULT_SYSTEM,
     Request,
@@ -25,6 +24,7 @@ from rematbench.cli.points import (
 )
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Out, need_file
+from rematbench.evaluate.outcome import run_method
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
 from rematbench.packages.process import baselines, own_system, policy
 from rematbench.packages.stack import packaged

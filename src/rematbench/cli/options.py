@@ -15,8 +15,8 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
-from rematbench.choose.job import Job
-from rematbench.choose.outcome import make_problem
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.outcome import make_problem
 from rematbench.host.console import GIB, CommandError
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan

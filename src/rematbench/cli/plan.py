@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from rematbench.choose.outcome import Outcome, run_method
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.result import ShownRun, result
 from rematbench.cli.show import heading, show
@@ -19,6 +18,9 @@ from rematbench.costs.estimators import SAFE_SHARE
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.evaluate.outcome import Outcome, run_method
+from rematbench.evaluate.perfetto import write_timeline
 from rematbench.host.console import (
     CommandError,
     console,
@@ -34,8 +36,6 @@ from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.runs.record import make_record, read_record, write_record
 from rematbench.runs.reopen import Replay, replay, replay_plan
-from rematbench.simulate.evaluate import PlanEvaluation
-from rematbench.simulate.perfetto import write_timeline
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 

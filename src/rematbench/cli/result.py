@@ -6,10 +6,10 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from rematbench.choose.judged import run_band
-from rematbench.choose.outcome import Outcome, Retries, retries
 from rematbench.cli.options import Request
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.evaluate.outcome import Outcome, Retries, retries
 from rematbench.published.bands import Band, fits_word
-from rematbench.simulate.evaluate import PlanEvaluation
 
 
 class ShownRun(Struct, frozen=True, kw_only=True):

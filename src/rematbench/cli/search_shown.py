@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
-from rematbench.choose.assumed import assumed
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.evaluate.assumptions import assumed
 from rematbench.host.console import (
     GIB,
     CommandError,

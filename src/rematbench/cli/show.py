@@ -4,19 +4,19 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.assumed import assumed, faster_attention
-from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
 from rematbench.cli.result import ShownRun, fits, retries_of, shown_band
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.evaluate.assumptions import assumed, faster_attention
+from rematbench.evaluate.breakdown import host_wait_s
+from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.outcome import Retries
+from rematbench.evaluate.proof import Proof
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.problem import Problem
-from rematbench.program.check import Proof
 from rematbench.published.bands import Band, peak_band
-from rematbench.simulate.breakdown import host_wait_s
-from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, fullest_rank
 from rematbench.solve.memory_plan import FEW_TENSORS, placed
 
 HOST_SHARE = 0.01

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from rematbench.choose.job import Job
-from rematbench.choose.programs import Programs
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.programs import Programs
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.matrix.spec import Arm, MatrixSpec, Work

@@ -9,16 +9,16 @@ from dataclasses import replace
 import msgspec
 from msgspec import Struct
 
-from rematbench.choose.job import Job
-from rematbench.choose.outcome import Status, timed
-from rematbench.choose.programs import Programs
-from rematbench.choose.reserved import same_plan
+from rematbench.evaluate.breakdown import parts_of
+from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.outcome import Status, timed
+from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.reserved import same_plan
 from rematbench.host.table import GIB
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.simulate.breakdown import parts_of
-from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
 
 
@@ -78,7 +78,7 @@ class Numbers(Programs):
         )
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
-        """The evaluation of a plan as in choose/outcome.py, with a shared program."""
+        """The evaluation of a plan as in evaluate/outcome.py, with a shared program."""
         key = _key(problem, plan)
         if key not in self._evaluations:
             lowered, held = self.lowered(problem, plan), self.held(problem, plan)

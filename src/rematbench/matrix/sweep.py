@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rematbench.evaluate.breakdown import busiest
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
@@ -16,7 +17,6 @@ from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row
 from rematbench.search.shared import Shared
-from rematbench.simulate.breakdown import busiest
 
 TABLES = (SAME, BEST)
 NOT_RUN = "not run"

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import LAYOUT, NOT_RUN
 from rematbench.matrix.verdicts import Line, by_cell, outcome, speed
 from rematbench.published.accuracy import number
-from rematbench.simulate.breakdown import PARTS, losses
 from rematbench.spec.load import load_system
 
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}

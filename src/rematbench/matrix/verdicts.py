@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import make_problem
+from rematbench.evaluate.outcome import make_problem
 from rematbench.matrix.best import BEST, CELL, OPEN
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import LAYOUT

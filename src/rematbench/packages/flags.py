@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_plan
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
+from rematbench.evaluate.outcome import run_plan
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem

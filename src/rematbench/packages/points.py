@@ -7,8 +7,9 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import program_bytes
+from rematbench.evaluate.outcome import make_problem
 from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
@@ -16,7 +17,6 @@ from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.record import Record, keep_record, read_record
-from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir

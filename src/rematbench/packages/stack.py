@@ -16,15 +16,20 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.reserved import reserved
 from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
+from rematbench.evaluate.evaluation import (
+    PlanEvaluation,
+    RankBytes,
+    evaluate_program,
+    program_bytes,
+)
+from rematbench.evaluate.reserved import reserved
 from rematbench.packages.process import baselines, load
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition, Method
 from rematbench.problem import Evaluator, Problem
-from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
 
 
 class Extra(Struct, frozen=True, kw_only=True):

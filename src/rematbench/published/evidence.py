@@ -15,7 +15,7 @@ from typing import Any, get_args
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from rematbench.choose.outcome import Variant, system_variant
+from rematbench.evaluate.outcome import Variant, system_variant
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem

@@ -7,11 +7,12 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rematbench.choose.outcome import Outcome, run_method
 from rematbench.costs.states import state_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.evaluate.outcome import Outcome, run_method
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -19,7 +20,6 @@ from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import band_of
 from rematbench.published.rows import PublishedCase, Row, RowError, read_case
-from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.spec.constants import Calibration
 
 COLUMNS = (

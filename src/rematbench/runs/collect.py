@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
+from rematbench.evaluate.evaluation import RankBytes
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.record import Metrics, Record, read_record
 from rematbench.runs.suite import label_key
-from rematbench.simulate.evaluate import RankBytes
 
 UNITS = {
     "step_s": "s",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = "rematbench.cli"
-SIMULATED = ("rematbench.choose.outcome", "rematbench.runs.record")
+SIMULATED = ("rematbench.evaluate.outcome", "rematbench.runs.record")
 """The root modules of a simulated record."""
 
 LOADS_BY_NAME = "rematbench.packages.process"

@@ -14,16 +14,16 @@ import msgspec
 from msgspec import Struct
 
 import rematbench
-from rematbench.choose.outcome import Outcome, Retries, Status, retries
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import PHASES, resolve
+from rematbench.evaluate.evaluation import RankBytes
+from rematbench.evaluate.outcome import Outcome, Retries, Status, retries
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.runs.measured import Engine, Measured
-from rematbench.simulate.evaluate import RankBytes
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import AttentionChoice

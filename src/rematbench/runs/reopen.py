@@ -2,15 +2,15 @@
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import make_problem
-from rematbench.choose.reserved import reserved
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
+from rematbench.evaluate.evaluation import PlanEvaluation, evaluate_program
+from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.reserved import reserved
 from rematbench.host.table import GIB
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.runs.record import Record, RecordError, RunSpec, content_hash
-from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster

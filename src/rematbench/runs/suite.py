@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from rematbench.choose.outcome import make_problem, run_method
+from rematbench.evaluate.outcome import make_problem, run_method
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem

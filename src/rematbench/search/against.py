@@ -10,8 +10,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_method
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.breakdown import parts_of
+from rematbench.evaluate.outcome import run_method
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -22,7 +23,6 @@ from rematbench.search.answer import judged, line
 from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import DEGREES
-from rematbench.simulate.breakdown import parts_of
 from rematbench.spec.load import Kind, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -7,8 +7,9 @@ from typing import Any
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from rematbench.choose.job import WORDS, Job
 from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.breakdown import PARTS, losses, parts_of
+from rematbench.evaluate.job import WORDS, Job
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
@@ -16,7 +17,6 @@ from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice, partitions
 from rematbench.search.trial import Tried, tried_plan
-from rematbench.simulate.breakdown import PARTS, losses, parts_of
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import load_compare
-from rematbench.choose.outcome import hosting, make_problem
-from rematbench.choose.programs import Programs
+from rematbench.evaluate.outcome import hosting, make_problem
+from rematbench.evaluate.programs import Programs
 from rematbench.packages.flags import Engines
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan, PlanError

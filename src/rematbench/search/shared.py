@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rematbench.choose.programs import Programs
+from rematbench.evaluate.programs import Programs
 from rematbench.search.small import Known
 
 

@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from rematbench.choose.programs import Programs
+from rematbench.evaluate.programs import Programs
 from rematbench.problem import Problem
 from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice

@@ -10,7 +10,6 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import changed_kinds
-from rematbench.choose.reserved import same_plan
 from rematbench.costs.copies import ALONE, Crowd
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
@@ -18,6 +17,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.reserved import same_plan
 from rematbench.plan import Phase, Plan
 from rematbench.problem import Problem
 from rematbench.search.floor import Stored, copies, stored

@@ -3,15 +3,15 @@
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import Verdict, judge, judged, timed
-from rematbench.choose.programs import Programs
-from rematbench.choose.reserved import Lowered, same_plan, weighed
+from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
+from rematbench.evaluate.outcome import Verdict, judge, judged, timed
+from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.reserved import Lowered, same_plan, weighed
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.space import Choice
-from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
 
 NO_PLAN = "no plan: "

@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.packages.stack import packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry, Value
@@ -15,7 +16,6 @@ from rematbench.runs.digests import code_digest
 from rematbench.runs.measured import TIMED_STEPS
 from rematbench.runs.record import content_hash, run_spec
 from rematbench.runs.suite import NamedProblem, Suite, Variant, check_names
-from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.slurm.settings import Center, load_center
 from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping

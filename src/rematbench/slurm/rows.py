@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.plan import PlanError
 from rematbench.runs.measured import BOUNDS, Measured
 from rematbench.runs.store import Store
-from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.cellrecord import CellRecord, decode
 from rematbench.slurm.cells import Campaign, CampaignCell
 from rematbench.slurm.shown import OURS, columns

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.problem import Problem
 from rematbench.runs.measured import OF_CUDA, Measured
 from rematbench.runs.record import Record
-from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.worlds.speed import measured_speed
 
 SPEED = ("step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import Outcome, Status, make_problem, run_method
+from rematbench.evaluate.evaluation import fullest_rank
+from rematbench.evaluate.outcome import Outcome, Status, make_problem, run_method
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.runs.suite import NamedProblem
-from rematbench.simulate.evaluate import fullest_rank
 from rematbench.solve.search import first_true
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec

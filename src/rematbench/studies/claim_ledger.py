@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rematbench.choose.outcome import Status
+from rematbench.evaluate.outcome import Status
 from rematbench.host.table import Column, Table, signed_percent
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import number

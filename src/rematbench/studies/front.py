@@ -1,6 +1,6 @@
 """The Pareto front of recomputation seconds against kept bytes, for one layer of each model."""
 
-from rematbench.choose.outcome import make_problem
+from rematbench.evaluate.outcome import make_problem
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import Problem

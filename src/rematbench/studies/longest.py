@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import Outcome, run_method
+from rematbench.evaluate.outcome import Outcome, run_method
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem

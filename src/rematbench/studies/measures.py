@@ -12,10 +12,10 @@ from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.replay import replay
+from rematbench.evaluate.evaluation import fullest_rank, program_bytes
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import fullest_rank, program_bytes
 from rematbench.solve.layers import forward_s
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.search import first_true

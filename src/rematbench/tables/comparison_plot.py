@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematbench.simulate.breakdown import PARTS
+from rematbench.evaluate.breakdown import PARTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

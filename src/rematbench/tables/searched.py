@@ -8,7 +8,7 @@ second time before a table is made.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rematbench.choose.job import WORDS
+from rematbench.evaluate.job import WORDS
 from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated

@@ -2,7 +2,6 @@
 
 from msgspec import Struct
 
-from rematbench.choose.reserved import rank_reserved
 from rematbench.costs.operators.ops import Part
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import Resolved, Site, resolve
@@ -11,9 +10,10 @@ from rematbench.engine.lowering.schedule import phases
 from rematbench.engine.program.action import place
 from rematbench.engine.program.ledger import Live, live_at_peak
 from rematbench.engine.program.program import Program
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.evaluate.reserved import rank_reserved
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import PlanEvaluation
 
 _PARTS: dict[str, Part] = {"E": "embedding", "L": "layer", "H": "head"}
 Fates = dict[tuple[int, int], dict[Site, Resolved]]

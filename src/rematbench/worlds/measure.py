@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import Status
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Program
+from rematbench.evaluate.evaluation import RankBytes, program_bytes
+from rematbench.evaluate.outcome import Status
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.runs.cell import Cell
@@ -21,7 +22,6 @@ from rematbench.runs.measured import (
     whole_norms,
 )
 from rematbench.runs.record import Record, World, plan_hash, provenance, run_spec
-from rematbench.simulate.evaluate import RankBytes, program_bytes
 from rematbench.spec.load import load_system
 from rematbench.workload import Model
 

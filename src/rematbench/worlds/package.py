@@ -4,13 +4,13 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from rematbench.evaluate.evaluation import fullest
 from rematbench.packages.process import PackageJob, job, run_jobs, run_rank
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.runs.measured import Measured
 from rematbench.runs.record import Record
-from rematbench.simulate.evaluate import fullest
 from rematbench.worlds.launched import leave
 
 Option = int | float | bool | str

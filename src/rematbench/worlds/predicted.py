@@ -10,11 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import run_plan
-from rematbench.choose.reserved import lately, unpressed
 from rematbench.engine.program.first_rank import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.evaluate.evaluation import fullest_rank
+from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.reserved import lately, unpressed
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
 from rematbench.plan import Plan, Unsupported
@@ -23,7 +24,6 @@ from rematbench.runs.cell import Cell, problem_of
 from rematbench.runs.digests import code_digest
 from rematbench.runs.gpu_lines import Prediction, Searched, append_line, read_lines
 from rematbench.runs.record import plan_hash, provenance, run_spec
-from rematbench.simulate.evaluate import fullest_rank
 from rematbench.worlds.layer_suite import HandCell
 
 PREDICTED = "predictions.jsonl"

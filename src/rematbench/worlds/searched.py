@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
+from rematbench.evaluate.outcome import make_problem
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.packages.process import Device

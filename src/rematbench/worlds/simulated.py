@@ -1,6 +1,6 @@
 """The simulated world: a plan is lowered and evaluated, and nothing is run."""
 
-from rematbench.choose.outcome import run_method
+from rematbench.evaluate.outcome import run_method
 from rematbench.runs.cell import Cell
 from rematbench.runs.record import Record, make_record
 

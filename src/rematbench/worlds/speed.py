@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from rematbench.evaluate.evaluation import speed
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import speed
 from rematbench.spec.cluster import Cluster
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematbench.choose.outcome import run_plan
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.evaluate.outcome import run_plan
 from rematbench.host.console import CommandError
 from rematbench.packages.process import Device
 from rematbench.plan import Plan

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from rematbench.choose.outcome import Status
+from rematbench.evaluate.evaluation import fullest
+from rematbench.evaluate.outcome import Status
 from rematbench.plan import Unsupported
 from rematbench.runs.cell import Cell
 from rematbench.runs.measured import Measured
 from rematbench.runs.record import Record
-from rematbench.simulate.evaluate import fullest
 from rematbench.worlds.measure import measured_ranks, measured_record
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Kind
 from rematbench.engine.program.ledger import Interval, timeline
-from rematbench.simulate.evaluate import PlanEvaluation
+from rematbench.evaluate.evaluation import PlanEvaluation
 
 Event = dict[str, Any]
 

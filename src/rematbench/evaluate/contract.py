@@ -15,13 +15,13 @@ import msgspec
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
 from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
 from rematbench.plugins.registry import Method, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.program.check import check
-from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_cluster, load_system
 from rematbench.workload import Model, Workload

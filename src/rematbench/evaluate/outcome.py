@@ -5,18 +5,18 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.reserved import Lowered, Reserved, lately, replayed, weighed
 from rematbench.engine.lowering.lower import lower
-from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.registry import Composition, MethodError
-from rematbench.problem import Problem, Weight
-from rematbench.program.check import Proof, check
-from rematbench.simulate.evaluate import (
+from rematbench.evaluate.evaluation import (
     PlanEvaluation,
     RankBytes,
     evaluate_program,
     fullest_rank,
 )
+from rematbench.evaluate.proof import Proof, check
+from rematbench.evaluate.reserved import Lowered, Reserved, lately, replayed, weighed
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import Composition, MethodError
+from rematbench.problem import Problem, Weight
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import LayoutError

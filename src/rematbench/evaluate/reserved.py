@@ -13,9 +13,9 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import AllocatorPeaks, Mode
 from rematbench.engine.program.program import Program
 from rematbench.engine.program.replay import replay
+from rematbench.evaluate.evaluation import RankBytes, fullest_rank, program_bytes
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.simulate.evaluate import RankBytes, fullest_rank, program_bytes
 from rematbench.solve.memory_plan import planned_peak
 
 

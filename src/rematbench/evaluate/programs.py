@@ -2,7 +2,7 @@
 
 from msgspec.json import encode
 
-from rematbench.choose.reserved import Lowered, Reserved, same_plan, weighed
+from rematbench.evaluate.reserved import Lowered, Reserved, same_plan, weighed
 from rematbench.plan import Plan
 from rematbench.problem import Problem, Weight
 

@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 import rematbench
-from rematbench.choose.assumed import assumed
+from rematbench.evaluate.assumptions import assumed
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout

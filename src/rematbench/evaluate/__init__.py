@@ -1,0 +1,1 @@
+"""One plan on one problem: its result, its bytes, its verdict."""

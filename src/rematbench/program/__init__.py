@@ -1,1 +1,0 @@
-"""A lowered plan: its actions, their order, the proof of its soundness, and its bytes."""
