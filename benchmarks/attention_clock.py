@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rematbench.host.gpu_state import GpuState, gpu_state
-from rematbench.torch import attention
 from rematbench.torch.spent import Stamp, between
-from rematbench.torch.streams import stamp
+from rematbench.worlds.torch import attention_backends
+from rematbench.worlds.torch.streams import stamp
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Of Llama-3.1-8B (arXiv 2407.21783, table 3)."""
@@ -44,10 +44,10 @@ def passes(length: int, order: str, device: torch.device) -> dict[str, Pass]:
         return x.transpose(1, 2)
 
     q, k, v, grad = made(HEADS), made(KV_HEADS), made(KV_HEADS), made(HEADS)
-    out, lse = attention.flash(q, k, v, True)
+    out, lse = attention_backends.flash(q, k, v, True)
     return {
-        "forward": lambda: attention.flash(q, k, v, True),
-        "backward": lambda: attention.flash_backward(grad, q, k, v, out, lse, True),
+        "forward": lambda: attention_backends.flash(q, k, v, True),
+        "backward": lambda: attention_backends.flash_backward(grad, q, k, v, out, lse, True),
     }
 
 

@@ -20,7 +20,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.torch import executor, trace
+from rematbench.worlds.torch import executor, trace
 
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
 

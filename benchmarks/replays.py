@@ -25,10 +25,6 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
 from rematbench.evaluate.outcome import make_problem
-from rematbench.packages.deepspeed import reducing, stack, whole, zero_peaks
-from rematbench.packages.megatron_core import offloads
-from rematbench.packages.process import policy
-from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Method
 from rematbench.spec.configfile import ConfigError
@@ -36,6 +32,10 @@ from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.packages.deepspeed import reducing, stack, whole, zero_peaks
+from rematbench.worlds.packages.megatron_core import offloads
+from rematbench.worlds.packages.process import policy
+from rematbench.worlds.packages.stack import StackProblem, activation_peak, packaged
 
 JOBS, SEED = 100, 21
 WORST, MEDIAN = 2.0, 0.5
@@ -178,7 +178,7 @@ class Replay(NamedTuple):
 
 
 def megatron_replays() -> tuple[Replay, ...]:
-    """The replays of packages/megatron_core/offloads.py."""
+    """The replays of worlds/packages/megatron_core/offloads.py."""
     groups = offloads.Groups
     still = offloads, "Groups", lambda _, rank: groups({}, rank)
     found = (
@@ -194,7 +194,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def deepspeed_replays() -> tuple[Replay, ...]:
-    """The replays of packages/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
+    """The replays of worlds/packages/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
     sizes = stack._sizes
     once = stack, "_sizes", lambda *known: sizes(*known)._replace(remade=False)
 
@@ -230,7 +230,7 @@ class Unseen:
 
 
 def gradient_replays() -> tuple[Replay, ...]:
-    """The replays of packages/deepspeed/reducing.py."""
+    """The replays of worlds/packages/deepspeed/reducing.py."""
     red = reducing
 
     def summed(self: Any) -> list[int]:

@@ -29,7 +29,6 @@ from msgspec.structs import replace
 from rematbench.cli.doctor import cpu_name
 from rematbench.cli.matrix import declared
 from rematbench.matrix.best import WITHIN, Line, Task, Worker
-from rematbench.matrix.spec import MatrixSpec
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import Bounds
 from rematbench.search.cut import key
@@ -39,6 +38,7 @@ from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
 from rematbench.search.space import Choice
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 GAPS = (0.02, 0.005)
 LAYOUTS = 100_000

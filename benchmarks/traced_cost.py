@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from rematbench.runs.cell import cell_names, cells
-from rematbench.runs.suite import load_suite
 from rematbench.worlds import traced
+from rematbench.worlds.records.cell import cell_names, cells
+from rematbench.worlds.records.suite import load_suite
 
 SUITE = Path(__file__).resolve().parents[1] / "config" / "traced.yaml"
 COLUMNS = ("cell", "cpu_s", "wall_s", "peak_rss_bytes", "status", "date", "python", "torch")

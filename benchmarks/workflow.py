@@ -126,8 +126,8 @@ def bare(folder: Path) -> Cost:
     """The cost of the copy's cells in one process, without Snakemake."""
     code = (
         "import sys; from pathlib import Path; from rematbench.plugins.discover import discover; "
-        "from rematbench.runs.suite import load_suite, run_bundle; "
-        "from rematbench.runs.store import Store; "
+        "from rematbench.worlds.records.suite import load_suite, run_bundle; "
+        "from rematbench.worlds.records.store import Store; "
         "r = discover(); s = load_suite(Path('config/smoke.yaml')); "
         "[run_bundle(s, m, r, Path('bare') / m, Store(Path('barestore'))) for m in r.methods]"
     )

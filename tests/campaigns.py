@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rematbench.slurm.cells import Campaign, load_campaign_suite
-from rematbench.slurm.nodefacts import NodeFacts
-from rematbench.slurm.queue import UNLIMITED, Node
+from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.nodefacts import NodeFacts
+from rematbench.worlds.slurm.queue import UNLIMITED, Node
 from tests.problems import all_methods
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
-"""As in the runtime's own processes (`rematbench.torch.devices.prepare`), for what tests run in
+"""As in the runtime's own processes (`rematbench.worlds.torch.devices.prepare`), for what tests run in
 theirs; oneDNN reads it once, at its first product."""
 
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,12 +1,12 @@
 """Inputs and resources of the rules for executed cells, from the cluster file and the suite."""
 
 from rematbench.host.console import CommandError
-from rematbench.slurm.cellrecord import is_final
-from rematbench.slurm.cells import Campaign, load_campaign_suite
-from rematbench.slurm.patience import be_patient
-from rematbench.slurm.resources import executed_resources
-from rematbench.slurm.submissions import announce, refuse_simulated
-from rematbench.runs.store import Store
+from rematbench.worlds.slurm.cellrecord import is_final
+from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.patience import be_patient
+from rematbench.worlds.slurm.resources import executed_resources
+from rematbench.worlds.slurm.submissions import announce, refuse_simulated
+from rematbench.worlds.records.store import Store
 
 
 include: "placement.smk"

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from rematbench.runs.digests import command_digest, digest
+from rematbench.worlds.records.digests import command_digest, digest
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import all_cells, bundles as sheet_bundles, read_sheet
 from rematbench.studies.study import load_study
 from rematbench.host.table import SUFFIXES
-from rematbench.runs.suite import bundles as suite_bundles, load_suite
+from rematbench.worlds.records.suite import bundles as suite_bundles, load_suite
 
 PUBLISHED = "results/published/runs.csv"
 METHODS = sorted(str(path) for path in Path("methods").glob("*.py"))

@@ -3,8 +3,8 @@
 from shutil import which
 
 from rematbench.spec.configfile import ConfigError
-from rematbench.slurm.resources import KEYS, simulated_resources
-from rematbench.slurm.settings import load_center
+from rematbench.worlds.slurm.resources import KEYS, simulated_resources
+from rematbench.worlds.slurm.settings import load_center
 
 CPU_CLUSTER = config["cluster"] or "this-machine"
 SIMULATE_HERE = config["simulate_on"] == "local"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rematbench.packages.process import PackageJob
+from rematbench.worlds.packages.process import PackageJob
 
 
 @dataclass(kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from baselines.common.contract import NotRunnable
-from rematbench.packages.process import PackageJob
-from rematbench.torch.canary import gpus_seen
-from rematbench.torch.devices import choose_device, empty_pinned
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.torch.canary import gpus_seen
+from rematbench.worlds.torch.devices import choose_device, empty_pinned
 
 
 def require(job: PackageJob, local_ranks: int) -> None:

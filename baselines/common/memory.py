@@ -2,7 +2,7 @@
 
 from baselines.common.contract import NotRunnable
 from rematbench.host.memory import free_bytes
-from rematbench.packages.process import PackageJob
+from rematbench.worlds.packages.process import PackageJob
 
 
 def check_memory(job: PackageJob) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from rematbench.torch.tracker import Tracker
+from rematbench.worlds.torch.tracker import Tracker
 
 
 class Meter(Tracker):

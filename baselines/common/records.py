@@ -7,9 +7,9 @@ import torch
 from baselines.common import gpu
 from baselines.common.contract import RankAnswer, Runner
 from rematbench.evaluate.outcome import Status
-from rematbench.packages.process import PackageJob
-from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured, whole_norms
-from rematbench.runs.record import Record, provenance, write_record
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.measured import OF_CUDA, Engine, Measured, RankMeasured, whole_norms
+from rematbench.worlds.records.record import Record, provenance, write_record
 
 BYTES = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "host_state_bytes")
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
-from rematbench.packages.process import PackageJob
-from rematbench.torch.devices import forget_peaks, pinned_peak
-from rematbench.torch.failures import NotFinite
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.torch.devices import forget_peaks, pinned_peak
+from rematbench.worlds.torch.failures import NotFinite
 
 
 class Trainer(Protocol):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
-from rematbench.torch.parameters import (
+from rematbench.workload import Model
+from rematbench.worlds.torch.parameters import (
     ParameterSpec,
     full_weight,
     padded,
@@ -17,7 +18,6 @@ from rematbench.torch.parameters import (
     specs_by_name,
     square_sum,
 )
-from rematbench.workload import Model
 
 
 def model_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:

@@ -18,13 +18,13 @@ from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
-from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.deepspeed.weights import ZERO_3
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
-from rematbench.torch.batch import Batch, make_batch
-from rematbench.torch.parameters import AdamW, square_sum
 from rematbench.workload import Workload
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.deepspeed.weights import ZERO_3
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
+from rematbench.worlds.torch.batch import Batch, make_batch
+from rematbench.worlds.torch.parameters import AdamW, square_sum
 
 UPDATE = AdamW()
 """AdamW with the hyperparameters of the project's own executor. Weight decay is on all parameters,

@@ -36,9 +36,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from baselines.common.contract import RankAnswer
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
-from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.deepspeed.weights import ZERO_3
-from rematbench.packages.process import PackageJob
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.deepspeed.weights import ZERO_3
+from rematbench.worlds.packages.process import PackageJob
 
 _tiled_backward = TiledFusedLogitsLoss.backward
 _has_inf_or_nan = stage_1_and_2.has_inf_or_nan

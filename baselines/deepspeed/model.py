@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from baselines.common.norm import rms_norm
 from baselines.common.weights import model_specs, weight
-from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.torch.kernels import IGNORED, NORM_EPS, rope, rope_tables
 from rematbench.workload import Model
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, rope, rope_tables
 
 
 class RmsNorm(nn.RMSNorm):

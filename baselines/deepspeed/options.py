@@ -6,10 +6,10 @@ import msgspec
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.limits import holding, overruled, setup_of
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.limits import holding, overruled, setup_of
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
 
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
 """The settings of a policy that a configuration says: tiles are code."""

@@ -20,7 +20,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from rematbench.torch.mode import Mode
+from rematbench.worlds.torch.mode import Mode
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 SHIM = ("places", "streams")

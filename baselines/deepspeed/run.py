@@ -14,9 +14,9 @@ from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.deepspeed.options import accepted, check, policy_of, read
-from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.process import PackageJob
-from rematbench.torch.batch import Batch
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
     os.environ["DS_ACCELERATOR"] = "cpu"  # read by the imports below

@@ -12,12 +12,12 @@ from megatron.core.transformer.enums import AttnBackend
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
-from rematbench.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
-from rematbench.torch.kernels import NORM_EPS
-from rematbench.torch.parameters import AdamW
 from rematbench.workload import Model
+from rematbench.worlds.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
+from rematbench.worlds.torch.arithmetic import NORM_EPS
+from rematbench.worlds.torch.parameters import AdamW
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UPDATE = AdamW()

@@ -17,10 +17,10 @@ from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
 from baselines.megatron_core import step as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
-from rematbench.packages.megatron_core.plan import MegatronCore
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
-from rematbench.torch.batch import MicroBatch
+from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
+from rematbench.worlds.torch.batch import MicroBatch
 
 MASTER_AND_MOMENTS = {"bf16": 12, "fp32": 8}
 """Bytes a parameter: an fp32 master copy for bf16 parameters, two moments."""

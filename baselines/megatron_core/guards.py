@@ -6,10 +6,10 @@ import msgspec
 
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import SAID
-from rematbench.packages.limits import Reason, overruled, setup_of
-from rematbench.packages.megatron_core.plan import MegatronCore
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
+from rematbench.worlds.packages.limits import Reason, overruled, setup_of
+from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
 
 
 def check(job: PackageJob, policy: MegatronCore) -> None:

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from baselines.megatron_core.guards import has_transformer_engine
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
-from rematbench.torch.attention import attend, attend_backward
-from rematbench.torch.groups import Group
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
+from rematbench.worlds.torch.attention_backends import attend, attend_backward
+from rematbench.worlds.torch.groups import Group
 
 
 class Norm:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from baselines.common.weights import Piece, weight
-from rematbench.torch.parameters import ParameterSpec
 from rematbench.workload import Model
+from rematbench.worlds.torch.parameters import ParameterSpec
 
 INSIDE = {
     "input_layernorm": ("attn_norm",),

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from baselines.common.meter import as_kernel
 from baselines.common.norm import rms_norm
-from rematbench.torch.groups import settled
+from rematbench.worlds.torch.groups import settled
 
 CPU = torch.device("cpu")
 

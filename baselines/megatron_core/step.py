@@ -28,12 +28,12 @@ from baselines.megatron_core.config import (
     uses_distributed_optimizer,
 )
 from baselines.megatron_core.layers import layer_spec, mask_padding
-from rematbench.packages.megatron_core.plan import MegatronCore
-from rematbench.packages.process import PackageJob
-from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
-from rematbench.torch.groups import Coordinates, is_gloo
-from rematbench.torch.kernels import IGNORED
 from rematbench.workload import Workload
+from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.torch.arithmetic import IGNORED
+from rematbench.worlds.torch.batch import MicroBatch, make_batch, micro_batches, positions
+from rematbench.worlds.torch.groups import Coordinates, is_gloo
 
 ALLOCATE = GPUTensorPool.allocate
 VOCAB_MULTIPLE = 1

@@ -17,7 +17,7 @@ from baselines.common.contract import NotRunnable
 from baselines.transformers.families import config_of
 from baselines.transformers.step import Kernel, Seen, Setup, run
 from rematbench.host.files import write_atomically
-from rematbench.runs.record import Provenance, provenance
+from rematbench.worlds.records.record import Provenance, provenance
 
 
 class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -33,7 +33,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from baselines.common.contract import NotRunnable
 from baselines.common.meter import Meter
 from baselines.transformers.saved import operator
-from rematbench.torch.mode import Mode
+from rematbench.worlds.torch.mode import Mode
 
 FLASH = "flash_attention_2"
 LARGEST_HEAD = 256

@@ -10,9 +10,9 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer
 from baselines.transformers.families import config_of_model, model_class
 from baselines.transformers.policy import Transformers
 from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import RunSpec
 from rematbench.spec.system import AttentionChoice
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import RunSpec
 
 MOMENTS = 2
 """The moments of AdamW; each has the size and dtype of its parameter."""

@@ -17,7 +17,6 @@ from rematbench.choose.judged import Order, judge, lines, run_band
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.outcome import Outcome, make_problem, run_method
-from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 from rematbench.published.bands import Band, leaving_reserve
@@ -27,6 +26,7 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Fixed
 from rematbench.spec.configfile import ConfigError, convert
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.packages.flags import Engines
 
 Problem = ProblemSpec
 """A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.

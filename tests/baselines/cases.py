@@ -16,15 +16,15 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
-from rematbench.packages.process import PackageJob, job, policy, run_jobs
-from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.runs.record import Record
-from rematbench.torch.case import Case, Result
-from rematbench.torch.launch import execute_cases
 from rematbench.workload import Model, Precision
+from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
+from rematbench.worlds.packages.stack import StackProblem, activation_peak, packaged
+from rematbench.worlds.records.record import Record
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.launch import execute_cases
 from tests.problems import problem, remade
 from tests.torch.cases import TINY as TWO_LAYERS
 from tests.torch.cases import TINY_GPT as TWO_LAYERS_GPT

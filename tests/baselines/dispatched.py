@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rematbench.torch.mode import Mode
+from rematbench.worlds.torch.mode import Mode
 
 NO_KERNEL = {
     *("view", "_unsafe_view", "transpose", "t", "permute", "expand", "detach", "slice", "select"),

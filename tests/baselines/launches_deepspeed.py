@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from baselines.deepspeed import engine, run
-from rematbench.packages.process import job, policy
-from rematbench.torch.batch import Batch
+from rematbench.worlds.packages.process import job, policy
+from rematbench.worlds.torch.batch import Batch
 from tests.baselines.cases import TINY, Asked, deep
 from tests.baselines.dispatched import Launches, of_more_layers
 

@@ -3,12 +3,12 @@
 from random import Random
 from typing import Any, NamedTuple
 
-from rematbench.packages.process import policy
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.workload import Model
+from rematbench.worlds.packages.process import policy
 from tests.problems import make_problem
 
 CHECKPOINTING = ("none", "none", "plain", "plain", "partitioned", "cpu", "partitioned_cpu")

@@ -13,8 +13,8 @@ pytest.importorskip("torch", reason="baselines need torch")
 
 from rematbench.host import rank_error
 from rematbench.host.rank_error import RankError
-from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
+from rematbench.worlds.records.record import Record, read_record
 from tests.installed import needs
 
 needs("megatron.core")

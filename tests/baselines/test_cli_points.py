@@ -11,12 +11,12 @@ from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
-from rematbench.packages.process import NotInstalled, PackageJob
-from rematbench.runs.record import Record, read_record, write_record
-from rematbench.runs.reopen import spec_problem
-from rematbench.runs.suite import Variant
 from rematbench.worlds import package
-from rematbench.worlds.again import differences
+from rematbench.worlds.packages.process import NotInstalled, PackageJob
+from rematbench.worlds.records.record import Record, read_record, write_record
+from rematbench.worlds.records.reopen import spec_problem
+from rematbench.worlds.records.suite import Variant
+from rematbench.worlds.reruns import differences
 
 APP = command_line()
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.packages.agreement import EXECUTOR, ROWS, agreement_table
 from rematbench.packages.points import load_points, published, rows
-from rematbench.runs.measured import Measured
-from rematbench.runs.record import read_record
 from rematbench.spec.configfile import ConfigError
-from rematbench.worlds.again import differences
+from rematbench.worlds.agreement import EXECUTOR, ROWS, agreement_table
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.reruns import differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 TRACED = MEASURED / "traced" / "baselines"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
 from tests.baselines.cases import (
     GPT,
     SEQ,

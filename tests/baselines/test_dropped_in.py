@@ -8,7 +8,10 @@ import pytest
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.proof import check
-from rematbench.packages.process import (
+from rematbench.plan import Plan
+from rematbench.spec import paths
+from rematbench.spec.paths import data_dir
+from rematbench.worlds.packages.process import (
     BaselineError,
     NotInstalled,
     baselines,
@@ -16,9 +19,6 @@ from rematbench.packages.process import (
     policy,
     run_jobs,
 )
-from rematbench.plan import Plan
-from rematbench.spec import paths
-from rematbench.spec.paths import data_dir
 from tests.baselines import test_contract as contract
 from tests.problems import problem
 

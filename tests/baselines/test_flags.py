@@ -10,14 +10,14 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import RankBytes
-from rematbench.packages.flags import FlagsAnswer, flags_of
-from rematbench.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore
-from rematbench.packages.process import PackageJob, baselines, policy, run_jobs
-from rematbench.packages.process import job as make_job
 from rematbench.plan import Plan, Unsupported
-from rematbench.runs.record import Record, World
-from rematbench.torch.case import Case, Result
-from rematbench.torch.launch import execute_cases
+from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
+from rematbench.worlds.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore
+from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
+from rematbench.worlds.packages.process import job as make_job
+from rematbench.worlds.records.record import Record, World
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.launch import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of

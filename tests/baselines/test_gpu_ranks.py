@@ -21,10 +21,10 @@ from baselines.common.meter import Meter
 from baselines.common.records import write
 from rematbench.host import ranks
 from rematbench.host.rank_error import KILLED, of_job
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import read_record
 from rematbench.spec.paths import data_dir
-from rematbench.torch.failures import NotFinite
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.torch.failures import NotFinite
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
 from tests.installed import needs
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import Record, read_record
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
 from tests.installed import needs
 

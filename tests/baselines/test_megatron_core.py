@@ -2,7 +2,7 @@
 
 import pytest
 
-from rematbench.packages.process import job, policy
+from rematbench.worlds.packages.process import job, policy
 from tests.baselines.cases import (
     GPT,
     ODD,

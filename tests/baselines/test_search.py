@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.packages.process import job, policy, run_jobs
+from rematbench.worlds.packages.process import job, policy, run_jobs
 from tests.baselines.cases import weighed
 from tests.baselines.random_jobs import draw
 from tests.installed import needs

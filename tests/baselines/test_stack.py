@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from rematbench.packages.deepspeed.stack import made_on_the_way
-from rematbench.packages.process import job as make_job
-from rematbench.packages.process import policy, run_jobs
-from rematbench.packages.stack import layer_tensors, stack_of
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
+from rematbench.worlds.packages.deepspeed.stack import made_on_the_way
+from rematbench.worlds.packages.process import job as make_job
+from rematbench.worlds.packages.process import policy, run_jobs
+from rematbench.worlds.packages.stack import layer_tensors, stack_of
 from tests.baselines.cases import GPT, LEFT_OUT, SEQ, TINY, Asked, asked_problem, deep, weighed
 from tests.installed import needs
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from rematbench.packages.process import PackageJob, policy, run_jobs
-from rematbench.packages.process import job as make_job
-from rematbench.runs.record import Record
+from rematbench.worlds.packages.process import PackageJob, policy, run_jobs
+from rematbench.worlds.packages.process import job as make_job
+from rematbench.worlds.records.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
 from tests.installed import needs
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.packages.process import PackageJob
-from rematbench.runs.record import Record, RunSpec
 from rematbench.spec.layout import Layout
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.record import Record, RunSpec
 from tests.problems import LLAMA
 
 pytest.importorskip("transformers")

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.cli.real import as_committed
-from rematbench.runs.measured import Comparison, Measured
-from rematbench.runs.record import Record, read_record, write_record
-from rematbench.worlds.again import differences
+from rematbench.worlds.records.measured import Comparison, Measured
+from rematbench.worlds.records.record import Record, read_record, write_record
+from rematbench.worlds.reruns import differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.runs.measured import Comparison
-from rematbench.runs.record import Record, read_record
+from rematbench.worlds.records.measured import Comparison
+from rematbench.worlds.records.record import Record, read_record
 from tests.measured.test_records import MEASURED, PATHS, ROOT, record
 
 EXECUTED = re.sub(r"\s+", " ", (ROOT / "docs" / "executed.md").read_text(encoding="utf-8"))

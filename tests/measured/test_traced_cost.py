@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.cell import cell_names
-from rematbench.runs.suite import load_suite
+from rematbench.worlds.records.cell import cell_names
+from rematbench.worlds.records.suite import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 

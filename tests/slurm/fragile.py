@@ -44,7 +44,7 @@ class Fragile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def plan(self, problem: Problem, base: Plan) -> Plan:
         """The base plan; in rank 1 of a launch its first step will fail."""
         if self.how and os.environ.get("RANK") == "1":
-            from rematbench.torch.executor import Executor
+            from rematbench.worlds.torch.executor import Executor
 
             Executor.run_step = lambda executor: fail(self.how)
         return base

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rematbench.runs.store import start_time
+from rematbench.worlds.records.store import start_time
 
 SBIN = Path("/usr/sbin")
 TOOLS = ("srun", "sbatch", "squeue", "scancel", "sinfo", "scontrol", "sacct", "sacctmgr")

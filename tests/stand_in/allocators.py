@@ -16,12 +16,12 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
-from rematbench.torch.case import Case
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.launch import execute_cases
-from rematbench.torch.model import RankModel
-from rematbench.torch.trace import fake_job, rank_at
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.trace import fake_job, rank_at
 from tests.problems import LLAMA, make_problem
 
 WIDE = replace(

@@ -3,9 +3,9 @@ not.  `python -m tests.stand_in.grid LAYOUT [first]`"""
 
 import sys
 
-from rematbench.torch.case import Case
-from rematbench.torch.launch import execute_cases
-from rematbench.torch.trace import trace_rank
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.trace import trace_rank
 from tests.torch import cases, grid, laws
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.runs.record import read_record
+from rematbench.worlds.records.record import read_record
 from tests.stand_in.conftest import Run
 
 pytestmark = pytest.mark.soak

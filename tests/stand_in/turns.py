@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rematbench.host.gpu_state import GpuState
 from rematbench.plan import Plan
-from rematbench.torch.devices import prepared_device
 from rematbench.torch.turns import Turns
 from rematbench.worlds.predicted import predict
 from rematbench.worlds.searched import searched_cells
+from rematbench.worlds.torch.devices import prepared_device
 
 
 def main(file: str, names: list[str]) -> None:

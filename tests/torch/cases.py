@@ -19,8 +19,8 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.torch.case import Case
 from rematbench.workload import Model, Precision
+from rematbench.worlds.torch.case import Case
 from tests.problems import (
     FULL,
     GPT,

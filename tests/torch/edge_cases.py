@@ -15,14 +15,15 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.torch import beside, trace
-from rematbench.torch.batch import MicroBatch
-from rematbench.torch.case import Case
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.messages import used_channels
-from rematbench.torch.model import RankModel
-from rematbench.torch.streams import CudaStreams, Mark
+from rematbench.torch import beside
+from rematbench.worlds.torch import trace
+from rematbench.worlds.torch.batch import MicroBatch
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.messages import used_channels
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
 from tests.torch import cases, test_host_update, test_in_backward
 from tests.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 import rematbench
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import Action, Kind
-from rematbench.torch.case import Case
-from rematbench.torch.streams import Mark
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.streams import Mark
 from tests.torch.test_faults import edited
 
 SOURCE = Path(rematbench.__file__).parent

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.torch import parameters, trace
-from rematbench.torch.batch import MicroBatch
-from rematbench.torch.case import Case
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.memory import Key, Memory, Value
-from rematbench.torch.model import RankModel
-from rematbench.torch.streams import UNORDERED, CudaStreams
-from rematbench.torch.tracker import Tracker
+from rematbench.worlds.torch import parameters, trace
+from rematbench.worlds.torch.batch import MicroBatch
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.storages import Key, Memory, Value
+from rematbench.worlds.torch.streams import UNORDERED, CudaStreams
+from rematbench.worlds.torch.tracker import Tracker
 from tests.torch.recorder import Recorder, recording
 
 DEVICE = torch.device("cuda", 0)
@@ -67,7 +67,7 @@ def run(
 
 def watch_pools(recorder: Recorder, executor: Executor, patch: pytest.MonkeyPatch) -> None:
     """A storage that outlives its action in the pool of a stream of its own is a fault: what is
-    freed there is of no use to compute (rematbench.torch.streams)."""
+    freed there is of no use to compute (rematbench.worlds.torch.streams)."""
     assert isinstance(executor.streams, CudaStreams)
     streams = executor.streams.streams
     wrong = {s.name: n for n, s in streams.items() if n != "compute" and n not in UNORDERED}  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from msgspec import structs
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.plugins.registry import Composition
-from rematbench.torch.case import Case, Result
+from rematbench.worlds.torch.case import Case, Result
 from tests.problems import all_methods, remade
 from tests.torch import cases, laws
 

@@ -12,11 +12,11 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.torch import worker
-from rematbench.torch.batch import Batch, make_batch
-from rematbench.torch.case import Case, Result
-from rematbench.torch.gather import combine
-from rematbench.torch.launch import execute_cases
+from rematbench.worlds.torch import worker
+from rematbench.worlds.torch.batch import Batch, make_batch
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.gather import combine
+from rematbench.worlds.torch.launch import execute_cases
 from tests.torch import reference
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from rematbench.torch import host_update, kernels, streams
-from rematbench.torch.mode import Mode
+from rematbench.worlds.torch import arithmetic, host_update, streams
+from rematbench.worlds.torch.mode import Mode
 
 Clock = dict[str, int]
 
@@ -310,7 +310,7 @@ class Recorder(Mode):
         patch.setattr(host_update, "ThreadPoolExecutor", partial(Thread, self))
         patch.setattr(torch.cuda, "set_stream", self.switch)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
-        patch.setattr(kernels, "fused", lambda x: False)  # a build without CUDA has none
+        patch.setattr(arithmetic, "fused", lambda x: False)  # a build without CUDA has none
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.streams[0])
 
         def record_stream(tensor: Tensor, stream: Stream) -> None:

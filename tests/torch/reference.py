@@ -8,10 +8,10 @@ from torch import Tensor
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.problem import Problem
-from rematbench.torch.batch import Batch
-from rematbench.torch.kernels import IGNORED, NORM_EPS, ROPE_BASE
-from rematbench.torch.parameters import AdamW, full_weight, specs_by_name
 from rematbench.workload import Model
+from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, ROPE_BASE
+from rematbench.worlds.torch.batch import Batch
+from rematbench.worlds.torch.parameters import AdamW, full_weight, specs_by_name
 
 
 class Run(NamedTuple):

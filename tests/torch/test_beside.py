@@ -11,12 +11,12 @@ import torch
 from rematbench.engine.lowering.lower import lower
 from rematbench.runs.by_hand import Means
 from rematbench.torch import beside
-from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.model import NotExecutable, RankModel
-from rematbench.torch.parameters import AdamW
 from rematbench.torch.plain import PlainLoop
+from rematbench.worlds.torch.batch import make_batch, micro_batches
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.model import NotExecutable, RankModel
+from rematbench.worlds.torch.parameters import AdamW
 from tests.torch import cases
 from tests.torch.cases import TINY_GPT
 

@@ -15,12 +15,12 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from msgspec.structs import replace
 
 from rematbench.plan import Plan
-from rematbench.runs.cell import Cell, cells
-from rematbench.runs.measured import BOUNDS
-from rematbench.runs.suite import load_suite
-from rematbench.torch.case import Case, Result
 from rematbench.workload import Precision
-from rematbench.worlds.measure import norm_error
+from rematbench.worlds.numbers import norm_error
+from rematbench.worlds.records.cell import Cell, cells
+from rematbench.worlds.records.measured import BOUNDS
+from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.torch.case import Case, Result
 from tests.problems import remade
 from tests.torch.laws import run_here
 

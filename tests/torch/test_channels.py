@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
-from rematbench.torch.case import Case
-from rematbench.torch.groups import Channel, channels
-from rematbench.torch.messages import overtaken, used_channels
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.groups import Channel, channels
+from rematbench.worlds.torch.messages import overtaken, used_channels
 from tests.torch import cases
 from tests.torch.rendezvous import Comm, Walk
 

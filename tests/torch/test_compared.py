@@ -7,8 +7,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.torch.case import Result
-from rematbench.worlds.measure import compared, norm_error, without_gradient
+from rematbench.worlds.numbers import compared, norm_error, without_gradient
+from rematbench.worlds.torch.case import Result
 from tests.torch import cases
 from tests.torch.laws import run_here
 

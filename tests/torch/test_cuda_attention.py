@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rematbench.torch import attention
-from rematbench.torch.kernels import wide
+from rematbench.worlds.torch import attention_backends
+from rematbench.worlds.torch.arithmetic import wide
 from tests.torch.recorder import Plainly
 
 DEVICE = torch.device("cuda", 0)
@@ -32,8 +32,8 @@ def test_attention_operators_take_what_they_are_given(
     with FakeTensorMode(), Plainly():
         q, grad = (heads(4, rows, head_dim, dtype) for _ in range(2))
         k, v = (heads(2, keys, head_dim, dtype) for _ in range(2))
-        out, lse = attention.attend(q, k, v, slices)
-        found = attention.attend_backward(grad, q, k, v, out, lse, slices)
+        out, lse = attention_backends.attend(q, k, v, slices)
+        found = attention_backends.attend_backward(grad, q, k, v, out, lse, slices)
     assert (lse.shape, lse.dtype) == ((2, 4, rows), wide(dtype))
     assert [(x.shape, x.dtype, x.device) for x in (out, *found)] == [
         (x.shape, x.dtype, DEVICE) for x in (q, q, k, v)
@@ -54,7 +54,7 @@ def test_attention_operators_take_what_they_are_given(
 def test_which_operator_a_gpu_uses(dtype: torch.dtype, head_dim: int, row: str) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 1, 8, head_dim, dtype=dtype, device=DEVICE)
-        assert attention.backend(x) == row
+        assert attention_backends.backend(x) == row
 
 
 def test_equal_lengths_are_told_by_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_equal_lengths_are_told_by_no_lengths(monkeypatch: pytest.MonkeyPatch) -
     with FakeTensorMode(), Plainly():
         q = heads(4, 40, 16, torch.bfloat16)
         forward = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
-        attention.flash_backward(q, q, q, q, forward[0], forward[1], True)
+        attention_backends.flash_backward(q, q, q, q, forward[0], forward[1], True)
     assert set(seen) == set(forward[2:4]) == {None}
 
 
@@ -84,14 +84,14 @@ def test_the_efficient_operator_gets_its_padding_and_equal_heads(
         torch.randn(2, count, 40, 16, dtype=torch.float64, generator=generator)
         for count in (4, 2, 2, 4)
     )
-    monkeypatch.setattr(attention, "backend", lambda x: "exact")
-    want = attention.flash(q, k, v, True)
-    gradients = attention.flash_backward(grad, q, k, v, *want, True)
-    exact, exact_backward = attention.flash, attention.flash_backward
+    monkeypatch.setattr(attention_backends, "backend", lambda x: "exact")
+    want = attention_backends.flash(q, k, v, True)
+    gradients = attention_backends.flash_backward(grad, q, k, v, *want, True)
+    exact, exact_backward = attention_backends.flash, attention_backends.flash_backward
 
     def plainly(call: Any, *args: Any) -> Any:
         with monkeypatch.context() as inner:
-            inner.setattr(attention, "backend", lambda x: "exact")
+            inner.setattr(attention_backends, "backend", lambda x: "exact")
             return call(*args)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float, c: bool) -> Any:
@@ -108,9 +108,9 @@ def test_the_efficient_operator_gets_its_padding_and_equal_heads(
     aten = torch.ops.aten
     monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention", forward)
     monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention_backward", backward)
-    monkeypatch.setattr(attention, "backend", lambda x: "efficient")
-    out, lse = attention.flash(q, k, v, True)
+    monkeypatch.setattr(attention_backends, "backend", lambda x: "efficient")
+    out, lse = attention_backends.flash(q, k, v, True)
     assert lse.shape == (2, 4, 40)
-    found = attention.flash_backward(grad, q, k, v, out, lse, True)
+    found = attention_backends.flash_backward(grad, q, k, v, out, lse, True)
     for a, b in zip((out, lse, *found), (*want, *gradients), strict=True):
         assert torch.allclose(a, b, atol=1e-12)

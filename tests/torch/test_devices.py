@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch.devices import bind_near, empty_pinned, pin_exactly, set_segments
+from rematbench.worlds.torch.devices import bind_near, empty_pinned, pin_exactly, set_segments
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch import draws, model, parameters, worker
-from rematbench.torch.draws import Draws, threads_for
-from rematbench.torch.groups import Coordinates
-from rematbench.torch.model import RankModel
-from rematbench.torch.parameters import ParameterSpec
+from rematbench.worlds.torch import draws, model, parameters, worker
+from rematbench.worlds.torch.draws import Draws, threads_for
+from rematbench.worlds.torch.groups import Coordinates
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.parameters import ParameterSpec
 from tests.torch import cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

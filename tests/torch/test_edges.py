@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.evaluate.proof import CheckError, check
-from rematbench.runs.executable import refusals
+from rematbench.worlds.records.refusals import refusals
 from tests.torch import edges
 from tests.torch.edge_cases import case_of, stages
 from tests.torch.fake_cuda import first_fault

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.measured import converge
 from rematbench.host.console import CommandError
-from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
-from rematbench.torch import job
+from rematbench.worlds.records.record import Record, read_record
+from rematbench.worlds.torch import processes
 from tests.typed import typed
 
 TINY = ("--model", "tiny-llama-deep", "--cluster", "this-machine", "--system", "rematbench")
@@ -122,7 +122,7 @@ def test_the_same_file_is_traced_to_the_same_bytes(
 def test_what_is_not_modelled_is_refused_before_any_process(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "execute_cases", None)  # what starts processes
+    monkeypatch.setattr(processes, "execute_cases", None)  # what starts processes
     code, out, _ = typed("execute", "keep_all", "--cluster", "this-machine", *words)
     assert code == 1
     assert said in out

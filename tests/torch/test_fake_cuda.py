@@ -13,9 +13,9 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.torch import memory, operators_attention
-from rematbench.torch.case import Case
-from rematbench.torch.streams import CudaStreams
+from rematbench.worlds.torch import operators_attention, storages
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.streams import CudaStreams
 from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
 from tests.torch.fake_cuda import DEVICE, OVERLAP, run
@@ -162,7 +162,7 @@ def reused(patch: pytest.MonkeyPatch, *, wait: bool) -> list[str]:
     """A reload reads a pinned block on h2d; compute waits for it and gives the block back; a copy
     of something older, which waits for compute no more, gets it."""
     with recording(patch) as recorder:
-        streams, pool = CudaStreams(DEVICE), memory.HostPool(DEVICE)
+        streams, pool = CudaStreams(DEVICE), storages.HostPool(DEVICE)
         here = torch.zeros(8, dtype=torch.uint8, device=DEVICE)
         streams.begin()
         block = pool.take(("a", 0, 0), 8)

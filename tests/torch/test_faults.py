@@ -20,12 +20,20 @@ from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.host.rank_error import KILLED, RankError
-from rematbench.torch import attention, batch, devices, kernels, launch, movers, worker
-from rematbench.torch.case import Case, Result
-from rematbench.torch.gather import combine
-from rematbench.torch.launch import execute_cases
-from rematbench.torch.memory import ExecutionError, Value
-from rematbench.torch.parameters import AdamW
+from rematbench.worlds.torch import (
+    arithmetic,
+    attention_backends,
+    batch,
+    devices,
+    launch,
+    movers,
+    worker,
+)
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.gather import combine
+from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.parameters import AdamW
+from rematbench.worlds.torch.storages import ExecutionError, Value
 from tests.torch import cases, laws
 from tests.torch.cases import TINY_GPT
 from tests.torch.laws import run_here
@@ -235,8 +243,8 @@ def test_the_gpt_variant(plan: str) -> None:
 def test_saved_lse_has_the_tables_dtype_and_bytes(dtype: torch.dtype) -> None:
     q = torch.randn(2, 8, 4, 16, dtype=dtype).transpose(1, 2)
     k = torch.randn(2, 8, 2, 16, dtype=dtype).transpose(1, 2)
-    out, lse = attention.flash(q, k, k, True)
-    assert (lse.dtype, lse.shape) == (kernels.wide(dtype), (2, 4, 8))
+    out, lse = attention_backends.flash(q, k, k, True)
+    assert (lse.dtype, lse.shape) == (arithmetic.wide(dtype), (2, 4, 8))
     assert lse.untyped_storage().nbytes() == 2 * 4 * 8 * lse.element_size()
     assert out.untyped_storage().nbytes() == q.numel() * q.element_size()
 
@@ -247,10 +255,10 @@ def test_the_exact_fallback_equals_flash(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.randn(2, heads, 8, 16, dtype=torch.float64, generator=generator)
         for heads in (4, 2, 2, 4)
     )
-    out, lse = attention.flash(q, k, v, True)
-    gradients = attention.flash_backward(grad, q, k, v, out, lse, True)
-    monkeypatch.setattr(attention, "backend", lambda x: "exact")
-    again, lse2 = attention.flash(q, k, v, True)
-    others = attention.flash_backward(grad, q, k, v, again, lse2, True)
+    out, lse = attention_backends.flash(q, k, v, True)
+    gradients = attention_backends.flash_backward(grad, q, k, v, out, lse, True)
+    monkeypatch.setattr(attention_backends, "backend", lambda x: "exact")
+    again, lse2 = attention_backends.flash(q, k, v, True)
+    others = attention_backends.flash_backward(grad, q, k, v, again, lse2, True)
     for a, b in zip((out, lse, *gradients), (again, lse2, *others), strict=True):
         assert torch.allclose(a, b, atol=1e-12)

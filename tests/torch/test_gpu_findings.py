@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.runs.measured import Comparison, Measured, largest
-from rematbench.runs.record import Record, keep_record, read_record, write_record
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, gpu, gpu_checks
 from rematbench.worlds.executed import How, outcome_of, run_cells
 from rematbench.worlds.gpu_checks import Finding, Planned, Ran, findings
+from rematbench.worlds.records.measured import Comparison, Measured, largest
+from rematbench.worlds.records.record import Record, keep_record, read_record, write_record
 from tests.torch.test_measure_gpu import CELLS, suite
 
 RECORD = "bf16-one.keep_all.0.json"

@@ -15,11 +15,11 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.host import ranks
-from rematbench.torch import failures, job, launch, parameters, trace, worker
-from rematbench.torch.case import Case, Result
-from rematbench.torch.executor import Executor
-from rematbench.torch.job import Given
-from rematbench.torch.memory import ExecutionError
+from rematbench.worlds.torch import failures, launch, parameters, processes, trace, worker
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.processes import Given
+from rematbench.worlds.torch.storages import ExecutionError
 from tests.torch import cases
 from tests.torch.recorder import recording
 
@@ -31,7 +31,7 @@ PINNED = 1 << 40
 def test_settings_are_made_before_cuda_and_processes_inherit_them() -> None:
     code = """
 import subprocess
-from rematbench.torch.job import device_kind
+from rematbench.worlds.torch.processes import device_kind
 device_kind("cuda")
 subprocess.run(["sh", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS $CUBLAS_WORKSPACE_CONFIG"])
 """
@@ -85,10 +85,10 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
     def one(case: Case, *_: object) -> Result:
         return Result(name=case.name, status=next(waiting))
 
-    patch.setattr(job, "choose_device", lambda kind, rank: DEVICE)
-    patch.setattr(job, "_one", one)
-    patch.setattr(job, "_gathered", lambda own, given, talk: [own])
-    distributed = job.dist
+    patch.setattr(processes, "choose_device", lambda kind, rank: DEVICE)
+    patch.setattr(processes, "_one", one)
+    patch.setattr(processes, "_gathered", lambda own, given, talk: [own])
+    distributed = processes.dist
     patch.setattr(distributed, "init_process_group", lambda *_, **__: None)
     patch.setattr(distributed, "new_group", lambda **_: None)
     patch.setattr(distributed, "destroy_process_group", lambda: left.append("destroyed"))
@@ -97,7 +97,7 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
     )
     given = Given(rank=0, world_size=2, local_rank=0, address="localhost", port=1)
     many = [cases.case("tp2", "keep") for _ in statuses]
-    return job.run_given(many, given, 1.0)[0], left
+    return processes.run_given(many, given, 1.0)[0], left
 
 
 def test_after_a_failure_no_further_case_runs_and_communicators_are_aborted(

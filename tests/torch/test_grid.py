@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.torch.case import Case, Result
+from rematbench.worlds.torch.case import Case, Result
 from tests.torch import cases, grid, laws
 
 SIZES = {

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan
-from rematbench.torch import worker
-from rematbench.torch.case import Case
-from rematbench.torch.executor import Executor
-from rematbench.torch.launch import execute_cases
-from rematbench.torch.model import RankModel
-from rematbench.torch.parameters import Parameter
-from rematbench.torch.threads import ThreadStreams
 from rematbench.workload import Precision
+from rematbench.worlds.torch import worker
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.parameters import Parameter
+from rematbench.worlds.torch.threads import ThreadStreams
 from tests.torch import cases, grid, laws
 
 STEPS = 3

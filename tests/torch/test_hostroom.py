@@ -14,12 +14,12 @@ import torch
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order
 from rematbench.host import memory as hostmemory
-from rematbench.runs.record import read_record
-from rematbench.torch import hostroom, job, model, parameters
-from rematbench.torch.case import Case
-from rematbench.torch.groups import Coordinates
-from rematbench.torch.trace import trace_rank
-from rematbench.worlds.measure import activation_bytes
+from rematbench.worlds.numbers import activation_bytes
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.torch import hostroom, model, parameters, processes
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.groups import Coordinates
+from rematbench.worlds.torch.trace import trace_rank
 from tests.torch import cases, test_in_backward
 from tests.torch.test_execute_cli import TINY, rematbench
 from tests.typed import typed
@@ -51,19 +51,19 @@ def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
     monkeypatch.setattr(hostroom, "PROCESS_BYTES", 0)
     started: list[str] = []
 
-    def execute(given: list[Case], **_: object) -> list[job.Result]:
+    def execute(given: list[Case], **_: object) -> list[processes.Result]:
         started.extend(case.name for case in given)
-        return [job.Result(name=case.name, status="ok") for case in given]
+        return [processes.Result(name=case.name, status="ok") for case in given]
 
-    monkeypatch.setattr(job, "execute_cases", execute)
+    monkeypatch.setattr(processes, "execute_cases", execute)
     monkeypatch.setattr(hostroom, "state_bytes", lambda case: need[case.name])
     monkeypatch.setattr(hostroom, "drawing_bytes", lambda case: 0)
     monkeypatch.setattr(hostroom, "free_bytes", lambda: 100)
-    found = job.run_own([large, small], 1.0)
+    found = processes.run_own([large, small], 1.0)
     assert [(r.name, r.status) for r in found] == [(large.name, "oom"), (small.name, "ok")]
     assert started == [small.name]
     monkeypatch.setattr(hostroom, "free_bytes", lambda: -1)  # unknown: it is tried
-    assert [r.status for r in job.run_own([large], 1.0)] == ["ok"]
+    assert [r.status for r in processes.run_own([large], 1.0)] == ["ok"]
 
 
 def test_every_process_and_the_fullest_stages_activations_count(
@@ -121,10 +121,10 @@ def test_a_weight_that_is_drawn_whole_counts(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_no_host_holds_is_answered_and_not_tried(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(given: list[Case], **_: object) -> list[job.Result]:
+    def never(given: list[Case], **_: object) -> list[processes.Result]:
         raise AssertionError("started")
 
-    monkeypatch.setattr(job, "execute_cases", never)
+    monkeypatch.setattr(processes, "execute_cases", never)
     monkeypatch.setattr(hostroom, "free_bytes", lambda: 100 << 30)
     out = tmp_path / "record.json"
     asked = ["execute", "keep_all", *TINY, "--gpus", "1", *words, "--out", str(out)]

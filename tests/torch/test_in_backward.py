@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.plan import Plan, StateFate
-from rematbench.torch.case import Case
-from rematbench.torch.launch import execute_cases
-from rematbench.torch.model import NotExecutable, require_executable
-from rematbench.torch.trace import trace_rank
 from rematbench.workload import Model, Precision
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.model import NotExecutable, require_executable
+from rematbench.worlds.torch.trace import trace_rank
 from tests.problems import plan_of
 from tests.torch import cases, grid, laws
 from tests.torch.laws import run_here

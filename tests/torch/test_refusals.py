@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 
 from rematbench.spec.layout import LayoutError
-from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.failures import NotFinite, failure
-from rematbench.torch.groups import Coordinates
-from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.workload import Workload
+from rematbench.worlds.torch.batch import make_batch, micro_batches
+from rematbench.worlds.torch.failures import NotFinite, failure
+from rematbench.worlds.torch.groups import Coordinates
+from rematbench.worlds.torch.model import NotExecutable, require_executable
 from tests.torch import cases
 
 CPU = torch.device("cpu")

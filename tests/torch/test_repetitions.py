@@ -11,17 +11,17 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.host.gpu_state import GpuState
-from rematbench.runs.cell import cells
 from rematbench.runs.gpu_lines import Repeated, read_lines
-from rematbench.runs.suite import load_suite
-from rematbench.torch import kernels, parameters
-from rematbench.torch.executor import Executor
-from rematbench.torch.parameters import LINEAR, AdamW, Owner, ParameterSpec
 from rematbench.torch.repetitions import repeat, same_bits
 from rematbench.torch.turns import Turns
 from rematbench.worlds import repetitions
 from rematbench.worlds.executed import How, _case, run_cells
 from rematbench.worlds.gpu_checks import Planned, findings
+from rematbench.worlds.records.cell import cells
+from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.torch import arithmetic, parameters
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.parameters import LINEAR, AdamW, Owner, ParameterSpec
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 
@@ -191,13 +191,13 @@ def test_torchs_kernel_makes_the_update_that_is_written_out(
 def test_rope_is_undone_once_where_gradients_lie_in_one_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, undone, rope = executor(), [], kernels.rope
+    one, undone, rope = executor(), [], arithmetic.rope
 
     def noted(x: torch.Tensor, *tables: torch.Tensor, inverse: bool = False) -> torch.Tensor:
         undone.append(inverse)
         return rope(x, *tables, inverse=inverse)
 
-    monkeypatch.setattr(kernels, "rope", noted)
+    monkeypatch.setattr(arithmetic, "rope", noted)
     one.run_step()
     layers = one.model.kind.num_layers
     assert sum(undone) == 2 * layers * len(one.model.batches)  # of q and of k

@@ -20,10 +20,10 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.spec.layout import Layout
-from rematbench.torch.case import Case, Result
-from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.workload import Precision
-from rematbench.worlds.measure import norm_error
+from rematbench.worlds.numbers import norm_error
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.parameters import AdamW, Parameter
 from tests.problems import make_problem
 from tests.torch import cases, grid, laws
 from tests.torch.test_faults import edited, skip_a_piece

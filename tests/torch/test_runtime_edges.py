@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.torch import canary
+from rematbench.worlds.torch import canary
 from tests.torch import edges
 from tests.torch.edge_cases import MADE, SCENES, fault_of
 from tests.torch.edges import Edge

@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 import torch.distributed as dist
 
-from rematbench.torch import groups, streams
-from rematbench.torch.streams import CudaStreams
+from rematbench.worlds.torch import groups, streams
+from rematbench.worlds.torch.streams import CudaStreams
 
 
 def test_executors_of_one_process_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """No race under random delays of copies and collectives, and a removed wait is found.
 
-Streams are threads (rematbench.torch.threads), so that what a program does not order really happens
+Streams are threads (rematbench.worlds.torch.threads), so that what a program does not order really happens
 in any order; gradients are compared with the undelayed autograd model.
 """
 
@@ -14,9 +14,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
-from rematbench.torch.case import Case, Result
-from rematbench.torch.failures import NotFinite
-from rematbench.torch.launch import execute_cases
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.failures import NotFinite
+from rematbench.worlds.torch.launch import execute_cases
 from tests.torch import cases, grid, laws
 from tests.torch.laws import run_here
 from tests.torch.test_faults import Edit, edited, no_wait

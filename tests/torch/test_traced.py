@@ -10,10 +10,10 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.torch import kernels, meta, worker
-from rematbench.torch.case import Case
-from rematbench.torch.model import NotExecutable
-from rematbench.torch.trace import trace_rank
+from rematbench.worlds.torch import arithmetic, meta, worker
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.model import NotExecutable
+from rematbench.worlds.torch.trace import trace_rank
 from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
 
@@ -35,7 +35,7 @@ def fake(case: Case, stage: int = 0) -> tuple[list[tuple[int, int]], int, int]:
 def _as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arithmetic of a CPU, where a trace has a GPU's fused kernels (those are held against
     torch's CUDA build in tests/stand_in)."""
-    monkeypatch.setattr(kernels, "fused", lambda x: False)
+    monkeypatch.setattr(arithmetic, "fused", lambda x: False)
 
 
 @pytest.mark.usefixtures("_as_on_a_cpu")
@@ -71,7 +71,7 @@ def test_any_stage_of_any_layout_has_its_ledgers_bytes(layout: str) -> None:
 def test_a_tensor_that_outlives_its_action_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation of the traced law: somebody keeps a copy that no action knows."""
     kept = []
-    rms_norm = kernels.rms_norm
+    rms_norm = arithmetic.rms_norm
 
     def hoarding(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         kept.append(x.clone())
@@ -79,7 +79,7 @@ def test_a_tensor_that_outlives_its_action_is_found(monkeypatch: pytest.MonkeyPa
 
     case = cases.case("one", "keep")
     (rank,) = lower(case.plan, case.problem).ranks
-    monkeypatch.setattr(kernels, "rms_norm", hoarding)
+    monkeypatch.setattr(arithmetic, "rms_norm", hoarding)
     assert fake(case)[0] != list(live_bytes(rank.actions()))
 
 

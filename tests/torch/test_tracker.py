@@ -6,11 +6,11 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch import movers
-from rematbench.torch.meta import MetaMode
-from rematbench.torch.mode import Mode
-from rematbench.torch.trace import trace_rank
-from rematbench.torch.tracker import Tracker
+from rematbench.worlds.torch import movers
+from rematbench.worlds.torch.meta import MetaMode
+from rematbench.worlds.torch.mode import Mode
+from rematbench.worlds.torch.trace import trace_rank
+from rematbench.worlds.torch.tracker import Tracker
 from tests.torch import cases
 
 

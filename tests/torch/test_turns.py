@@ -14,13 +14,8 @@ from rematbench.costs.operators.kernels import Gemm
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
 from rematbench.runs.gpu_lines import Rate, read_lines
-from rematbench.runs.record import Provenance
 from rematbench.tables.gpu import rates_table
 from rematbench.torch import repeats, turns
-from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.model import RankModel
 from rematbench.torch.probes import (
     Place,
     Probe,
@@ -30,6 +25,11 @@ from rematbench.torch.probes import (
 )
 from rematbench.torch.rates import LONG_FLOP, Rates
 from rematbench.worlds.rates import gap, measure_rates
+from rematbench.worlds.records.record import Provenance
+from rematbench.worlds.torch.batch import make_batch, micro_batches
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.model import RankModel
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 

@@ -7,8 +7,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from torch import Tensor
 
-from rematbench.torch import ulysses
-from rematbench.torch.groups import Group
+from rematbench.worlds.torch import ulysses
+from rematbench.worlds.torch.groups import Group
 from tests.problems import problem
 
 RANKS, ROWS, WIDTH = 4, 6, 3

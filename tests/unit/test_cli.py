@@ -10,7 +10,7 @@ import pytest
 
 from rematbench.cli.app import COMMANDS, WORKFLOW, word
 from rematbench.cli.doctor import cluster_yaml
-from rematbench.runs.record import read_record
+from rematbench.worlds.records.record import read_record
 from tests.typed import typed
 
 DEMO = [

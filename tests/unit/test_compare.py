@@ -28,10 +28,10 @@ from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
 from rematbench.evaluate.outcome import run_method
 from rematbench.evaluate.reserved import same_plan
 from rematbench.host.workers import Pool
-from rematbench.packages.flags import Engines
 from rematbench.problem import Problem
 from rematbench.published.bands import Band
 from rematbench.spec.layout import Layout
+from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods, make_problem
 from tests.serial import compared
 

@@ -9,8 +9,8 @@ import pytest
 import typer
 
 from rematbench.cli.app import command_line
-from rematbench.runs import digests
-from rematbench.runs.digests import command_digest
+from rematbench.worlds.records import digests
+from rematbench.worlds.records.digests import command_digest
 
 APP = command_line()
 
@@ -22,7 +22,7 @@ CHANGED = {
     "engine/lowering/emit_rebuild.py": True,
     "solve/swap.py": True,  # only methods import it
     "cli/run.py": None,  # one of the two commands
-    "slurm/queue.py": False,
+    "worlds/slurm/queue.py": False,
     "published/scores.py": False,
     "matrix/tables.py": False,
     "tables/html.py": False,
@@ -66,11 +66,11 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
         ("tables", "cli/targets.py"),  # reads sheets with a function of its neighbour
         ("tables", "matrix/tables.py"),
         ("report", "tables/html.py"),
-        ("cells", "slurm/rows.py"),
-        ("verify", "torch/kernels.py"),  # imported inside a function
+        ("cells", "worlds/slurm/rows.py"),
+        ("verify", "worlds/torch/arithmetic.py"),  # imported inside a function
         ("study", "studies/answers.py"),
-        ("points", "packages/process.py"),
-        ("points", "packages/megatron_core/stack.py"),  # loaded by name
+        ("points", "worlds/packages/process.py"),
+        ("points", "worlds/packages/megatron_core/stack.py"),  # loaded by name
     ],
 )
 def test_tables_are_made_again_when_their_own_code_changes(

@@ -14,7 +14,6 @@ from rematbench.evaluate.reserved import lately
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
 from rematbench.plan import Plan
-from rematbench.runs.cell import Cell
 from rematbench.runs.gpu_lines import (
     Prediction,
     Rate,
@@ -23,7 +22,6 @@ from rematbench.runs.gpu_lines import (
     by_cell,
     read_lines,
 )
-from rematbench.runs.record import Provenance, RecordError
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
@@ -33,6 +31,8 @@ from rematbench.worlds.gpu_checks import Finding, Summary
 from rematbench.worlds.layer_suite import HandCell, LayerSuite
 from rematbench.worlds.layers import Taken
 from rematbench.worlds.predicted import PREDICTED
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.record import Provenance, RecordError
 from tests.campaigns import suite_text, tiny
 
 H100 = "NVIDIA H100 80GB HBM3"

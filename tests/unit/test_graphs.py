@@ -12,11 +12,11 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import ActionCosts, action_seconds
 from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.packages.flags import flags_of
-from rematbench.packages.process import BaselineError, job, policy
 from rematbench.plan import MiniSequence, Plan, PlanError
 from rematbench.problem import Problem
-from rematbench.runs.executable import refusals
+from rematbench.worlds.packages.flags import flags_of
+from rematbench.worlds.packages.process import BaselineError, job, policy
+from rematbench.worlds.records.refusals import refusals
 from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, all_methods, half, problem, refusal, remade, transfers
 from tests.unit.test_host_clock import timed, with_host

@@ -25,20 +25,20 @@ from rematbench.matrix.best import (
     Worker,
     searched,
 )
-from rematbench.matrix.spec import MatrixSpec, Work
 from rematbench.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.matrix.tables import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
 from rematbench.published.bands import ratio_band, reserve_bytes, shipped
 from rematbench.published.evidence import methods_of
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.suite import load_suite
 from rematbench.search.arms import arms_of
 from rematbench.search.shared import Shared
 from rematbench.search.trial import tried_plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.studies.front import pareto_table
+from rematbench.worlds.records.matrix_spec import MatrixSpec, Work
+from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods
 
 REGISTRY = all_methods()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from rematbench.plan import Plan, Unsupported
-from rematbench.runs.cell import cells
-from rematbench.runs.suite import load_suite
+from rematbench.worlds.records.cell import cells
+from rematbench.worlds.records.suite import load_suite
 
 METHOD = '''"""no_plan: raises.
 

@@ -20,13 +20,13 @@ from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.published.predict import predict_rows
-from rematbench.runs.cell import cells
-from rematbench.runs.suite import load_suite
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model, load_system
 from rematbench.spec.paths import data_dir
 from rematbench.workload import Workload
+from rematbench.worlds.records.cell import cells
+from rematbench.worlds.records.suite import load_suite
 from tests.typed import typed
 from tests.wrong_inputs import ROW
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import snakemake_executor_plugin_slurm as plugin
 
-from rematbench.slurm.patience import be_patient
+from rematbench.worlds.slurm.patience import be_patient
 
 
 class Fake:

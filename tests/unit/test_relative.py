@@ -2,7 +2,7 @@
 
 import math
 
-from rematbench.runs.measured import relative
+from rematbench.worlds.records.measured import relative
 
 
 def test_nothing_is_divided_by_zero() -> None:

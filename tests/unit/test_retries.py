@@ -15,9 +15,9 @@ from rematbench.evaluate.outcome import Outcome, Retries, judge, make_problem, r
 from rematbench.evaluate.reserved import lately
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.runs.record import make_record
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.records.record import make_record
 from tests.typed import typed
 from tests.unit.test_allocator import FRAGMENTED, run, sequence
 

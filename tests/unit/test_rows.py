@@ -16,11 +16,11 @@ from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, ShownTable, kept
 from rematbench.evaluate.job import Job
 from rematbench.host.console import gib, grid, show_whole
-from rematbench.packages.flags import Engines, costs, flags_of
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.registry import MethodError
 from rematbench.published.sheets import read_sheet
 from rematbench.tables.comparison_plot import write_plot
+from rematbench.worlds.packages.flags import Engines, costs, flags_of
 from tests.problems import all_methods, plan_of
 from tests.typed import typed
 

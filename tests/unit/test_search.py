@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.search import answer, questions
@@ -25,6 +24,7 @@ from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.packages.flags import Engines
 from tests.everything import everything
 
 RUN = CliRunner()

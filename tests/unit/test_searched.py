@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from rematbench.cli.app import command_line
-from rematbench.packages.flags import Engines
 from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
 from rematbench.search import questions
@@ -25,6 +24,7 @@ from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.tables.searched import TABLES, checked, layout_text
+from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods
 
 GIB = 2**30

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from rematbench.runs.measured import Measured
-from rematbench.slurm.rows import COLUMNS, CellRan, alike
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.slurm.rows import COLUMNS, CellRan, alike
 
 OURS, MEGATRON = "rematbench 1.0", "megatron-core 0.16.1"
 RAN = Measured(losses=(8.0, 7.0), gradient_norms=(2.0, 1.5))

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from rematbench.plugins.discover import discover
-from rematbench.slurm.cells import Campaign
-from rematbench.slurm.launch import Allocation, torchrun
-from rematbench.slurm.resources import executed_resources
-from rematbench.slurm.settings import load_center
 from rematbench.spec.configfile import ConfigError
+from rematbench.worlds.slurm.cells import Campaign
+from rematbench.worlds.slurm.launch import Allocation, torchrun
+from rematbench.worlds.slurm.resources import executed_resources
+from rematbench.worlds.slurm.settings import load_center
 from tests.campaigns import ROOT, campaign, center_file
 
 

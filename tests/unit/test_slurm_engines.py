@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.plugins.registry import MethodError
-from rematbench.runs.record import read_record
-from rematbench.runs.store import Store
-from rematbench.slurm import engines
-from rematbench.slurm.cells import TIMED_STEPS, Campaign, CampaignCell
-from rematbench.slurm.rows import cell_rows, number_rows
-from rematbench.slurm.submissions import submissions
 from rematbench.spec.paths import data_dir
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm import engines
+from rematbench.worlds.slurm.cells import TIMED_STEPS, Campaign, CampaignCell
+from rematbench.worlds.slurm.rows import cell_rows, number_rows
+from rematbench.worlds.slurm.submissions import submissions
 from tests.campaigns import ROOT, campaign
 
 FULL = {"method": "megatron_core", "settings": {"recompute": "full"}}

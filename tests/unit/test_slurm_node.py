@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rematbench.slurm.launch import Allocation, all_facts, last_words
-from rematbench.slurm.nodefacts import NodeFacts, cgroup_limit, oddities, shortages
+from rematbench.worlds.slurm.launch import Allocation, all_facts, last_words
+from rematbench.worlds.slurm.nodefacts import NodeFacts, cgroup_limit, oddities, shortages
 from tests.campaigns import FACTS
 
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
-from rematbench.slurm import queue
-from rematbench.slurm.queue import Left, Unreachable
+from rematbench.worlds.slurm import queue
+from rematbench.worlds.slurm.queue import Left, Unreachable
 
 APP = command_line()
 

@@ -11,14 +11,14 @@ from rematbench.cli.baseline import show
 from rematbench.cli.real import speed_text, timing
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.evaluate.outcome import run_method
-from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured
-from rematbench.runs.record import make_record
-from rematbench.runs.store import Store
-from rematbench.slurm.cellrecord import CellRecord, encode, is_final
-from rematbench.slurm.cells import Campaign
-from rematbench.slurm.rows import number_rows
-from rematbench.slurm.shown import COLUMNS, engine_of
 from rematbench.spec.load import load_cluster
+from rematbench.worlds.records.measured import OF_CUDA, Engine, Measured, RankMeasured
+from rematbench.worlds.records.record import make_record
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm.cellrecord import CellRecord, encode, is_final
+from rematbench.worlds.slurm.cells import Campaign
+from rematbench.worlds.slurm.rows import number_rows
+from rematbench.worlds.slurm.shown import COLUMNS, engine_of
 from rematbench.worlds.speed import has_peak_of, measured_speed
 from tests.campaigns import campaign
 from tests.problems import all_methods

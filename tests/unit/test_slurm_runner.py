@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
-from rematbench.runs.store import Store
-from rematbench.slurm import runner as runner_module
-from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
-from rematbench.slurm.launch import Allocation
-from rematbench.slurm.nodefacts import NodeFacts
-from rematbench.slurm.retry import forget
-from rematbench.slurm.runner import Runner
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm import runner as runner_module
+from rematbench.worlds.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
+from rematbench.worlds.slurm.launch import Allocation
+from rematbench.worlds.slurm.nodefacts import NodeFacts
+from rematbench.worlds.slurm.retry import forget
+from rematbench.worlds.slurm.runner import Runner
 from tests.campaigns import FACTS, campaign, center_file
 
 RECORD = Path(__file__).parents[2] / "results/measured/executed/tp2.keep_all.0.json"

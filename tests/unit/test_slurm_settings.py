@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.runs.record import content_hash
-from rematbench.slurm.settings import load_center
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster
+from rematbench.worlds.records.record import content_hash
+from rematbench.worlds.slurm.settings import load_center
 from tests.campaigns import center_file
 
 

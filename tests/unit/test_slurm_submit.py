@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from rematbench.host.console import CommandError
-from rematbench.runs.store import Store
-from rematbench.slurm.queue import UNLIMITED, Node, minutes
-from rematbench.slurm.requests import check_request, executed_request, simulated_request
-from rematbench.slurm.settings import load_center
-from rematbench.slurm.submissions import refuse, submissions
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm.queue import UNLIMITED, Node, minutes
+from rematbench.worlds.slurm.requests import check_request, executed_request, simulated_request
+from rematbench.worlds.slurm.settings import load_center
+from rematbench.worlds.slurm.submissions import refuse, submissions
 from tests.campaigns import campaign, center_file, node
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rematbench.runs import store as module
-from rematbench.runs.store import Holder, Store, start_time, this_holder
+from rematbench.worlds.records import store as module
+from rematbench.worlds.records.store import Holder, Store, start_time, this_holder
 
 ELSEWHERE = Holder(host="elsewhere", boot="other", pid=1, started=1)
 

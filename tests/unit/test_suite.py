@@ -12,7 +12,7 @@ from rematbench.evaluate.outcome import Outcome, evaluate, run_method, run_plan
 from rematbench.plan import Plan, Recompute, Rule, Select
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.runs.record import (
+from rematbench.worlds.records.record import (
     Record,
     RecordError,
     make_record,

@@ -8,10 +8,10 @@ import pytest
 from rematbench.cli.targets import rich_table
 from rematbench.host.table import Column, Printed, Table, gib, signed_percent, write_sheet
 from rematbench.published.sheets import all_cells, bundle_of, bundles, layouts, read_sheet
-from rematbench.runs.suite import bundles as suite_bundles
-from rematbench.runs.suite import load_suite
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
+from rematbench.worlds.records.suite import bundles as suite_bundles
+from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods
 
 TABLE = Table(

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.packages.process import PackageJob
-from rematbench.runs.cell import recorded_cell
-from rematbench.runs.record import Record, RecordError, read_record, write_record
-from rematbench.worlds import again as world
 from rematbench.worlds import executed, package, traced, trained
-from rematbench.worlds.again import run_again
+from rematbench.worlds import reruns as world
+from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.cell import recorded_cell
+from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.reruns import run_again
 from tests.problems import all_methods
 
 APP = command_line()

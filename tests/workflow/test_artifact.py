@@ -15,9 +15,9 @@ from rematbench.cli.app import command_line
 from rematbench.evaluate.outcome import run_method
 from rematbench.host.table import write_sheet
 from rematbench.published.sheets import read_sheet
-from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.tables.html import page_html
 from rematbench.tables.page import Page, gather, load_report
+from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 

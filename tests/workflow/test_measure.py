@@ -38,9 +38,9 @@ variants:
 FINISH = """
 from pathlib import Path
 from rematbench.plugins.discover import discover
-from rematbench.slurm.cellrecord import CellRecord, encode
-from rematbench.slurm.cells import Campaign, load_campaign_suite
-from rematbench.runs.store import Store
+from rematbench.worlds.slurm.cellrecord import CellRecord, encode
+from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.records.store import Store
 made = Campaign(load_campaign_suite(Path("config/measure.yaml")), discover())
 store = Store(Path("results/measure/cells"))
 for cell in made.cells:

@@ -11,12 +11,12 @@ from rematbench.choose.entry import Compared, Entry
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.reserved import same_plan
-from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.spec.configfile import ConfigError, wrong_field
+from rematbench.worlds.packages.flags import Engines
 
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 

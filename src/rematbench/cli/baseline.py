@@ -26,13 +26,13 @@ from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched,
 from rematbench.cli.targets import Out, need_file
 from rematbench.evaluate.outcome import run_method
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
-from rematbench.packages.process import baselines, own_system, policy
-from rematbench.packages.stack import packaged
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-from rematbench.runs.measured import TIMED_STEPS
-from rematbench.runs.record import Record, encode_record, make_record, write_record
 from rematbench.worlds import package
+from rematbench.worlds.packages.process import baselines, own_system, policy
+from rematbench.worlds.packages.stack import packaged
+from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.records.record import Record, encode_record, make_record, write_record
 from rematbench.worlds.speed import measured_speed
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

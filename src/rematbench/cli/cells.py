@@ -16,15 +16,21 @@ from rematbench.cli.targets import Methods, need_file
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.host.table import write_sheet
 from rematbench.plugins.discover import discover
-from rematbench.runs.store import Store
-from rematbench.slurm.cellrecord import is_final
-from rematbench.slurm.cells import Campaign, load_campaign_suite
-from rematbench.slurm.launch import Allocation
-from rematbench.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
-from rematbench.slurm.retry import forget
-from rematbench.slurm.rows import cell_rows, number_rows
-from rematbench.slurm.runner import Runner, finish
-from rematbench.slurm.submissions import refuse, refuse_simulated, submissions, summary, write_plan
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm.cellrecord import is_final
+from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.launch import Allocation
+from rematbench.worlds.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
+from rematbench.worlds.slurm.retry import forget
+from rematbench.worlds.slurm.rows import cell_rows, number_rows
+from rematbench.worlds.slurm.runner import Runner, finish
+from rematbench.worlds.slurm.submissions import (
+    refuse,
+    refuse_simulated,
+    submissions,
+    summary,
+    write_plan,
+)
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
 STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]

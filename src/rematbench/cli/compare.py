@@ -16,9 +16,9 @@ from rematbench.cli.ranking import Ranking, ShownTable
 from rematbench.cli.targets import Json, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.packages.flags import Engines
 from rematbench.published.bands import shipped
 from rematbench.tables.comparison_plot import FORMATS, write_plot
+from rematbench.worlds.packages.flags import Engines
 
 Names = list[str] | None
 

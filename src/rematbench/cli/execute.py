@@ -21,10 +21,10 @@ from rematbench.cli.real import (
 )
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.plugins.discover import discover
-from rematbench.runs.cell import Cell
-from rematbench.runs.measured import TIMED_STEPS
 from rematbench.worlds import executed
 from rematbench.worlds.executed import How
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.measured import TIMED_STEPS
 
 SEQ_LEN = 128
 Device = Literal["cpu", "cuda"]
@@ -61,13 +61,13 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_torch()
     need_file("--out", out)
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
     asked = request(_with_defaults(run))
     given = None
     if is_launched(rank, world_size, (address, port), asked.problem.layout.gpus):
-        given = job.Given(rank or 0, world_size or 1, local_rank, address, port)
-    kind = job.device_kind(device or "")
+        given = processes.Given(rank or 0, world_size or 1, local_rank, address, port)
+    kind = processes.device_kind(device or "")
     need_gpu(kind)
     cell = cell_of(asked)
     other = _other(asked, run, against) if against else None

@@ -10,9 +10,9 @@ from typer import Option
 from rematbench.cli.options import RunOptions, request, takes_run
 from rematbench.cli.targets import Json
 from rematbench.host.console import GIB, CommandError
-from rematbench.packages.flags import costs, flags_of
-from rematbench.packages.process import BaselineError, baselines
 from rematbench.plan import Unsupported
+from rematbench.worlds.packages.flags import costs, flags_of
+from rematbench.worlds.packages.process import BaselineError, baselines
 
 
 @takes_run

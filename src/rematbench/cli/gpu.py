@@ -11,7 +11,6 @@ from typer import Argument, Option
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console
-from rematbench.runs.cell import problem_of
 from rematbench.runs.gpu_lines import (
     Prediction,
     Rate,
@@ -29,6 +28,7 @@ from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuA
 from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
 from rematbench.worlds.layer_suite import HandCell, layer_cells, layer_names, load_layers
 from rematbench.worlds.predicted import PREDICTIONS, predict, write_predictions
+from rematbench.worlds.records.cell import problem_of
 from rematbench.worlds.searched import load_searched, search_all
 
 SuiteFile = Annotated[

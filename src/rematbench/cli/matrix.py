@@ -11,11 +11,11 @@ from rematbench.cli.targets import need_file
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
 from rematbench.matrix.best import ANSWERED
-from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.suite import load_suite
+from rematbench.worlds.records.matrix_spec import MatrixSpec
+from rematbench.worlds.records.suite import load_suite
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
 

@@ -9,10 +9,10 @@ from rematbench.cli.options import Timeout
 from rematbench.cli.real import as_committed, need_torch
 from rematbench.cli.targets import Compare, Methods, Only, Output, SuiteFile, need_folder
 from rematbench.host.console import CommandError
-from rematbench.runs.cell import cells
-from rematbench.runs.record import keep_record
-from rematbench.runs.suite import load_suite
 from rematbench.worlds import executed, traced, trained
+from rematbench.worlds.records.cell import cells
+from rematbench.worlds.records.record import keep_record
+from rematbench.worlds.records.suite import load_suite
 
 
 def measure(

@@ -34,8 +34,8 @@ from rematbench.host.console import (
 )
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.published.closed_forms import ClosedForm, EstimatorName, closed_form
-from rematbench.runs.record import make_record, read_record, write_record
-from rematbench.runs.reopen import Replay, replay, replay_plan
+from rematbench.worlds.records.record import make_record, read_record, write_record
+from rematbench.worlds.records.reopen import Replay, replay, replay_plan
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 

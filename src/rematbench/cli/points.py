@@ -10,17 +10,17 @@ from typer import Argument, Option
 from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
 from rematbench.cli.targets import Output, need_folder
 from rematbench.host.console import CommandError
-from rematbench.packages.agreement import (
+from rematbench.packages.points import Point, load_points, trace_points
+from rematbench.tables.baselines import points_table, tensors_table
+from rematbench.worlds import package
+from rematbench.worlds.agreement import (
     agreement_records,
     agreement_table,
     disagreements,
 )
-from rematbench.packages.points import Point, load_points, trace_points
-from rematbench.packages.process import Device, NotInstalled
-from rematbench.runs.record import keep_record, read_record
-from rematbench.tables.baselines import points_table, tensors_table
-from rematbench.worlds import package
-from rematbench.worlds.again import verify
+from rematbench.worlds.packages.process import Device, NotInstalled
+from rematbench.worlds.records.record import keep_record, read_record
+from rematbench.worlds.reruns import verify
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")]
 Committed = Annotated[Path, Option("--compare", metavar="DIR", help="The records to equal.")]

@@ -13,8 +13,8 @@ from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
 from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
 from rematbench.host.console import GIB, gib, percent, plain, rounded
-from rematbench.packages.flags import Engines
 from rematbench.published.bands import Band, peak_band, ratio_band
+from rematbench.worlds.packages.flags import Engines
 
 WIDE = 150
 """Terminal width in columns from which names and parts of the step are on one line."""

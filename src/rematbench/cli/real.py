@@ -16,11 +16,11 @@ from rematbench.cli.options import Request
 from rematbench.cli.show import heading
 from rematbench.host import rank_error
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
-from rematbench.runs.cell import Cell
-from rematbench.runs.measured import Comparison, Measured
-from rematbench.runs.record import Record, RecordError, read_record, write_record
-from rematbench.worlds.again import verify
-from rematbench.worlds.measure import RUNTIME
+from rematbench.worlds.numbers import RUNTIME
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.measured import Comparison, Measured
+from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.reruns import verify
 from rematbench.worlds.speed import MeasuredSpeed, measured_speed
 
 TORCH = "2.10"
@@ -44,7 +44,7 @@ def need_gpu(device: str) -> None:
 
 def gpus_here() -> int:
     """The number of GPUs that torch can use on this machine."""
-    from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
 
     return gpus_seen()[1]
 

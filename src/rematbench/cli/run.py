@@ -14,8 +14,8 @@ from rematbench.cli.targets import (
 )
 from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
-from rematbench.runs.store import Store
-from rematbench.runs.suite import load_suite, run_bundle
+from rematbench.worlds.records.store import Store
+from rematbench.worlds.records.suite import load_suite, run_bundle
 
 
 def run(

@@ -17,13 +17,13 @@ from rematbench.cli.search_told import Told
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.packages.process import own_system
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Fixed
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import AttentionChoice, Home
 from rematbench.workload import Precision
+from rematbench.worlds.packages.process import own_system
 
 Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
 STEP_S = 1.0

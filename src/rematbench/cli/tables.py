@@ -35,9 +35,6 @@ from rematbench.published.scores import score_tables
 from rematbench.published.sheets import TABLED, all_cells, bundles, read_sheet
 from rematbench.published.validate import validate as score
 from rematbench.runs.collect import measurement_lines, method_table, read_records, run_lines
-from rematbench.runs.record import read_record
-from rematbench.runs.reopen import replay
-from rematbench.runs.suite import labels, load_suite
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 from rematbench.studies.answers import StudyAnswer, read_answers
@@ -48,6 +45,9 @@ from rematbench.tables.curves import curve_lines, curves_table
 from rematbench.tables.speed import NAME, speed_table, timed
 from rematbench.tables.stage_memory import stage_bytes
 from rematbench.tables.worlds import differing, has_its_own_table, worlds_table
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.records.reopen import replay
+from rematbench.worlds.records.suite import labels, load_suite
 
 EXECUTED = ("problem", "engine", "method", "status", "record_key")
 

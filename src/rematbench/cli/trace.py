@@ -10,8 +10,8 @@ from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.real import cell_of, finish, need_torch
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.host.console import CommandError
-from rematbench.packages.process import baselines
 from rematbench.worlds import package, traced
+from rematbench.worlds.packages.process import baselines
 
 
 @takes_run

@@ -11,11 +11,11 @@ from rematbench.cli.real import need_torch
 from rematbench.cli.targets import Methods, need_file, need_folder
 from rematbench.host.files import write_atomically
 from rematbench.plugins.discover import discover
-from rematbench.runs.cell import Cell, only_cell, recorded_cell
-from rematbench.runs.record import Record, keep_record, read_record
 from rematbench.worlds import traced
-from rematbench.worlds.again import run_again
-from rematbench.worlds.again import verify as verified
+from rematbench.worlds.records.cell import Cell, only_cell, recorded_cell
+from rematbench.worlds.records.record import Record, keep_record, read_record
+from rematbench.worlds.reruns import run_again
+from rematbench.worlds.reruns import verify as verified
 
 
 def verify(

@@ -53,7 +53,7 @@ def pinned_block_bytes(nbytes: int) -> int:
     """Host bytes of one pinned tensor: torch takes the next power of two (CachingHostAllocator.h,
     PowerOf2Ceil, PyTorch 2.1 to 2.8; 2.11 on an H200), and gives no pinned block back to the
     system.  An upper bound where a later torch is told to pin exactly, as our runtime does
-    (torch/devices.py)."""
+    (worlds/torch/devices.py)."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 

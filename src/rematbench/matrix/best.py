@@ -16,7 +16,6 @@ from rematbench.evaluate.job import Job
 from rematbench.evaluate.programs import Programs
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
-from rematbench.matrix.spec import Arm, MatrixSpec, Work
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row, number
@@ -30,6 +29,7 @@ from rematbench.search.space import Choice, Fixed, may_host, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_system
+from rematbench.worlds.records.matrix_spec import Arm, MatrixSpec, Work
 
 SAME, BEST, ANY = "same layout", "best layout", "any plan"
 """What a search answers: the one layout of a cell, the best layout of an arm, the fastest plan of

@@ -13,10 +13,10 @@ from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
 from rematbench.matrix.cell import ArmTried, Numbers, tried
-from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row
 from rematbench.search.shared import Shared
+from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 TABLES = (SAME, BEST)
 NOT_RUN = "not run"

@@ -10,11 +10,11 @@ from msgspec import Struct
 
 from rematbench.evaluate.outcome import make_problem
 from rematbench.matrix.best import BEST, CELL, OPEN
-from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import LAYOUT
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
+from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 Line = dict[str, Any]
 Row = Mapping[str, Any]

@@ -10,18 +10,18 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.outcome import make_problem
-from rematbench.packages.process import PackageJob, job, policy, run_jobs
-from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.record import Record, keep_record, read_record
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec, degrees
 from rematbench.workload import NonNegativeInt
+from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
+from rematbench.worlds.packages.stack import StackProblem, activation_peak, packaged
+from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
 class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,8 +9,8 @@ import msgspec
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.record import Metrics, Record, read_record
-from rematbench.runs.suite import label_key
+from rematbench.worlds.records.record import Metrics, Record, read_record
+from rematbench.worlds.records.suite import label_key
 
 UNITS = {
     "step_s": "s",

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.host.gpu_state import GpuState
-from rematbench.runs.record import Provenance, RecordError
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.records.record import Provenance, RecordError
 
 T = TypeVar("T", bound=Struct)
 

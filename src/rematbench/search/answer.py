@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import PARTS, losses, parts_of
 from rematbench.evaluate.job import WORDS, Job
-from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
@@ -19,6 +18,7 @@ from rematbench.search.space import Choice, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.packages.flags import Engines
 
 
 class Found(Struct, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ from math import inf, nextafter
 
 from msgspec.structs import replace
 
-from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import Bounds
@@ -17,6 +16,7 @@ from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.tree import Tree
 from rematbench.search.trial import Tried, tried_plan
+from rematbench.worlds.packages.flags import Engines
 
 SHOWN = 1.1
 """Before a listing, work whose bound is at least this multiple of the best step is not queued."""

@@ -16,8 +16,6 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import load_compare
 from rematbench.evaluate.outcome import hosting, make_problem
 from rematbench.evaluate.programs import Programs
-from rematbench.packages.flags import Engines
-from rematbench.packages.process import baselines
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
@@ -39,6 +37,8 @@ from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Model, Workload
+from rematbench.worlds.packages.flags import Engines
+from rematbench.worlds.packages.process import baselines
 
 GIB = 2**30
 

@@ -4,11 +4,11 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
-from rematbench.packages.flags import Engines
 from rematbench.search.arms import Arm
 from rematbench.search.shard import Shard
 from rematbench.search.site import Site
 from rematbench.search.space import Choice
+from rematbench.worlds.packages.flags import Engines
 
 Stage = Literal[
     "shard", "layout", "root", "grow", "expand", "made", "pieces", "closed", "tight"

@@ -10,10 +10,10 @@ from msgspec import Struct
 
 from rematbench.choose.entry import lost_reason
 from rematbench.host.workers import Lost, Pool
-from rematbench.packages.flags import Engines
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried, tried_plan
+from rematbench.worlds.packages.flags import Engines
 
 MOST_LAYOUTS = 3
 """Layouts at which a planner is solved: solving takes seconds at each."""

@@ -9,11 +9,11 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rematbench.plan import Fraction
-from rematbench.runs.suite import NamedProblem
 from rematbench.search.answer import best_line
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.spec.configfile import convert, read_mapping
+from rematbench.worlds.records.suite import NamedProblem
 
 MOST_ROUNDS = 60
 """Most rounds of the search of one space: a few minutes of a core."""

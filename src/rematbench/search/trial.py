@@ -7,12 +7,12 @@ from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
 from rematbench.evaluate.outcome import Verdict, judge, judged, timed
 from rematbench.evaluate.programs import Programs
 from rematbench.evaluate.reserved import Lowered, same_plan, weighed
-from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.space import Choice
 from rematbench.spec.layout import LayoutError
+from rematbench.worlds.packages.flags import Engines
 
 NO_PLAN = "no plan: "
 RESERVED = "device memory, as the allocator reserves it"

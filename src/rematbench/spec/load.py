@@ -89,7 +89,7 @@ def _system(path: Path) -> System:
 
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
-    "cluster": ("slurm",),  # how to request its nodes: rematbench.slurm.settings
+    "cluster": ("slurm",),  # how to request its nodes: rematbench.worlds.slurm.settings
     "system": ("aliases", "rows"),
 }
 """Keys that say how a file is found or used; a file based on another does not inherit them."""

@@ -14,7 +14,6 @@ from rematbench.evaluate.outcome import Outcome, Status, make_problem, run_metho
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
-from rematbench.runs.suite import NamedProblem
 from rematbench.solve.search import first_true
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
@@ -35,6 +34,7 @@ from rematbench.studies.study import (
     StudyWorkload,
     layout_label,
 )
+from rematbench.worlds.records.suite import NamedProblem
 
 Number = int | float | str
 Values = dict[str, Number]

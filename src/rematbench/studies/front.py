@@ -2,10 +2,10 @@
 
 from rematbench.evaluate.outcome import make_problem
 from rematbench.host.table import Column, Table, percent, whole
-from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
+from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 TP = 8
 SEQ_LEN = 8192

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.runs.suite import NamedProblem, Variant
 from rematbench.spec.configfile import (
     ConfigError,
     closest,
@@ -22,6 +21,7 @@ from rematbench.spec.configfile import (
 )
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt
+from rematbench.worlds.records.suite import NamedProblem, Variant
 
 Ask = Literal[
     "run",

@@ -6,8 +6,8 @@ from typing import Any
 
 from rematbench.host.table import Column, Table, gib, signed_percent
 from rematbench.packages.points import Point, rows
-from rematbench.packages.process import policy
-from rematbench.packages.stack import layer_tensors, stack_of
+from rematbench.worlds.packages.process import policy
+from rematbench.worlds.packages.stack import layer_tensors, stack_of
 
 MIB = 2**20
 NOTE = (

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from rematbench.host.table import Column, Table, fixed, whole
-from rematbench.runs.measured import LEARNING_RATE
-from rematbench.runs.record import Record
 from rematbench.tables.worlds import exponent, label_of
+from rematbench.worlds.records.measured import LEARNING_RATE
+from rematbench.worlds.records.record import Record
 
 Entries = Sequence[tuple[str, Record]]
 

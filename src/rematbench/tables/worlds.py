@@ -9,9 +9,9 @@ import msgspec
 from rematbench.host.table import Column, Table, fixed, signed_percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.measured import Measured
-from rematbench.runs.record import Record
-from rematbench.runs.suite import label_key
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.records.record import Record
+from rematbench.worlds.records.suite import label_key
 
 MIB = 2**20
 

@@ -15,14 +15,14 @@ from msgspec import Struct
 from rematbench.engine.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.memory import host_bytes
-from rematbench.torch.model import RankModel
-from rematbench.torch.parameters import AdamW
 from rematbench.torch.plain import PlainLoop
-from rematbench.torch.streams import Streams, make_streams
+from rematbench.worlds.torch.batch import make_batch, micro_batches
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.parameters import AdamW
+from rematbench.worlds.torch.storages import host_bytes
+from rematbench.worlds.torch.streams import Streams, make_streams
 
 WARM = 2
 RULE = AdamW(lr=1e-4)

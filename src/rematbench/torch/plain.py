@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from rematbench.runs.by_hand import Means
-from rematbench.torch import kernels
-from rematbench.torch.model import NotExecutable, RankModel
-from rematbench.torch.parameters import AdamW
+from rematbench.worlds.torch import arithmetic
+from rematbench.worlds.torch.model import NotExecutable, RankModel
+from rematbench.worlds.torch.parameters import AdamW
 
 SAME_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
@@ -37,13 +37,13 @@ class _Linear(torch.autograd.Function):
         """x @ weight.T; `total`: the weight's gradient so far, in the shape of the weight."""
         ctx.save_for_backward(x, weight)
         ctx.total = total
-        return kernels.linear(x, weight)
+        return arithmetic.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """The input's gradient; the weight's gradient is added to its buffer."""
         x, weight = ctx.saved_tensors
-        kernels.add_weight_gradient(ctx.total, grads[0], x)
+        arithmetic.add_weight_gradient(ctx.total, grads[0], x)
         return grads[0] @ weight, None, None
 
 
@@ -81,7 +81,7 @@ class PlainLoop:
         self.loss = total
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, kernels.NORM_EPS)
+        return F.rms_norm(x, x.shape[-1:], weight, arithmetic.NORM_EPS)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         parameter = self.model.parameters[f"{name}.weight"]
@@ -96,8 +96,8 @@ class PlainLoop:
                 x = self._kept(x, f"layers.{layer}", weights)
         head = "embedding" if kind.tied_embeddings else "lm_head"
         logits = self._linear(self._norm(x, weights["final_norm.weight"]), head)
-        wide = logits.to(kernels.wide(logits.dtype))
-        return F.cross_entropy(wide, labels, ignore_index=kernels.IGNORED, reduction="sum")
+        wide = logits.to(arithmetic.wide(logits.dtype))
+        return F.cross_entropy(wide, labels, ignore_index=arithmetic.IGNORED, reduction="sum")
 
     def _where_saved(self) -> AbstractContextManager[object]:
         if "save_on_cpu" not in self.means:

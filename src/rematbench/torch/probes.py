@@ -20,10 +20,10 @@ from rematbench.costs.operators.ops import Op
 from rematbench.problem import Problem
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.system import AttentionBackend
-from rematbench.torch import kernels
-from rematbench.torch.attention import repeat
-from rematbench.torch.model import DTYPES
 from rematbench.torch.repeats import Call
+from rematbench.worlds.torch import arithmetic
+from rematbench.worlds.torch.attention_backends import repeat
+from rematbench.worlds.torch.model import DTYPES
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
 Backend = AttentionBackend | Literal[""]
@@ -110,7 +110,7 @@ def _gemm(place: Place, op: Op, kernel: Gemm, direction: Direction) -> Probe:
 
     def forward() -> Call:
         x, weight = place.random(m, k), place.random(n, k)
-        return lambda: kernels.linear(x, weight)
+        return lambda: arithmetic.linear(x, weight)
 
     def backward_input() -> Call:
         grad, weight = place.random(m, k), place.random(k, n)
@@ -118,8 +118,8 @@ def _gemm(place: Place, op: Op, kernel: Gemm, direction: Direction) -> Probe:
 
     def backward_weight() -> Call:
         grad, x = place.random(k, n), place.random(k, m)
-        total = torch.zeros(n, m, device=place.device, dtype=kernels.wide(x.dtype))
-        return lambda: kernels.add_weight_gradient(total, grad, x)
+        total = torch.zeros(n, m, device=place.device, dtype=arithmetic.wide(x.dtype))
+        return lambda: arithmetic.add_weight_gradient(total, grad, x)
 
     makers = (forward, backward_input, backward_weight)
     sums = " (fp32 sums)" if direction == "backward_weight" else ""
@@ -141,12 +141,12 @@ def _shape(**sizes: int | str) -> dict[str, str]:
 def _written_out(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm in torch operators, with fp32 statistics."""
     y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + kernels.NORM_EPS)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + arithmetic.NORM_EPS)
     return weight * y.to(x.dtype)
 
 
 def _fused(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, kernels.NORM_EPS)
+    return F.rms_norm(x, x.shape[-1:], weight, arithmetic.NORM_EPS)
 
 
 def _entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from rematbench.costs.copies import Crowd
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
 from rematbench.torch.beside import at_once
-from rematbench.torch.devices import empty_pinned, pin_exactly
-from rematbench.torch.failures import failure
-from rematbench.torch.memory import host_bytes
 from rematbench.torch.probes import Place, Probe
 from rematbench.torch.repeats import Call, Repeats
-from rematbench.torch.streams import make_streams
+from rematbench.worlds.torch.devices import empty_pinned, pin_exactly
+from rematbench.worlds.torch.failures import failure
+from rematbench.worlds.torch.storages import host_bytes
+from rematbench.worlds.torch.streams import make_streams
 
 PROBE_S = 2.5
 """Seconds of repeats of one probe, at most (a repeat that has begun ends)."""

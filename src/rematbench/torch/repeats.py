@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from rematbench.torch.streams import host_clock, make_streams, stamp
+from rematbench.worlds.torch.streams import host_clock, make_streams, stamp
 
 LEAST, MOST = 7, 60
 """Repeats: at least (where time is left), and at most."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.torch.executor import Executor
-from rematbench.torch.parameters import Parameter
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.parameters import Parameter
 
 Gradients = dict[str, Tensor]
 

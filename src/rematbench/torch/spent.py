@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from rematbench.engine.program.action import Action, Kind
-from rematbench.torch.executor import Executor
-from rematbench.torch.streams import CudaStreams, Streams, stamp
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.streams import CudaStreams, Streams, stamp
 
 WITHOUT_WORK = (Kind.FREE, Kind.ALLOC, Kind.EVENT)
 Stamp = torch.cuda.Event | float

@@ -17,17 +17,17 @@ from rematbench.host.gpu_state import GpuState
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.runs.by_hand import Means
-from rematbench.torch.alone import Alone
-from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.devices import hold_to, pin_exactly, pinned_peak, set_segments
-from rematbench.torch.executor import Executor
-from rematbench.torch.failures import NotFinite, failure
-from rematbench.torch.groups import Groups
-from rematbench.torch.model import NotExecutable, RankModel, require_executable
-from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.torch.plain import PlainLoop
-from rematbench.torch.streams import make_streams
-from rematbench.torch.worker import forget
+from rematbench.worlds.torch.batch import make_batch, micro_batches
+from rematbench.worlds.torch.devices import hold_to, pin_exactly, pinned_peak, set_segments
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.failures import NotFinite, failure
+from rematbench.worlds.torch.first_rank import Alone
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
+from rematbench.worlds.torch.parameters import AdamW, Parameter
+from rematbench.worlds.torch.streams import make_streams
+from rematbench.worlds.torch.worker import forget
 
 RULE = AdamW(lr=1e-4)
 SEED = 7

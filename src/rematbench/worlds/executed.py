@@ -12,15 +12,15 @@ from rematbench.host import rank_error
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
-from rematbench.runs.cell import Cell, problem_of
-from rematbench.runs.measured import Comparison, Measured
-from rematbench.runs.record import Record, write_record
 from rematbench.worlds.launched import leave
-from rematbench.worlds.measure import activation_bytes, compared, measured, measured_record
+from rematbench.worlds.numbers import activation_bytes, compared, measured, measured_record
+from rematbench.worlds.records.cell import Cell, problem_of
+from rematbench.worlds.records.measured import Comparison, Measured
+from rematbench.worlds.records.record import Record, write_record
 
 if TYPE_CHECKING:
-    from rematbench.torch.case import Case, Result
-    from rematbench.torch.job import Given
+    from rematbench.worlds.torch.case import Case, Result
+    from rematbench.worlds.torch.processes import Given
 
 
 class How(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +54,12 @@ def run(
     `place`: this process is a rank that a launcher started.  The record is then written to `out`;
     a rank without a record returns None.
     """
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
     both = [cell, *([other] if other else [])]
     reason = next((one.plan.reason for one in both if isinstance(one.plan, Unsupported)), "")
     cases = [] if reason else [_case(one, how) for one in both]
-    reason = reason or next(filter(None, map(job.refused, cases)), "")
+    reason = reason or next(filter(None, map(processes.refused, cases)), "")
     if reason:
         record = _record(cell, ("unsupported", reason, None), (), how)
         if place is not None and out is not None:
@@ -68,7 +68,7 @@ def run(
     if place is not None:
         return _as_rank(both, cases, place, timeout_s, out, how)
     hosts = (cell.problem.layout.gpus,)
-    return _strictly(both, job.run_own(cases, timeout_s), hosts, how)
+    return _strictly(both, processes.run_own(cases, timeout_s), hosts, how)
 
 
 def again(record: Record, cell: Cell, registry: Registry) -> Record:
@@ -98,7 +98,7 @@ def run_cells(
     """Every cell with its record, in one launch per world size.  With `how.compare` each cell is
     compared with keep_all on the same problem and batches; where keep_all fails, the cell's record
     has no comparison."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
     how = how or How()
     for size in sorted({cell.problem.layout.gpus for cell in found}):
@@ -108,7 +108,7 @@ def run_cells(
         for one in (one for cell in same for one in (bases.get(cell.name), cell)):
             if one is not None and one.name not in cases and isinstance(one.plan, Plan):
                 cases[one.name] = _case(one, how)
-        results = dict(zip(cases, job.run_own(list(cases.values()), timeout_s), strict=True))
+        results = dict(zip(cases, processes.run_own(list(cases.values()), timeout_s), strict=True))
         for cell in same:
             base = bases.get(cell.name)
             other = results.get(base.name) if base else None
@@ -125,8 +125,8 @@ def _keep_all(cell: Cell) -> Cell:
 
 def _case(cell: Cell, how: How) -> "Case":
     """The case that torch runs.  Lowers the plan too, so a PlanError comes before any process."""
-    from rematbench.torch.case import Case  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.parameters import LINEAR, AdamW  # noqa: PLC0415
+    from rematbench.worlds.torch.case import Case  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.parameters import LINEAR, AdamW  # noqa: PLC0415
 
     assert isinstance(cell.plan, Plan)
     return Case(
@@ -155,17 +155,17 @@ def _as_rank(
 ) -> Record | None:
     """The record of a rank that a launcher started.  A rank that fails writes its error beside
     `out` before it ends: rank 0 sees only a broken connection."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.failures import failure  # noqa: PLC0415
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.failures import failure  # noqa: PLC0415
 
     started = time.time()
     try:
-        results, hosts = job.run_given(cases, place, timeout_s)
+        results, hosts = processes.run_given(cases, place, timeout_s)
     except Exception as error:
         if out is not None:
             lost = (*rank_error.recorded(*failure(error)), None)
             leave(_record(both[0], lost, (), how), out, place.rank, started)
-        if isinstance(error, job.NotMet):
+        if isinstance(error, processes.NotMet):
             raise CommandError(str(error)) from error
         raise
     if not results:
@@ -214,10 +214,10 @@ def _record(
     hosts: tuple[int, ...],
     how: How,
 ) -> Record:
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
     status, reason, found = outcome
     if found is not None:
         found = msgspec.structs.replace(found, linear_updates=how.linear)
-    where: dict[str, Any] = {**job.versions(how.device), "ranks_per_host": hosts}
+    where: dict[str, Any] = {**processes.versions(how.device), "ranks_per_host": hosts}
     return measured_record("executed", cell, (status, reason, found), where)

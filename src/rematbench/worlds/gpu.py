@@ -12,23 +12,23 @@ from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
 from rematbench.host.files import write_atomically
-from rematbench.packages.agreement import agreement_names, agreement_records
-from rematbench.packages.process import Device, policy
 from rematbench.plan import Plan
-from rematbench.runs.cell import Cell, cell_names, cells, problem_of
-from rematbench.runs.record import RecordError, keep_record
-from rematbench.runs.suite import load_suite
-from rematbench.slurm.launch import last_words, run_limited
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
+from rematbench.worlds.agreement import agreement_names, agreement_records
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings, read_summary
 from rematbench.worlds.layer_suite import load_layers
 from rematbench.worlds.layers import measure_layers
+from rematbench.worlds.packages.process import Device, policy
 from rematbench.worlds.predicted import PREDICTIONS
 from rematbench.worlds.rates import load_rates, measure_rates
+from rematbench.worlds.records.cell import Cell, cell_names, cells, problem_of
+from rematbench.worlds.records.record import RecordError, keep_record
+from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.repetitions import measure_repetitions
 from rematbench.worlds.searched import load_searched, measure_searched
+from rematbench.worlds.slurm.launch import last_words, run_limited
 from rematbench.worlds.spent import measure_actions
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
@@ -121,7 +121,7 @@ class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
 def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -> Summary:
     """Run the parts one after another; the summary of them and of those that other commands ran
     there on this device.  `say` announces each part before it starts."""
-    from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.processes import versions  # noqa: PLC0415  # torch is optional
 
     device = versions(asked.device)["device"]
     ended = _before(asked.output / SUMMARY, device, parts)
@@ -199,7 +199,7 @@ def planned(asked: GpuAsked, ended: Sequence[Ran]) -> Planned:
 
 
 def _gpus(asked: GpuAsked) -> int:
-    from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
 
     return gpus_seen()[1] if asked.device == "cuda" else 0
 
@@ -215,7 +215,7 @@ def _write(path: Path, found: msgspec.Struct, **more: float) -> None:
 def _steps(asked: GpuAsked) -> None:
     """Time the executor's step with keep_all beside the step of a hand-written loop."""
     from rematbench.torch.beside import step_times  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.devices import prepared_device  # noqa: PLC0415
+    from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415
 
     device = prepared_device(asked.device, 0)
     problem = asked.cells("large")[0].problem
@@ -225,7 +225,7 @@ def _steps(asked: GpuAsked) -> None:
 
 def _copies(asked: GpuAsked) -> None:
     from rematbench.torch.beside import copy_times  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.devices import prepared_device  # noqa: PLC0415
+    from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415
 
     nbytes, size = COPIES[asked.device]
     found = copy_times(prepared_device(asked.device, 0), size, nbytes)

@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.packages.agreement import EXECUTOR, disagreements
 from rematbench.runs.gpu_lines import Repeated, read_lines
-from rematbench.runs.measured import Comparison
-from rematbench.runs.record import Record, RecordError, read_record
+from rematbench.worlds.agreement import EXECUTOR, disagreements
+from rematbench.worlds.records.measured import Comparison
+from rematbench.worlds.records.record import Record, RecordError, read_record
 
 STEP_LIMIT = 1.02
 """Largest ratio of the executor's step to the hand-written step (the project's own bound)."""

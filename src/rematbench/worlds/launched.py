@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.host import rank_error
 from rematbench.host.rank_error import RankError
-from rematbench.runs.record import Record, write_record
+from rematbench.worlds.records.record import Record, write_record
 
 PATIENCE_S = 2.0
 """Seconds that rank 0, which saw only a broken connection, waits for the failed rank's error."""

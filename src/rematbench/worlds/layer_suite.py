@@ -9,9 +9,9 @@ from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.by_hand import Means
-from rematbench.runs.cell import Cell, cells, is_wanted
-from rematbench.runs.suite import Suite, Variant, bundles, read_suite
 from rematbench.spec.configfile import ConfigError, require_known
+from rematbench.worlds.records.cell import Cell, cells, is_wanted
+from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite
 
 
 class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,17 +5,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.host.gpu_state import GpuState, gpu_state
-from rematbench.packages.process import Device
-from rematbench.runs.record import provenance
 from rematbench.spec.constants import Calibration
+from rematbench.worlds.packages.process import Device
+from rematbench.worlds.records.record import provenance
 
 
 class Machine:
     """One device: its name and versions, and its state now."""
 
     def __init__(self, device: Device) -> None:
-        from rematbench.torch.devices import name_for_smi  # noqa: PLC0415  # torch is optional
-        from rematbench.torch.job import versions  # noqa: PLC0415
+        from rematbench.worlds.torch.devices import name_for_smi  # noqa: PLC0415  # torch is optional
+        from rematbench.worlds.torch.processes import versions  # noqa: PLC0415
 
         self.versions = versions(device)
         self.name = self.versions["device"]

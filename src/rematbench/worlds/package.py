@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Literal
 
 from rematbench.evaluate.evaluation import fullest
-from rematbench.packages.process import PackageJob, job, run_jobs, run_rank
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.runs.measured import Measured
-from rematbench.runs.record import Record
 from rematbench.worlds.launched import leave
+from rematbench.worlds.packages.process import PackageJob, job, run_jobs, run_rank
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.records.record import Record
 
 Option = int | float | bool | str
 LIMIT_S = 600.0

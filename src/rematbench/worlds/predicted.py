@@ -20,11 +20,11 @@ from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.cell import Cell, problem_of
-from rematbench.runs.digests import code_digest
 from rematbench.runs.gpu_lines import Prediction, Searched, append_line, read_lines
-from rematbench.runs.record import plan_hash, provenance, run_spec
 from rematbench.worlds.layer_suite import HandCell
+from rematbench.worlds.records.cell import Cell, problem_of
+from rematbench.worlds.records.digests import code_digest
+from rematbench.worlds.records.record import plan_hash, provenance, run_spec
 
 PREDICTED = "predictions.jsonl"
 PREDICTIONS = {"layers": PREDICTED, "searched": "searched.jsonl"}

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rematbench.packages.process import Device
 from rematbench.runs.gpu_lines import Rate, append_line
-from rematbench.runs.suite import NamedProblem, Suite, read_suite
 from rematbench.spec.load import load_cluster
 from rematbench.workload import PositiveInt
 from rematbench.worlds.machine import Machine
+from rematbench.worlds.packages.process import Device
+from rematbench.worlds.records.suite import NamedProblem, Suite, read_suite
 from rematbench.worlds.speed import has_peak_of
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def load_rates(path: Path) -> RateSuite:
 
 def measure_rates(path: Path, out: Path, device: Device, limit_s: float) -> None:
     """Time every probe of the suite `path` within `limit_s` seconds; a line of `out` for each."""
-    from rematbench.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
     from rematbench.torch.rates import Rates  # noqa: PLC0415
+    from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
     suite, place = load_rates(path), prepared_device(device, 0)

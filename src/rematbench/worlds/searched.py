@@ -16,10 +16,8 @@ from msgspec.structs import replace
 from rematbench.evaluate.outcome import make_problem
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
-from rematbench.packages.process import Device
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
-from rematbench.runs.cell import Cell, is_wanted, planned_cell
 from rematbench.runs.gpu_lines import Searched, Turn, by_cell
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
@@ -34,7 +32,9 @@ from rematbench.spec.configfile import (
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt
 from rematbench.worlds.layers import FEWEST, run_by_turns
+from rematbench.worlds.packages.process import Device
 from rematbench.worlds.predicted import PREDICTIONS, lines_of, predict
+from rematbench.worlds.records.cell import Cell, is_wanted, planned_cell
 
 SHOWN = 200
 """Rows of an answer among which those of different compositions are looked for."""

@@ -1,8 +1,8 @@
 """The simulated world: a plan is lowered and evaluated, and nothing is run."""
 
 from rematbench.evaluate.outcome import run_method
-from rematbench.runs.cell import Cell
-from rematbench.runs.record import Record, make_record
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.record import Record, make_record
 
 
 def run(cell: Cell) -> Record:

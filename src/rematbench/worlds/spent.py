@@ -11,14 +11,14 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.outcome import run_plan
 from rematbench.host.console import CommandError
-from rematbench.packages.process import Device
 from rematbench.plan import Plan
-from rematbench.runs.cell import Cell
 from rematbench.runs.gpu_lines import STEP, Spent, append_line, one_line
 from rematbench.worlds.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.worlds.layers import is_here
 from rematbench.worlds.machine import Machine
+from rematbench.worlds.packages.process import Device
 from rematbench.worlds.predicted import predict, refusal
+from rematbench.worlds.records.cell import Cell
 
 if TYPE_CHECKING:
     from rematbench.torch.spent import Key, Taken
@@ -33,8 +33,8 @@ def measure_actions(
     """Time the actions of the cells asked for (default: the references of ratios, and keep_all)
     of this device; a line of `out` for each kind of action.  A cell that cannot begin within
     `limit_s` seconds has none.  CommandError where no cell is of this device."""
-    from rematbench.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
     from rematbench.torch.turns import Turns  # noqa: PLC0415
+    from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
     place, machine = prepared_device(device, 0), Machine(device)
@@ -52,7 +52,7 @@ def measure_actions(
 
 def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
     """The lines of a cell; one with the reason where it fails or is not started."""
-    from rematbench.torch.failures import failure  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.failures import failure  # noqa: PLC0415  # torch is optional
 
     about = machine.about(cell.problem.calibration)
     why = refusal(predict(cell), cell)

@@ -5,10 +5,10 @@ from typing import Any
 from rematbench.evaluate.evaluation import fullest
 from rematbench.evaluate.outcome import Status
 from rematbench.plan import Unsupported
-from rematbench.runs.cell import Cell
-from rematbench.runs.measured import Measured
-from rematbench.runs.record import Record
-from rematbench.worlds.measure import measured_ranks, measured_record
+from rematbench.worlds.numbers import measured_ranks, measured_record
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.records.record import Record
 
 
 def again(record: Record, cell: Cell) -> Record:
@@ -19,12 +19,12 @@ def again(record: Record, cell: Cell) -> Record:
 def run(cell: Cell, stage: int | None = None) -> Record:
     """The record of the traced pipeline rank `stage` (None: the one with the largest simulated
     peak)."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.memory import ExecutionError  # noqa: PLC0415
-    from rematbench.torch.model import NotExecutable  # noqa: PLC0415
-    from rematbench.torch.trace import rank_at, trace_rank  # noqa: PLC0415
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.model import NotExecutable  # noqa: PLC0415
+    from rematbench.worlds.torch.storages import ExecutionError  # noqa: PLC0415
+    from rematbench.worlds.torch.trace import rank_at, trace_rank  # noqa: PLC0415
 
-    where: dict[str, Any] = {**job.versions("cpu"), "device": "meta"}
+    where: dict[str, Any] = {**processes.versions("cpu"), "device": "meta"}
     problem, plan = cell.problem, cell.plan
     outcome: tuple[Status, str, Measured | None]
     if isinstance(plan, Unsupported):

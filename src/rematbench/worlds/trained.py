@@ -8,10 +8,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.host import rank_error
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.cell import Cell
-from rematbench.runs.measured import LEARNING_RATE, Measured
-from rematbench.runs.record import Record
-from rematbench.worlds.measure import activation_bytes, measured_record
+from rematbench.worlds.numbers import activation_bytes, measured_record
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.measured import LEARNING_RATE, Measured
+from rematbench.worlds.records.record import Record
 
 TEXT_BYTES = 4 << 20
 
@@ -58,10 +58,10 @@ def _without_work(cell: Cell) -> str:
 def run(cell: Cell, steps: int) -> Record:
     """The record of a training run of `steps` steps, in its own processes; the record stores
     losses alone."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.batch import standard_library  # noqa: PLC0415
-    from rematbench.torch.case import Case  # noqa: PLC0415
-    from rematbench.torch.parameters import AdamW  # noqa: PLC0415
+    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.batch import standard_library  # noqa: PLC0415
+    from rematbench.worlds.torch.case import Case  # noqa: PLC0415
+    from rematbench.worlds.torch.parameters import AdamW  # noqa: PLC0415
 
     assert isinstance(cell.plan, Plan)
     case = Case(
@@ -75,12 +75,12 @@ def run(cell: Cell, steps: int) -> Record:
         optimizer=AdamW(lr=LEARNING_RATE),
         activation_bytes=activation_bytes(cell.problem, cell.plan),
     )
-    (result,) = job.run_own([case], 3600.0)
+    (result,) = processes.run_own([case], 3600.0)
     found = None
     if result.status == "ok":
         found = Measured(losses=tuple(result.losses))
     where: dict[str, Any] = {
-        **job.versions("cpu"),
+        **processes.versions("cpu"),
         "ranks_per_host": (cell.problem.layout.gpus,),
         "text": standard_library(TEXT_BYTES)[1],
     }

@@ -1,1 +1,0 @@
-"""DeepSpeed as plans: its policy, and the tensors that it holds beside the operator table."""

@@ -1,1 +1,0 @@
-"""Megatron-core as plans: its policy, and the tensors that it holds beside the operator table."""

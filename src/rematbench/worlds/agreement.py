@@ -1,0 +1,252 @@
+"""Losses and gradient norms of three engines on the same weights and batches: records, a table.
+
+The executor runs one layout; the baselines run layouts that differ in degrees only.  All runs have
+one batch and one seed, so every row is compared with the executor's row of the same precision.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from rematbench.evaluate.outcome import make_problem
+from rematbench.host.table import Column, Table
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
+from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import Precision
+from rematbench.worlds.packages.process import (
+    BaselineError,
+    Device,
+    baselines,
+    job,
+    policy,
+    run_jobs,
+)
+from rematbench.worlds.records.measured import BOUNDS, Engine, Measured, whole_norms
+from rematbench.worlds.records.record import Record, provenance, read_record, run_spec
+
+STEPS = 2
+EXECUTOR = "executor"
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+
+
+class Row(NamedTuple):
+    """One run of an engine: its name in the table, fields of its layout, settings of its policy."""
+
+    name: str
+    layout: dict[str, Any]
+    settings: dict[str, Any]
+
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    EXECUTOR: (Row("one", {}, {}),),
+    "megatron_core": (
+        Row("one", {}, {}),
+        Row("one-full", {}, {"recompute": "full"}),
+        Row("one-offload", {}, {"offload_modules": ["core_attn", "mlp_norm"]}),
+        Row("tp2", {"tp": 2}, {}),
+        Row("cp2", {"cp": 2}, {}),
+        Row("pp2", {"pp": 2}, {}),
+        Row("dp2", {"dp": 2}, {}),
+    ),
+    "deepspeed": (
+        Row("zero1", {}, {}),
+        Row("one-tiled", {}, {"mlp_tiles": 2, "loss_tiles": 4}),
+        Row("dp2-zero0", {"dp": 2, "zero_stage": 0}, {}),
+        Row("dp2-zero2", {"dp": 2, "zero_stage": 2}, {}),
+        Row("dp2-zero3", {"dp": 2, "zero_stage": 3}, {"checkpointing": "plain"}),
+        Row("ulysses2", {"dp": 2, "ulysses": 2}, {}),
+        Row("ulysses2-zero3", {"dp": 2, "ulysses": 2, "zero_stage": 3}, {}),
+    ),
+}
+
+
+def problem(layout: dict[str, Any], precision: Precision) -> Problem:
+    """tiny-llama with 64 tokens and, unless `layout` says otherwise, four sequences a step, on
+    nodes with one GPU."""
+    spec = ProblemSpec.at(
+        Layout(**{"global_batch": 4, **layout}),
+        model="tiny-llama",
+        cluster=replace(load_cluster("h800-80gb"), gpus_per_node=1),
+        system="deepspeed" if "ulysses" in layout else "rematbench",
+        seq_len=64,
+        precision=precision,
+    )
+    return make_problem(spec)
+
+
+def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[str, Record]]:
+    """The records of every engine in every precision, with their file names without suffix, an
+    engine as soon as it has ended; on CUDA all rows run at once.  Needs torch and the packages.
+    On CUDA, layouts that need more than `gpus` GPUs are left out.  An engine without records raises
+    its BaselineError; on CUDA after the records of the others."""
+    if device == "cpu":
+        for precision in PRECISIONS:
+            for engine, rows in ROWS.items():
+                yield from _engine(engine, precision, rows, device).items()
+        return
+    discover()  # once, before threads ask for it
+    baselines()
+    asked = [
+        (engine, precision, [row], device)
+        for precision in PRECISIONS
+        for engine in ROWS
+        for row in _rows(engine, device, gpus)
+    ]
+    broken: list[BaselineError] = []
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for run in as_completed([pool.submit(_engine, *one) for one in asked]):
+            try:
+                yield from run.result().items()
+            except BaselineError as error:
+                broken.append(error)
+    if broken:
+        raise broken[0]
+
+
+def agreement_names(device: Device = "cpu", gpus: int = 0) -> list[str]:
+    """The names of `agreement_records`, without running anything."""
+    return [
+        _name(engine, row, precision)
+        for precision in PRECISIONS
+        for engine in ROWS
+        for row in _rows(engine, device, gpus)
+    ]
+
+
+def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
+    """The rows of an engine that run here."""
+    return [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]
+
+
+def _engine(
+    engine: str, precision: Precision, rows: Sequence[Row], device: Device
+) -> dict[str, Record]:
+    """The records of rows of one engine in one precision, by file name."""
+    if engine == EXECUTOR:
+        records = [executor_record(problem({}, precision), device)]
+    else:
+        options: dict[str, Any] = {"steps": STEPS, "timed_steps": 0, "device": device}
+        jobs = [
+            job(problem(row.layout, precision), policy(engine, row.settings), **options)
+            for row in rows
+        ]
+        records = run_jobs(engine, jobs)
+    return {
+        _name(engine, row, precision): record for row, record in zip(rows, records, strict=True)
+    }
+
+
+def _name(engine: str, row: Row, precision: Precision) -> str:
+    return f"{engine}-{row.name}-{precision}"
+
+
+def disagreements(records: dict[str, Record]) -> dict[str, str]:
+    """Why records disagree with the executor's record of the same precision, by record name: a
+    status other than ok, or a first loss or a first norm of the whole gradient beyond the bound.
+    KeyError where the executor's record is missing."""
+    wrong = {}
+    for precision in PRECISIONS:
+        base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].measured
+        for name, record in records.items():
+            if record.spec.precision != precision:
+                continue
+            seen = record.measured
+            if base is None or seen is None:
+                wrong[name] = f"{record.status}: {record.reason}"
+                continue
+            loss, norm = seen.first_errors(base)
+            bound = BOUNDS[precision]
+            if not (loss <= bound and norm <= bound):
+                apart = f"loss {loss:.1e}, gradient norm {norm:.1e}"
+                wrong[name] = f"{apart} apart, {bound:g} allowed"
+    return wrong
+
+
+def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
+    """The record of the project's executor on one process, with all activations kept."""
+    from rematbench.worlds.torch import processes as torch_job  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.case import Case  # noqa: PLC0415
+    from rematbench.worlds.torch.launch import execute_cases  # noqa: PLC0415
+
+    case = Case(
+        name=EXECUTOR,
+        problem=made,
+        plan=made.base_plan,
+        steps=steps,
+        measure=False,
+        device=device,
+        timed_steps=0,
+    )
+    (result,) = execute_cases([case])
+    spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
+    versions = torch_job.versions(device)
+    engine = Engine(
+        label="rematbench executor",
+        stack={"torch": versions["torch"]},
+        device=versions["device"] if device == "cuda" else "cpu",
+    )
+    seen = Measured(
+        losses=tuple(result.losses),
+        gradient_norms=whole_norms(result.gradient_norms),
+        parameter_norms=tuple(result.gradient_norms),
+    )
+    ok = result.status == "ok"
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="ok" if ok else "failed",
+        reason=result.reason,
+        measured=seen if ok else None,
+        engine=engine if ok else None,
+        provenance=provenance(),
+    )
+
+
+COLUMNS = (
+    Column("engine", "engine"),
+    Column("case", "case"),
+    Column("precision", "precision"),
+    Column("loss", "loss", lambda value: f"{value:.7f}"),
+    Column("gradient_norm", "gradient norm", lambda value: f"{value:.7f}"),
+    Column("loss_error", "loss, relative", lambda value: f"{value:.1e}"),
+    Column("norm_error", "norm, relative", lambda value: f"{value:.1e}"),
+)
+
+
+def agreement_table(folder: Path) -> Table:
+    """The table of every record's first loss and norm of the whole gradient, and their relative
+    errors against the executor's record of the same precision."""
+    lines = []
+    for precision in PRECISIONS:
+        wanted: Measured | None = None
+        for engine, rows in ROWS.items():
+            for row in rows:
+                record = read_record(folder / f"{_name(engine, row, precision)}.json")
+                line: dict[str, Any] = {"case": row.name, "precision": precision}
+                found = record.measured
+                if found is None or record.engine is None:
+                    line["engine"] = f"{engine}: {record.status}: {record.reason}"
+                    lines.append(line)
+                    continue
+                line |= {"engine": record.engine.label, "loss": found.losses[0]}
+                line["gradient_norm"] = found.gradient_norms[0]
+                if wanted is None:
+                    wanted = found
+                else:
+                    line["loss_error"], line["norm_error"] = found.first_errors(wanted)
+                lines.append(line)
+    return Table(
+        name="agreement",
+        title="Three engines on the same weights and batch, executed on a CPU: the first step",
+        columns=COLUMNS,
+        rows=tuple(lines),
+        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step. Layouts "
+        "differ in degrees only.",
+    )

@@ -1,0 +1,187 @@
+"""Results of the torch runtime -> the measured numbers of a record, beside the ledger's."""
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.program.program import Program
+from rematbench.evaluate.evaluation import RankBytes, program_bytes
+from rematbench.evaluate.outcome import Status
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.spec.load import load_system
+from rematbench.workload import Model
+from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.measured import (
+    BOUNDS,
+    Comparison,
+    Measured,
+    RankMeasured,
+    largest,
+    relative,
+    whole_norms,
+)
+from rematbench.worlds.records.record import Record, World, plan_hash, provenance, run_spec
+
+if TYPE_CHECKING:
+    from rematbench.worlds.torch.case import RankResult, Result
+
+
+RUNTIME = "rematbench"
+"""The torch runtime's own stack, by its name in config/systems."""
+OWN = (
+    *("param_bytes", "grad_bytes", "optimizer_bytes", "step_scratch_bytes"),
+    *("fused_loss", "loss_in_place", "loss_keeps_logits"),
+)
+"""Fields of a problem's stack that the torch runtime replaces by its own: bytes of an element of
+each state, and tensors inside the loss and the optimizer step.  The runtime saves the problem
+stack's activations."""
+
+
+def as_run(problem: Problem) -> Problem:
+    """The problem whose simulated totals a run of the torch runtime is compared with: the
+    activations of the problem's stack, the states and kernels of the torch runtime."""
+    own = load_system(RUNTIME)
+    system = replace(problem.system, **{name: getattr(own, name) for name in OWN})
+    if system == problem.system:
+        return problem
+    return Problem(
+        workload=problem.workload,
+        cluster=problem.cluster,
+        system=system,
+        layout=problem.layout,
+        calibration=problem.calibration,
+        attention=problem.attention,
+        backend=problem.backend,
+    )
+
+
+def activation_bytes(problem: Problem, plan: Plan) -> int:
+    """Bytes of activations in all processes of the pipeline rank with the largest ledger peak
+    (device or host): the processes of a pipeline rank are alike and reach their peak together."""
+    stages = program_bytes(problem, plan, lower(plan, problem))
+    peak = max(max(stage.activation_peak, stage.host_activation_peak) for stage in stages)
+    return peak * (problem.layout.gpus // len(stages))
+
+
+def measured_rank(
+    rank: int, result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
+) -> RankMeasured:
+    """The measured bytes of one process beside the ledger of its pipeline rank; `offload_bytes` and
+    `recompute_flop` of a result are divided by `steps`."""
+    stage = result.place.pp
+    expected = list(live_bytes(program.ranks[stage].actions()))
+    bytes_of = simulated[stage]
+    states = bytes_of.parameter + bytes_of.gradient + bytes_of.optimizer + bytes_of.pools
+    return RankMeasured(
+        rank=rank,
+        pp=stage,
+        activation_peak_bytes=result.peak_bytes,
+        actions=len(expected),
+        differing_actions=sum(
+            want != got for want, got in zip(expected, result.bytes_after, strict=True)
+        ),
+        boundary_peak_bytes=result.device_peak_bytes,
+        ledger_boundary_peak_bytes=max(device for device, _ in expected),
+        simulated_peak_bytes=bytes_of.device_peak,
+        state_bytes=result.state_bytes,
+        simulated_state_bytes=states,
+        host_peak_bytes=result.host_peak_bytes,
+        ledger_host_peak_bytes=max(host for _, host in expected),
+        offload_bytes=result.offload_bytes // steps,
+        recompute_flop=result.recompute_flop / steps,
+        allocated_bytes=result.allocated_bytes,
+        reserved_bytes=result.reserved_bytes,
+        pinned_bytes=result.pinned_bytes,
+        step_s=tuple(result.step_s),
+    )
+
+
+def measured_ranks(
+    problem: Problem, plan: Plan, results: list["RankResult"], steps: int, first: int = 0
+) -> tuple[RankMeasured, ...]:
+    """The measured numbers of processes in rank order, the first of them rank `first`."""
+    program = lower(plan, problem)
+    run = as_run(problem)
+    simulated = program_bytes(run, plan, program if run is problem else lower(plan, run))
+    return tuple(
+        measured_rank(rank, result, program, simulated, steps)
+        for rank, result in enumerate(results, first)
+    )
+
+
+def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
+    """The losses, gradient norms and bytes per rank of an executed run."""
+    return Measured(
+        losses=tuple(result.losses),
+        gradient_norms=whole_norms(result.gradient_norms),
+        ranks=measured_ranks(problem, plan, result.ranks, len(result.losses)),
+    )
+
+
+def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
+    """The errors of a run's losses and gradients against `other`, a run of the method `against` on
+    the same batches."""
+    pairs = list(zip(result.gradients, other.gradients, strict=True))
+    zero = without_gradient(problem.workload.model)
+    errors = [norm_error(got, want, zero) for got, want in pairs]
+    losses = list(zip(result.losses, other.losses, strict=True))
+    return Comparison(
+        against=against,
+        bitwise=result.losses == other.losses and largest(errors) == 0.0,
+        gradient_error=largest(errors),
+        loss_error=largest([relative(abs(a - b), abs(b)) for a, b in losses]),
+        bound=BOUNDS[problem.workload.precision],
+        first_gradient_error=errors[0],
+        first_only=problem.workload.precision == "bf16",
+    )
+
+
+def without_gradient(model: Model) -> frozenset[str]:
+    """Names of parameters whose exact gradient is zero, so that a computed gradient is rounding.
+    Without RoPE, the bias of the keys adds the same number to all scores of a query, which softmax
+    cancels."""
+    if not model.qkv_bias or model.position == "rope":
+        return frozenset()
+    return frozenset(f"layers.{layer}.k.bias" for layer in range(model.num_layers))
+
+
+def norm_error(
+    got: dict[str, Any], want: dict[str, Any], zero: frozenset[str] = frozenset()
+) -> float:
+    """The largest norm-wise relative error of a parameter's gradient, except of parameters in
+    `zero`.  The norm in the denominator is at least 1e-6 of the largest gradient norm: a smaller
+    gradient counts as rounding."""
+    norms = {name: float(gradient.norm()) for name, gradient in want.items() if name not in zero}
+    floor = 1e-6 * max(norms.values())
+    return largest(
+        [
+            relative(float((got[name] - want[name]).norm()), max(norm, floor))
+            for name, norm in norms.items()
+        ]
+    )
+
+
+def measured_record(
+    world: World,
+    cell: Cell,
+    outcome: tuple[Status, str, Measured | None],
+    where: dict[str, str | tuple[int, ...]],
+) -> Record:
+    """The record of a cell in the traced or executed world; `where` adds fields to its
+    provenance."""
+    spec = run_spec(cell.problem, cell.method, world, cell.base)
+    status, reason, found = outcome
+    plan = cell.plan if isinstance(cell.plan, Plan) else None
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status=status,
+        reason=reason,
+        plan_hash=plan_hash(cell.problem, plan) if plan else "",
+        plan=plan,
+        measured=found,
+        provenance=replace(provenance(cell.problem.calibration), **where),
+    )

@@ -1,0 +1,1 @@
+"""Real packages: their processes, limits and options."""

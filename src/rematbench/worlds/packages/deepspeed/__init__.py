@@ -1,0 +1,1 @@
+"""worlds/packages/deepspeed"""

@@ -1,0 +1,269 @@
+"""Bytes of gradients that DeepSpeed holds, from a weight's gradient to the end of its micro-batch.
+
+Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`stage_1_and_2.py`,
+`stage3.py`, `engine.py`):
+
+- ZeRO 0 and 1 keep whole gradients until the last micro-batch. ZeRO 0 then sums them MAX_SUMMED
+  elements at a time, in a copy (buffered_allreduce_fallback). ZeRO 1 puts them into the reduce
+  bucket in the order of parameters, with overlap_comm in the order in which they are made.
+- ZeRO 1 and 2 allocate their bucket (with overlap_comm two) at the first gradient (setup_buckets)
+  and free it in the epilogue. A gradient that no longer fits makes the bucket be reduced first,
+  while the gradient itself is alive. A gradient larger than the bucket stays where it is
+  (reduce_independent_p_g_buckets...).
+- A reduction copies the bucket if the bucket holds parts of more than one rank, and once more in
+  fp32 under Ulysses (allreduce_bucket). The first reduction of this rank's parameters allocates
+  memory for all of them, whole (copy_grads_in_partition).
+- ZeRO 3's bucket exists from the start. A reduction copies it, partition by partition
+  (reduce_scatter_coalesced), and makes this rank's part anew where the sum has another type.
+- Of a rank's part that is offloaded the norm is taken in fp64, then the part is copied in fp32.
+"""
+
+from collections.abc import Callable
+
+from rematbench.workload import Model
+from rematbench.worlds.packages.deepspeed import weights
+from rematbench.worlds.packages.deepspeed.weights import Sizes, Weight
+
+MAX_SUMMED = 500_000_000
+"""MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine, in elements."""
+NORM, WIDE = 8, 4
+"""Bytes of an element of which a norm is taken, and of an fp32 element."""
+ALIGNED = 2
+"""A rank's part is a multiple of this number of elements (nccl_start_alignment_factor)."""
+NORMED = 250_000_000
+"""Elements of which ZeRO 3 takes the norm at once (_constant_buffered_norm2)."""
+
+
+See = Callable[[int], None]
+"""A function that is told of bytes that are alive for a moment, beside `held`."""
+
+
+def reducer(model: Model, sizes: Sizes, see: See) -> "Zero0":
+    """The reducer of the job's ZeRO stage."""
+    kinds = (Zero0, Zero1, Zero2, Zero3)
+    return kinds[sizes.stage](model, sizes, see)
+
+
+class Zero0:
+    """ZeRO 0: every gradient is kept, and all are summed over ranks after the last micro-batch."""
+
+    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
+        self.model, self.sizes, self.see = model, sizes, see
+        self.order = weights.parameters(model)
+        self.held = 0
+        self.last = True
+        self._kept: dict[int, int] = {}
+        self._waiting = 0
+
+    def gradient(self, weight: Weight, *, more: bool = False) -> None:
+        """Account for a weight's new gradient. `more`: the gradient is of one of several tiles, and
+        not of the last."""
+        if weight.output == "logits" and self.model.tied_embeddings and not more:
+            self._waiting = self._size(weight)  # until the embedding's gradient exists too
+            self.held += self._waiting
+            return
+        if weight.offset == 0 and self._waiting:  # the embedding: the sum is a tensor of its own
+            self.see(2 * self._size(weight))
+            self.held, self._waiting = self.held - self._waiting, 0
+        self.see(self._size(weight))
+        self.made(weight, more=more)
+
+    def made(self, weight: Weight, *, more: bool) -> None:
+        """Add a new gradient to what is kept of its weight."""
+        self.keep(weight)
+
+    def end(self) -> None:
+        """Account for the end of a micro-batch's backward."""
+        if not self.last:
+            return
+        summed = count = 0
+        for weight in self.order:
+            summed, count = summed + weight.elements, count + 1
+            if summed > MAX_SUMMED:
+                self.see(self._copied(summed, count))
+                summed = count = 0
+        self.see(self._copied(summed, count))
+        self.held, self._kept = 0, {}
+
+    def keep(self, weight: Weight) -> None:
+        """Keep the gradient of a weight where it is, with what was kept of it before."""
+        if weight.offset not in self._kept:
+            self._kept[weight.offset] = self._size(weight)
+            self.held += self._size(weight)
+
+    def let(self, weight: Weight) -> None:
+        """Stop counting the gradient of a weight, which has moved or is freed."""
+        self.held -= self._kept.pop(weight.offset, 0)
+
+    def beside(self, weight: Weight) -> int:
+        """Bytes of a new gradient whose weight has no kept gradient."""
+        return 0 if weight.offset in self._kept else self._size(weight)
+
+    def _size(self, weight: Weight) -> int:
+        return self.sizes.element * weight.elements
+
+    def _copied(self, elements: int, count: int) -> int:
+        """Bytes of the copy that is summed (none for a single tensor), and of its conversion."""
+        wide = self.sizes.reduced if self.sizes.reduced != self.sizes.element else 0
+        return elements * ((self.sizes.element if count > 1 else 0) + wide)
+
+
+class Bucketed(Zero0):
+    """A ZeRO stage with a bucket: its contents, and gradients too large for it."""
+
+    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
+        super().__init__(model, sizes, see)
+        self.filled: list[Weight] = []
+
+    def elements(self) -> int:
+        """Elements in the bucket, and of a gradient that is too large for it."""
+        return sum(weight.elements for weight in self.filled)
+
+    def made(self, weight: Weight, *, more: bool) -> None:
+        """Put a new gradient into the bucket, unless another tile's gradient follows."""
+        beside = self.beside(weight)
+        if self.filled and self.elements() + weight.elements > self.sizes.bucket:
+            self.reduce(beside)
+        if more or weight.elements > self.sizes.bucket:
+            self.keep(weight)
+        else:
+            self.let(weight)
+        if not more:
+            self.filled.append(weight)
+
+    def reduce(self, beside: int) -> None:
+        """Reduce the contents of the bucket while `beside` further bytes are alive."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Reduce the rest of the bucket at the end of a micro-batch."""
+        if self.filled:
+            self.reduce(0)
+
+
+class Zero2(Bucketed):
+    """ZeRO 2: a bucket while gradients are made, and this rank's part of the gradients."""
+
+    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
+        super().__init__(model, sizes, see)
+        unit = ALIGNED * sizes.ranks
+        aligned = -(-sum(weight.elements for weight in self.order) // unit) * unit
+        self.share = aligned // sizes.ranks
+        mine = sum(weight.elements for weight in self.order if weight.offset < self.share)
+        self._part = 0 if sizes.offloaded else sizes.element * mine
+        self._buckets = self._now = self._before = 0
+
+    def gradient(self, weight: Weight, *, more: bool = False) -> None:
+        """Account for a weight's new gradient; the first gradient allocates the bucket."""
+        self.see(self._size(weight))
+        if more or not (weight.output == "logits" and self.model.tied_embeddings):
+            self.buckets()
+        super().gradient(weight, more=more)
+
+    def buckets(self) -> None:
+        """Allocate the buckets, if they are not allocated yet."""
+        if not self._buckets:
+            count = 2 if self.sizes.overlap else 1
+            self._buckets = count * self.sizes.element * self.sizes.bucket
+            self.held += self._buckets
+
+    def reduce(self, beside: int) -> None:
+        """Sum the bucket over ranks in a copy, then move this rank's gradients to part or host."""
+        self.see(beside + max(self._summed(), default=0))
+        for weight in self.filled:
+            if weight.offset < self.share:
+                self._mine(weight, beside)
+            if weight.offset < self.share or self.sizes.stage > 1:
+                self.let(weight)
+        self.filled = []
+
+    def _summed(self) -> list[int]:
+        """Bytes of the copies that are summed. Each copy holds slices of one rank each, as many as
+        fill the bucket."""
+        slices: list[tuple[int, int]] = []
+        for weight in self.filled:
+            at, end = weight.offset, weight.offset + weight.elements
+            while at < end:
+                owner = min(at // self.share, self.sizes.ranks - 1)
+                stop = end if owner == self.sizes.ranks - 1 else min(end, (owner + 1) * self.share)
+                if slices and slices[-1][0] == owner:
+                    slices[-1] = owner, slices[-1][1] + stop - at
+                else:
+                    slices.append((owner, stop - at))
+                at = stop
+        found, summed, count = [0], 0, 0
+        for _, elements in slices:
+            summed, count = summed + elements, count + 1
+            if summed > self.sizes.bucket:
+                found.append(self._copied(summed, count))
+                summed = count = 0
+        return [*found, self._copied(summed, count)]
+
+    def _mine(self, weight: Weight, beside: int) -> None:
+        if self.sizes.offloaded:
+            part = min(weight.elements, self.share - weight.offset)
+            self.see(beside + NORM * part * self.last)
+            return
+        if not self._now:
+            self._now = self._part
+            self.held += self._now
+        self.see(beside)
+
+    def end(self) -> None:
+        """Free the bucket; keep this rank's part, or add it to that of earlier micro-batches."""
+        super().end()
+        for weight in self.order:
+            self.let(weight)
+        self.held -= self._buckets
+        if self._before:
+            self.held -= self._now
+        self._before = self._before or self._now
+        self._buckets = self._now = 0
+
+
+class Zero1(Zero2):
+    """ZeRO 1: as ZeRO 2 in the last micro-batch, and as ZeRO 0 before it. Without overlap_comm the
+    bucket is filled when all gradients exist."""
+
+    def made(self, weight: Weight, *, more: bool) -> None:
+        """Keep a new gradient, or put it into the bucket."""
+        if self.last and self.sizes.overlap:
+            super().made(weight, more=more)
+        else:
+            self.keep(weight)
+
+    def end(self) -> None:
+        """Reduce all gradients after the last micro-batch."""
+        if not self.last:
+            return
+        if not self.sizes.overlap:
+            for weight in self.order:
+                super().made(weight, more=False)
+        super().end()
+
+
+class Zero3(Bucketed):
+    """ZeRO 3: the bucket and this rank's part are states; the copies of a reduction are not."""
+
+    def reduce(self, beside: int) -> None:
+        """Copy the bucket by partition, make this rank's part anew, then offload the part."""
+        sizes, ranks = self.sizes, self.sizes.ranks
+        other = sizes.reduced != sizes.element
+        large = sum(w.elements for w in self.filled if w.elements > sizes.bucket)
+        parts = [-(-weight.elements // ranks) for weight in self.filled]
+        alone = len(parts) == 1 and self.filled[0].elements % ranks == 0
+        copied = 0 if alone else ranks * sum(parts)
+        anew = sizes.element * sum(parts) if other else 0
+        self.see(beside + sizes.reduced * (copied + (large if other else 0)) + anew)
+        leaving = max(map(self._leaving, parts)) if sizes.offloaded else 0
+        self.see(beside + (anew if other else sizes.reduced * copied) + leaving)
+        for weight in self.filled:
+            self.let(weight)
+        self.filled = []
+
+    def _leaving(self, part: int) -> int:
+        """Bytes of a gradient part whose optimizer is on the host. They are the part that comes
+        back from the host, where the parts of micro-batches are added, and the part in the type of
+        the norm or of the optimizer, whichever is larger."""
+        wide = WIDE * part if self.sizes.element != WIDE else 0
+        return self.sizes.element * part + self.last * max(NORM * min(part, NORMED), wide)

@@ -1,0 +1,129 @@
+"""Tensors that the plain torch model of baselines/deepspeed keeps beside the operator table.
+
+Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+"""
+
+from functools import partial
+
+from rematbench.costs.operators.ops import Part
+from rematbench.engine.program.program import RankProgram
+from rematbench.problem import Problem
+from rematbench.spec.shapes import shapes
+from rematbench.worlds.packages.deepspeed import weights, zero_peaks
+from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from rematbench.worlds.packages.deepspeed.weights import ZERO_2, ZERO_3
+from rematbench.worlds.packages.stack import Extra, Stack
+
+WIDE = 4
+NORMS: tuple[tuple[str, Part], ...] = (
+    ("attn_norm", "layer"),
+    ("mlp_norm", "layer"),
+    ("final_norm", "head"),
+)
+
+
+def stack(policy: DeepSpeed, problem: Problem) -> Stack:
+    """The tensors kept beside the table: norms' statistics, repeated KV heads, shared tables."""
+    model = problem.workload.model
+    s = shapes(problem.workload, problem.layout, problem.system)
+    rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
+    once = {"ids": 8 * rows}
+    again = policy.checkpointing != "none"
+    if model.position == "rope" or again:  # recomputed layers take them, used or not
+        once["cosine and sine (fp32)"] = 2 * WIDE * rows * model.head_dim // 2
+    apart = policy.offload_optimizer or policy.offload_param or policy.checkpointing.endswith("cpu")
+    if problem.layout.global_batch > problem.layout.micro_batch and not apart:
+        whole = problem.layout.global_batch * problem.workload.seq_len
+        once["ids and labels of the step, of which a micro-batch's are a view"] = 2 * 8 * whole
+    if model.position == "learned":
+        once["positions"] = 8 * problem.workload.seq_len // problem.layout.ulysses
+    if problem.layout.zero_stage == ZERO_3:
+        once |= _zero_3(policy, problem)
+    elif policy.offload_optimizer:
+        largest = max(one.elements for one in weights.parameters(model))
+        once["a gradient on its way to the host"] = s.element_bytes * largest
+    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
+    repeated = Extra(
+        name="kv_repeated",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=2 * (s.q_width - s.kv_width) * s.element_bytes,
+        made_by="attention",
+        saved_by="attention",
+        why="k and v are saved once per query head",
+    )
+    output = Extra(
+        name="rebuilt_output",
+        dtype=problem.workload.precision,
+        rows=s.shard_tokens,
+        row_bytes=model.hidden * s.element_bytes,
+        made_by=problem.layer(0).ops[-1].name,
+        saved_by=problem.layer(0).ops[0].name,
+        why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
+    )
+    more = (*((repeated,) if repeated.row_bytes else ()), *((output,) if again else ()))
+    return Stack(extras=(*norms, *more), once=once, system=_states(problem))
+
+
+def _states(problem: Problem) -> dict[str, int]:
+    """Bytes of an element of fp32 states: AdamW's two moments, and under ZeRO a copy of its own."""
+    if problem.workload.precision != "fp32":
+        return {}
+    copy = WIDE if problem.layout.zero_stage > 0 else 0
+    return {"param_bytes": WIDE, "grad_bytes": WIDE, "optimizer_bytes": 2 * WIDE + copy}
+
+
+def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
+    """The peak of the activations and of what ZeRO holds beside them under a plan, in bytes."""
+    found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
+    return found - made_on_the_way(policy, problem)
+
+
+def made_on_the_way(policy: DeepSpeed, problem: Problem) -> int:
+    """Bytes of gradients that are a state in the plan and that DeepSpeed makes in the backward."""
+    lay = problem.layout
+    if lay.zero_stage == ZERO_3 or policy.offload_optimizer:
+        return 0
+    ranks = lay.dp if lay.zero_stage == ZERO_2 else 1
+    return problem.system.grad_bytes * -(-problem.workload.model.parameters // ranks)
+
+
+def _sizes(policy: DeepSpeed, problem: Problem) -> weights.Sizes:
+    work, lay = problem.workload, problem.layout
+    element = shapes(work, lay, problem.system).element_bytes
+    made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
+    return weights.Sizes(
+        element=element,
+        reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
+        ranks=lay.dp,
+        bucket=made["reduce_bucket_size"],
+        offloaded=policy.offload_optimizer,
+        stage=lay.zero_stage,
+        overlap=policy.overlap_comm,
+        away=policy.offload_param,
+        remade=policy.checkpointing != "none" and policy.mlp_tiles > 1,
+    )
+
+
+def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
+    """Bytes that ZeRO 3 never frees."""
+    made = _sizes(policy, problem)
+    small = weights.small_elements(problem.workload.model)
+    away = problem.layout.dp > 1 or policy.offload_param  # gathered beside this rank's part
+    gathered = small if away else 0
+    return {
+        "reduce bucket of ZeRO 3": made.reduced * made.bucket,
+        f"parameters of {weights.KEPT_WHOLE} elements at most": made.element * gathered,
+    }
+
+
+def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    made = partial(Extra, rows=s.shard_tokens, made_by=op, saved_by=op, part=part)
+    if problem.workload.model.norm == "layernorm":
+        why = "mean and 1/deviation of each row"
+        row = 2 * s.element_bytes
+        kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=row, why=why)
+        return (kept,)
+    kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=WIDE, why="1/rms of each row")
+    return (kept,)

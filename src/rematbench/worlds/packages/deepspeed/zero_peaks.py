@@ -1,0 +1,177 @@
+"""Memory of a rank under ZeRO during a step, weight by weight, beside the operator table and plan.
+
+A weight's gradient exists when the backward of its operator is over. `reducing` says what DeepSpeed
+then holds of the gradient, `whole` which parameters are whole under ZeRO 3. So a peak is at the
+loss, at a weight's gradient (most of all when the bucket is reduced), or when a micro-batch ends. A
+plan's own gathers and gradient buffers are left out of the walk: ZeRO's take their place.  TiledMLP
+rebuilds its tiles in its backward, one at a time, also in a layer that is recomputed.
+"""
+
+from collections import Counter
+
+from rematbench.engine.program.action import HOST, Action, Kind
+from rematbench.engine.program.program import RankProgram
+from rematbench.workload import Model
+from rematbench.worlds.packages.deepspeed import reducing, weights, whole
+from rematbench.worlds.packages.deepspeed.weights import ZERO_3, Sizes, Weight
+
+Key = tuple[int, int, str]
+"""The micro-batch, chunk and name of a tensor."""
+OWN = (".parameters", ".gradients")
+"""Suffixes of a plan's own gathers and gradient buffers, which this walk leaves out."""
+TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
+"""The tensors that TiledMLP rebuilds, and the operator that ends a tile."""
+
+
+def direction(action: Action) -> bool | None:
+    """Whether an action is of a forward or recomputation (True), a backward (False), or neither."""
+    if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return True
+    kind = Kind.BACKWARD_WEIGHT if action.part == "E" else Kind.BACKWARD_INPUT
+    return False if action.kind == kind else None
+
+
+class Alive:
+    """Live bytes of the device in issue order."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.nbytes = 0
+        self._known: dict[Key, int] = {}
+        self._remade: dict[Key, int] = {}
+        self._tile: list[Key] = []
+        self._tile_ends = False
+
+    def born(self, key: Key, nbytes: int, kind: Kind) -> None:
+        """Count a tensor that an action makes or reloads."""
+        if not key[2].endswith((HOST, *OWN)):
+            self._known[key] = nbytes
+            self.nbytes += nbytes
+            tiled = self.sizes.remade and kind == Kind.RECOMPUTE and "%" in key[2]
+            if tiled and _variable(key[2]) in TILED:
+                self._tile.append(key)
+
+    def before(self, action: Action) -> None:
+        """Account for tiles before an action runs. A tile that has ended is freed, and the tile
+        that the action needs is rebuilt."""
+        if direction(action) is not None:
+            if self._tile_ends:
+                kept = [key for key in self._tile if key in self._known]
+                self._remade |= {key: self._known[key] for key in kept}
+                self._tile = []
+                self.gone(kept)
+            self._tile_ends = action.op == LAST
+        if action.kind == Kind.BACKWARD_INPUT and action.op == LAST:
+            tile = {alloc.name.partition("%")[2] for alloc in action.allocs}
+            for key in [key for key in self._remade if key[2].partition("%")[2] in tile]:
+                self.born(key, self._remade.pop(key), action.kind)
+
+    def gone(self, keys: list[Key]) -> None:
+        """Free the tensors with these keys."""
+        self.nbytes -= sum(self._known.pop(key, 0) for key in keys)
+
+
+def _variable(tensor: str) -> str:
+    return tensor.partition(".")[2].partition("%")[0]
+
+
+def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
+    """The rank's largest sum of activations and of what ZeRO holds beside states: bytes."""
+    last = max(step.micro_batch for step in rank.steps)
+    walk = _Walk(model, sizes, rank)
+    for action, micro_batch, chunk in rank.actions():
+        walk.reducer.last = micro_batch == last
+        walk.alive.before(action)
+        for alloc in action.allocs:
+            walk.alive.born((micro_batch, chunk, alloc.name), alloc.nbytes, action.kind)
+        walk.at(action)
+        walk.dead([(micro_batch, chunk, name) for name in action.frees])
+    return walk.peak
+
+
+def module_order(model: Model, rank: RankProgram) -> list[Weight | None]:
+    """The modules of the first micro-batch, with their weights, in the order in which they run."""
+    of = weights.by_operator(model)
+    found: list[Weight | None] = []
+    for action, micro_batch, _ in rank.actions():
+        forward = direction(action)
+        if micro_batch == 0 and forward is not None:
+            weighed = of.get((action.part, action.op), ())
+            found += whole.modules(action.op, weighed, forward=forward)
+    return found
+
+
+class _Walk:
+    """The peak of live bytes, ZeRO's included, in issue order."""
+
+    def __init__(self, model: Model, sizes: Sizes, rank: RankProgram) -> None:
+        self.model, self.sizes = model, sizes
+        self.peak = 0
+        self.alive = Alive(sizes)
+        self.reducer = reducing.reducer(model, sizes, self._seen)
+        self._of = weights.by_operator(model)
+        first = [action for action, micro_batch, _ in rank.actions() if micro_batch == 0]
+        self._backward = [
+            self._of.get((action.part, action.op), ())
+            for action in first
+            if direction(action) is False
+        ]
+        gathers = sizes.stage == ZERO_3 and (sizes.ranks > 1 or sizes.away)
+        self._order = module_order(model, rank) if gathers else []
+        self._ended: tuple[Weight, ...] = ()
+        self._start()
+
+    def _start(self) -> None:
+        """Start a micro-batch: no weight is whole yet, and no tile of an operator has run."""
+        self._tiles = Counter(self._backward)
+        self._whole = whole.Whole(self._order, self.sizes)
+        self._over = False
+
+    def at(self, action: Action) -> None:
+        """Account for one action; before an operator its modules fetch their weights."""
+        forward = direction(action)
+        if forward is not None:
+            self._end()  # an operator whose operands stay alive, because others read them too
+            if forward and self._over:
+                self._start()
+            weighed = self._of.get((action.part, action.op), ())
+            self._ended = () if forward else weighed
+            run = whole.modules(action.op, weighed, forward=forward)
+            for weight in run if forward else run[:1]:
+                self._whole.module()
+                self._seen(action.scratch)
+                if forward and weight is not None:
+                    self._whole.release(weight)
+        self._seen(action.scratch)
+
+    def _seen(self, beside: int) -> None:
+        gathered = self.sizes.element * self._whole.elements
+        self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + beside)
+
+    def dead(self, keys: list[Key]) -> None:
+        """Free tensors; after an operator's operands come the gradients of its weights."""
+        self.alive.gone(keys)
+        if keys:
+            self._end()
+
+    def _end(self) -> None:
+        ended, self._ended = self._ended, ()
+        if ended:
+            self._gradients(ended)
+        if ended and ended[0].op == "embedding" and not ended[-1].output:
+            self.reducer.end()
+            self._over = True
+
+    def _gradients(self, ended: "tuple[Weight, ...]") -> None:
+        """Account for the gradients of an operator's weights, one after another. A table's module
+        has no input gradient, so it keeps its weight to the end."""
+        self._tiles[ended] -= 1
+        tied = self.model.tied_embeddings and ended[0].op == "embedding"
+        more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)
+        later = weights.matrices(ended)[1:]
+        for weight in ended:
+            if weight in later:
+                self._whole.module()
+            self.reducer.gradient(weight, more=more)
+            if weight.output:
+                self._whole.release(weight)

@@ -1,0 +1,250 @@
+"""A plan as the options of a baseline: the policy with an equal plan, or the nearest policy and the
+differences.
+
+Two plans are equal if every saved tensor of every chunk has the same fate in bytes in every phase,
+and if order, partition, states, mini-sequences and kind of transfers are the same.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
+from rematbench.evaluate.outcome import run_plan
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.worlds.packages.process import baselines
+from rematbench.worlds.records.refusals import refusals
+
+Table = dict[tuple[Any, ...], Resolved]
+KINDS = ("partition", "schedule", "orders", "states", "mini_sequences", "held")
+
+
+class FlagsAnswer(Struct, frozen=True, kw_only=True):
+    """A baseline's options for a wanted plan: `settings` and `flags` of its equal or nearest
+    policy, and the `plan` of that policy.  `missing` names what the policy's plan does differently
+    and what the baseline cannot express of the problem; empty where the plans are equal."""
+
+    baseline: str
+    settings: dict[str, Any] = {}
+    flags: str = ""
+    missing: tuple[str, ...] = ()
+    plan: Plan | None = None
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """What a plan costs against another: the difference of the largest device peaks in bytes, the
+    relative difference of the steps, and the device bytes that the plan leaves free on the rank
+    with the least (negative: out of memory)."""
+
+    peak_bytes: int
+    step_share: float
+    headroom_bytes: int
+
+
+def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
+    """What the plan `other` costs against `plan`; None where either cannot be lowered."""
+    try:
+        mine, found = run_plan(problem, plan), run_plan(problem, other)
+    except PlanError:
+        return None
+    assert mine.evaluation is not None
+    assert found.evaluation is not None
+    assert found.verdict is not None
+    there, here = found.evaluation.peak_device_bytes, mine.evaluation.peak_device_bytes
+    return Costs(
+        peak_bytes=max(there) - max(here),
+        step_share=found.evaluation.step_s / mine.evaluation.step_s - 1,
+        headroom_bytes=found.verdict.headroom_bytes,
+    )
+
+
+def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
+    """The answer of a baseline's policy with a plan equal to `plan`; else of the nearest policy,
+    the one with the fewest bytes of another fate.  `missing` of the answer also names what the
+    baseline cannot express of the problem, whatever the policy."""
+    wanted = fates(problem, plan)
+    unsaid: tuple[str, ...] = baselines()[baseline].cls.unsaid(problem)
+    nearest: tuple[int, FlagsAnswer] | None = None
+    for candidate, made in offered(problem, baseline):
+        found = fates(problem, made)
+        otherwise = sum(_apart_bytes(fate, found.get(site)) for site, fate in wanted.items())
+        missing = (*_sites(wanted, found), *_rest(plan, made, any_moved(wanted)), *unsaid)
+        answer = FlagsAnswer(
+            baseline=baseline,
+            settings={f: getattr(candidate, f) for f in candidate.__struct_fields__},
+            flags=candidate.flags(problem),
+            missing=missing,
+            plan=made,
+        )
+        if len(missing) == len(unsaid):
+            return answer
+        if nearest is None or otherwise < nearest[0]:
+            nearest = otherwise, answer
+    return nearest[1] if nearest else FlagsAnswer(baseline=baseline, missing=unsaid)
+
+
+def offered(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
+    """Every policy of a baseline that has a plan for the problem, with the plan."""
+    for candidate in baselines()[baseline].cls.candidates(problem):
+        made = candidate.plan(problem, problem.base_plan)
+        if not isinstance(made, Unsupported):
+            yield candidate, made
+
+
+def fates(problem: Problem, plan: Plan) -> Table:
+    """The fate of every site by (rank, chunk, phase, part, layer in the chunk, activation)."""
+    table: Table = {}
+    for rank, chunks in enumerate(plan.partition):
+        for chunk in range(len(chunks)):
+            table |= _chunk_fates(problem, plan, rank, chunk)
+    return table
+
+
+def _chunk_fates(problem: Problem, plan: Plan, rank: int, chunk: int) -> Table:
+    table: Table = {}
+    sites = ChunkOps(problem, rank, chunk, plan.partition[rank][chunk]).sites
+    for phase in PHASES:
+        found, _ = resolve(plan, sites, phase, 0)
+        table |= {(rank, chunk, phase, *site): _plain(fate) for site, fate in found.items()}
+    return table
+
+
+def _plain(fate: Resolved) -> Resolved:
+    """A fate without `scope`, `whole` and `window` where no byte is rebuilt: they mean nothing
+    there."""
+    if fate.recompute_bytes:
+        return fate
+    return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
+
+
+class Offers:
+    """The plans of a package's policies with the fates of their first chunk.  Each plan is made at
+    the first request and kept."""
+
+    def __init__(self, problem: Problem, name: str) -> None:
+        self._problem = problem
+        self._rest = offered(problem, name)
+        self._made: list[tuple[Plan, Table]] = []
+
+    def __iter__(self) -> Iterator[tuple[Plan, Table]]:
+        """Every (plan, fates of its first chunk), simplest policy first."""
+        for at in count():
+            if at == len(self._made):
+                more = next(self._rest, None)
+                if more is None:
+                    return
+                self._made.append((more[1], _first(self._problem, more[1])))
+            yield self._made[at]
+
+
+class Engines:
+    """Which engines can run plans of one problem: packages with options for an equal plan, and
+    `ours`, the torch executor.  `only`: the name of the single engine to look at (empty: all)."""
+
+    def __init__(self, problem: Problem, only: str = "") -> None:
+        self.problem, self.only = problem, only
+        self.offers: dict[str, Offers] = {}
+        self.found: dict[bytes, tuple[str, ...]] = {}
+        for name, entry in baselines().items():
+            if only in ("", name) and not entry.cls.unsaid(problem):
+                self.offers[name] = Offers(problem, name)
+
+    def of(self, plan: Plan) -> tuple[str, ...]:
+        """The names of the engines that can run a plan."""
+        key = msgspec.json.encode(replace(plan, fit={}))
+        if key not in self.found:
+            mine = (plan, _first(self.problem, plan))
+            names = [
+                name
+                for name, offers in self.offers.items()
+                if any(self._same(mine, offer) for offer in offers)
+            ]
+            if self.only in ("", "ours") and not refusals(self.problem, plan):
+                names.append("ours")
+            self.found[key] = tuple(names)
+        return self.found[key]
+
+    def legend(self) -> str:
+        """What the initials of the engines stand for, and why a package cannot run the problem."""
+        said = [
+            f"{name[0].upper()} {name} "
+            + (
+                "(`flags` prints its options)"
+                if name in self.offers
+                else f"(none here: {'; '.join(entry.cls.unsaid(self.problem))})"
+            )
+            for name, entry in baselines().items()
+        ]
+        return ", ".join([*said, "O our executor (`execute`)"])
+
+    def _same(self, mine: tuple[Plan, Table], offer: tuple[Plan, Table]) -> bool:
+        """Whether two plans, each with the fates of its first chunk, are equal."""
+        (plan, first), (made, other) = mine, offer
+        if plan.partition != made.partition or first != other or _rest(plan, made, moved=False):
+            return False
+        wanted = fates(self.problem, plan)
+        return wanted == fates(self.problem, made) and not _rest(plan, made, any_moved(wanted))
+
+
+def _first(problem: Problem, plan: Plan) -> Table:
+    """The fates of rank 0's first chunk, by which most pairs of plans already differ."""
+    return _chunk_fates(problem, plan, 0, 0)
+
+
+def _apart_bytes(fate: Resolved, other: Resolved | None) -> int:
+    """Bytes of a site that have another fate in another plan; 1 where only the way of rebuilding
+    (`scope`, `whole`, `window`) differs."""
+    if other is None:
+        return fate.nbytes
+    parts = ("keep_bytes", "offload_bytes", "recompute_bytes")
+    moved = sum(abs(getattr(fate, part) - getattr(other, part)) for part in parts) // 2
+    return moved or int(fate != other)
+
+
+def any_moved(table: Table) -> bool:
+    """Whether any site offloads a byte."""
+    return any(fate.offload_bytes for fate in table.values())
+
+
+def _sites(wanted: Table, found: Table) -> list[str]:
+    """A line per activation that has different fates at some site, with the fates of one such
+    site."""
+    lines: dict[str, str] = {}
+    for site, fate in wanted.items():
+        other = found.get(site)
+        if other is not None and fate != other:
+            lines.setdefault(site[-1], f"{site[-1]}: {_words(fate)} (there: {_words(other)})")
+    return list(lines.values())
+
+
+def _words(fate: Resolved) -> str:
+    parts = {
+        "kept": fate.keep_bytes,
+        "offloaded": fate.offload_bytes,
+        "recomputed": fate.recompute_bytes,
+    }
+    alive = {name: nbytes for name, nbytes in parts.items() if nbytes}
+    if len(alive) > 1:
+        return " + ".join(f"{nbytes / fate.nbytes:.0%} {name}" for name, nbytes in alive.items())
+    word = next(iter(alive), "kept")
+    if word != "recomputed":
+        return word
+    whole = ", all of it" if fate.whole else ", in a window" if fate.window else ""
+    return f"recomputed by {fate.scope if isinstance(fate.scope, str) else 'group'}{whole}"
+
+
+def _rest(plan: Plan, made: Plan, moved: bool) -> list[str]:
+    """A line for each difference of two plans outside their tables of fates; `moved`: whether
+    transfers count, because some bytes are offloaded."""
+    lines = [f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(made, kind)]
+    if moved and plan.transfers != made.transfers:
+        lines.append(f"copies per {plan.transfers.granularity} as the method times them")
+    if any(rule.select.micro_batches is not None for rule in plan.rules):
+        lines.append("fates that change between micro-batches")
+    return lines

@@ -1,0 +1,49 @@
+"""Why a baseline does not run a job: reasons that its plan, its guards and its flags share."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import fields
+
+from rematbench.problem import AttentionKind, Problem
+from rematbench.spec.layout import Layout
+from rematbench.workload import Model, Precision
+from rematbench.worlds.records.record import RunSpec
+
+Reason = tuple[bool, str]
+"""(whether the reason holds, what the baseline then does not run)."""
+
+
+class Setup(NamedTuple):
+    """The facts that reasons depend on, for a problem to plan as for a run to start."""
+
+    model: Model
+    layout: Layout
+    seq_len: int
+    precision: Precision
+    attention: AttentionKind
+
+
+def setup_of(asked: Problem | RunSpec) -> Setup:
+    """The setup of a problem to plan or of a run to start."""
+    work = asked.workload if isinstance(asked, Problem) else asked
+    kind: AttentionKind = "unfused" if asked.attention == "unfused" else "flash"
+    return Setup(work.model, asked.layout, work.seq_len, work.precision, kind)
+
+
+def holding(reasons: Iterable[Reason]) -> tuple[str, ...]:
+    """The texts of the reasons that hold."""
+    return tuple(reason for holds, reason in reasons if holds)
+
+
+def overruled(policy: Struct, said: Struct, names: Iterable[str]) -> str:
+    """The settings, among `names`, that `policy` sets and the options `said` give another value,
+    in words; empty where there are none.  A setting at its default counts as not set."""
+    defaults = {field.name: field.default for field in fields(policy)}
+    words = [
+        f"{name} {getattr(policy, name)} is set, the options say {getattr(said, name)}"
+        for name in names
+        if getattr(policy, name) not in (defaults[name], getattr(said, name))
+    ]
+    return "; ".join(words)

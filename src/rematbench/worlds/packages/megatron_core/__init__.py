@@ -1,0 +1,1 @@
+"""worlds/packages/megatron_core"""

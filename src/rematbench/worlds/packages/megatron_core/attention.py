@@ -1,0 +1,105 @@
+"""Tensors of core attention that Megatron-core holds beside the operator table.
+
+The attention is Megatron-core's own with materialised scores, or ours under context parallelism
+(layers.GatheredAttention).
+"""
+
+from functools import partial
+
+from rematbench.problem import Problem
+from rematbench.spec.shapes import shapes
+from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from rematbench.worlds.packages.stack import Extra
+
+LSE_BYTES = 4
+"""fp32: bytes per row and head."""
+
+
+def inside(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
+    """Tensors inside the attention's forward and backward, and tensors saved with the scores."""
+    if problem.layout.cp > 1:
+        return _gathered(problem)
+    return () if problem.attention == "flash" else _scores(policy, problem)
+
+
+def _gathered(problem: Problem) -> tuple[Extra, ...]:
+    """Tensors inside our attention, counted on the first rank, whose last slice sees the most keys.
+
+    They are whole keys and values of all ranks (2 cp kv) and pieces of query rows (halves) by key
+    rows. A plan has the gathered keys and values, the output and lse; in the backward also the
+    gradients of gathered keys and values, and of q.
+    """
+    s = shapes(problem.workload, problem.layout, problem.system)
+    q, kv, e = s.q_width * s.element_bytes, s.kv_width * s.element_bytes, s.element_bytes
+    lse, whole = s.heads * LSE_BYTES, 2 * s.cp * kv
+    # One slice's output; the outputs of the other slice's two blocks; both scaled in fp32, and the
+    # sum.
+    merging = q // 2 + q + 3 * (q // 2) * max(4, e) // e + 3 * lse
+    joined = 3 * q + 4 * lse  # the same, the merged output, and all slices as one
+    gathering = whole // 2 + kv  # gathered v is put in order; its rows were copied before
+    first = max(merging, joined, gathering) - q - lse
+    copied = q if s.heads * s.micro_batch > 1 else 0  # the output's gradient in another order
+    second = copied + q + whole  # and the gradients of q, k and v of two blocks
+    made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, made_by="attention")
+    return (
+        made(
+            name="gathered_outputs",
+            row_bytes=first,
+            forward=True,
+            why="blocks of query and key rows, merged by their lse and put together",
+        ),
+        made(
+            name="gathered_gradients",
+            row_bytes=second,
+            why="two blocks' gradients beside the sums, and the output's gradient in their order",
+        ),
+    )
+
+
+def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    layer = problem.layer(0)
+    probabilities = layer.activations["attn_probs"].nbytes
+    saved = sum(a.nbytes for a in layer.activations.values() if a.name.startswith("attn_probs"))
+    inside = Extra(
+        name="scores",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
+        made_by="attention",
+        forward=True,
+        why="a variable until the function returns; and the context before it is transposed",
+    )
+    beyond = Extra(
+        name="score_gradients",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
+        made_by="attention",
+        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone; "
+        "before the gradients of q and k are there",
+    )
+    mask = Extra(
+        name="causal_mask",
+        dtype="bool",
+        rows=s.seq_len,
+        row_bytes=s.seq_len,
+        made_by="attention",
+        saved_by="attention",
+        why="made anew by every call, and kept by the scores that it is filled into",
+    )
+    return inside, beyond, mask
+
+
+def _absent(policy: MegatronCore, problem: Problem) -> int:
+    """Bytes a row that a plan has beside the four gradients of scores and that Megatron-core lacks.
+    They are the gradients of q and k (the gradient of v exists, once per query head), and v's own
+    storage and the gradient of the output, unless a checkpointed function holds these."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    grouped = s.kv_width < s.q_width
+    later = 2 * s.kv_width  # of q and k, without what v has more once per query head (q - kv)
+    if policy.recompute == "selective" and "core_attn" in policy.modules:
+        return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
+    alone = grouped or problem.workload.model.position == "rope"
+    storage = (s.q_width if grouped else 3 * s.q_width) if alone else 0
+    return (later + s.q_width + storage) * s.element_bytes

@@ -1,0 +1,158 @@
+"""Tensors that megatron-core 0.16.1 holds at other times than a plan says.
+
+The softmax is made in the fp32 copy of the logits, and the gradient of the logits in the softmax;
+fp32 logits are that copy themselves, so all three share one storage (VocabParallelCrossEntropy).
+Offloaded tensors leave and come back group by group: a group is the tensors that one module of one
+layer saves. The group is offloaded when the forward of its module is over (a plan frees the
+device's copy when the copy on its own stream is done; a trace has no streams). After the backward
+of a group, the group that was committed last of those still offloaded is reloaded; if there is
+none, that of the next chunk (ChunkOffloadHandler.bulk_reload).
+"""
+
+from rematbench.engine.program.action import HOST, Action, Alloc, Kind, place
+from rematbench.engine.program.program import RankProgram
+from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+
+Where = tuple[int, int]
+"""A micro-batch and a chunk."""
+Group = tuple[str, str]
+"""A layer of a chunk (L<i>) and a module."""
+COMMITS = {
+    "qkv": "qkv_linear",
+    "attention": "core_attn",
+    "proj": "attn_proj",
+    "attn_add": "attn_norm",
+    "mlp_add": "mlp_norm",
+}
+"""The operator after whose forward a module's group is committed."""
+STARTS = {
+    "mlp_norm": "mlp_norm",
+    "proj": "attn_proj",
+    "attention": "core_attn",
+    "qkv": "qkv_linear",
+    "attn_norm": "attn_norm",
+}
+"""The operator with which a module starts: after its backward the next group is reloaded."""
+VIEWED = ("qkv_before_rope", "qkv_beside_views")
+"""Tensors that views of core attention's operands keep alive (stack.py). They leave with the
+operands and are not reloaded, because each view is reloaded as a tensor of its own."""
+
+
+class Groups:
+    """The groups of a rank; each call returns by how many bytes the device's sum changes."""
+
+    def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
+        """`tensors`: the tensors that each module offloads."""
+        self._starts = {op: module for op, module in STARTS.items() if module in tensors}
+        self._module_of = {name: module for module in tensors for name in tensors[module]}
+        if "core_attn" in tensors:
+            self._module_of |= dict.fromkeys(VIEWED, "core_attn")
+        backwards = (
+            (micro_batch, chunk)
+            for action, micro_batch, chunk in rank.actions()
+            if action.kind == Kind.BACKWARD_INPUT
+        )
+        self._waiting = list(dict.fromkeys(backwards)) if tensors else []
+        self._held: dict[tuple[Where, Group], dict[str, int]] = {}
+        self._away: dict[Where, list[Group]] = {}
+        self._leaving: set[tuple[Where, str]] = set()
+        self._over: tuple[Where, Group] | None = None
+        self._ended: Where | None = None
+
+    def before(self, action: Action, where: Where) -> int:
+        """Note that an action is about to run."""
+        if not self._module_of or action.kind in (Kind.BACKWARD_WEIGHT, Kind.FREE):
+            return 0
+        change = self._back() - self._commit()
+        self._over = self._ended = None
+        if action.part[:1] != "L":
+            return change
+        if action.kind == Kind.D2H:
+            self._leaving.add((where, f"{action.part}.{action.op}"))
+        if action.kind == Kind.FORWARD and action.op in COMMITS:
+            self._over = where, (action.part, COMMITS[action.op])
+        if action.kind == Kind.BACKWARD_INPUT:
+            if where in self._waiting:
+                self._waiting.remove(where)
+            if action.op in self._starts:
+                self._ended = where
+                change += self._load(where, (action.part, self._starts[action.op]))
+        return change
+
+    def born(self, action: Action, where: Where, alloc: Alloc) -> int:
+        """Note a storage that an action makes."""
+        group = self._group(alloc.name)
+        if group is None:
+            return alloc.nbytes
+        if action.kind == Kind.H2D:  # the plan reloads at another time
+            return 0
+        self._held.setdefault((where, group), {})[alloc.name] = alloc.nbytes
+        return alloc.nbytes
+
+    def dead(self, where: Where, name: str, nbytes: int) -> int:
+        """Note a storage that the plan frees; the result is the bytes that are freed now."""
+        group = self._group(name)
+        if group is None:
+            return nbytes
+        if (where, name) in self._leaving:  # the plan frees at another time
+            self._leaving.remove((where, name))
+            return 0
+        return self._held[where, group].pop(name, 0)
+
+    def _group(self, name: str) -> Group | None:
+        part, tensor = place(name)
+        module = self._module_of.get(tensor) if part[:1] == "L" else None
+        return (part, module) if module else None
+
+    def _commit(self) -> int:
+        """Offload the group of the module whose forward is over; the result is its bytes."""
+        tensors = self._held.get(self._over, {}) if self._over else {}
+        if self._over is None or not tensors:
+            return 0
+        where, group = self._over
+        self._away.setdefault(where, []).append(group)
+        return sum(tensors.values())
+
+    def _load(self, where: Where, group: Group) -> int:
+        """Reload a group; the result is its bytes, 0 if the group is not offloaded."""
+        if group not in self._away.get(where, ()):
+            return 0
+        self._away[where].remove(group)
+        tensors = self._held[where, group]
+        for name in [name for name in tensors if name.endswith(VIEWED)]:
+            del tensors[name]
+        return sum(tensors.values())
+
+    def _back(self) -> int:
+        """Reload the next group after the backward of a group; the result is its bytes."""
+        for chunk in (self._ended, *self._waiting[:1]) if self._ended else ():
+            if self._away.get(chunk):
+                return self._load(chunk, self._away[chunk][-1])
+        return 0
+
+
+MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
+"""The storage in which the loss makes a tensor, if both have the same number of bytes."""
+
+
+def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:
+    """The rank's largest sum of activations under a policy's plan: bytes, in issue order."""
+    moved = Groups(policy.moved, rank)
+    sizes: dict[tuple[tuple[int, int], str], int] = {}
+    live = peak = 0
+    for action, micro_batch, chunk in rank.actions():
+        where = micro_batch, chunk
+        live += moved.before(action, where)
+        for alloc in action.allocs:
+            if alloc.name.endswith(HOST):
+                continue
+            sizes[where, alloc.name] = alloc.nbytes
+            live += moved.born(action, where, alloc)
+            storage = where, MADE_IN.get(alloc.name, "")
+            if sizes.get(storage) == alloc.nbytes:  # the new tensor takes over these bytes
+                sizes[storage] = 0
+                live -= alloc.nbytes
+        peak = max(peak, live + action.scratch)
+        for name in action.frees:
+            live -= moved.dead(where, name, sizes.pop((where, name), 0))
+    return peak

@@ -1,0 +1,345 @@
+"""megatron_core: Megatron-core's own recomputation and activation offloading, as a plan.
+
+Claim: what NVIDIA ships: full, block or selective recomputation, or offloading of module inputs.
+Source: megatron-core 0.16.1 (`recompute_granularity`, `recompute_modules`, `offload_modules`);
+Korthikanti et al. 2022 (arXiv 2205.05198) for selective recomputation of core attention.
+Deviations: a dropped tensor is rebuilt before each reader, not once per module; offloading moves a
+module's whole saved input and reloads it one layer ahead.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import combinations
+from typing import ClassVar, Literal, TypeVar, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.schedule import interleaved
+from rematbench.plan import (
+    Group,
+    Offload,
+    Pass,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Transfers,
+    Unsupported,
+)
+from rematbench.problem import Problem
+from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.workload import Model, PositiveInt
+from rematbench.worlds.packages.limits import Reason, Setup, holding, setup_of
+
+T = TypeVar("T")
+RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+
+MIN_OFFLOADED = 2
+"""Least elements of a tensor that is offloaded. Single numbers stay out: on CUDA fp32 attention
+saves its seeds, which lie on the host."""
+DROPPED: dict[str, tuple[str, ...]] = {
+    "core_attn": (
+        "attn_probs",
+        "attn_probs_mask",
+        "attn_probs_dropped",
+        "lse",
+        "causal_mask",  # of the traced stack (stack.py)
+    ),
+    "layernorm": (
+        "attn_norm_out",
+        "mlp_norm_out",
+        "attn_norm_statistics",  # also of the traced stack
+        "mlp_norm_statistics",
+    ),
+    "mlp": ("gate_out", "up_out", "up_out_offset", "act_out", "fc2_in"),
+}
+MOVED: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("layer_input", "attn_norm_statistics"),
+    "qkv_linear": ("attn_norm_out",),
+    "core_attn": (
+        "q",
+        "k",
+        "v",
+        "kv_repeated",  # of the traced stack (stack.py)
+        "lse",
+        "attn_probs",
+        "attn_probs_mask",
+        "attn_probs_dropped",
+        "causal_mask",
+    ),
+    "attn_proj": ("attn_out",),
+    "mlp_norm": ("attn_residual", "mlp_norm_statistics"),
+}
+
+
+class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of Megatron-core: `recompute` with its `method` and `num_layers` (full) or
+    `modules` (selective), and `offload_modules` of fine-grained activation offloading.
+
+    `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves its input only
+    (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline
+    neighbours exchange.  `overlap_grad_reduce`: gradients are reduced bucket by bucket.
+    """
+
+    name: ClassVar[str] = "megatron_core"
+    recompute: Literal["none", "full", "selective"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: PositiveInt = 1
+    modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    offload_modules: tuple[OffloadModule, ...] = ()
+    bias_activation_fusion: bool = False
+    batch_p2p: bool = False
+    overlap_p2p: bool = False
+    overlap_grad_reduce: bool = False
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The plan with the fates that the settings mean for the tensors that this stack saves."""
+        refused = holding(self.limits(setup_of(problem)))
+        if refused:
+            return Unsupported(refused[0])
+        plan = replace(base, orders=_orders(problem))
+        if self.recompute == "full":
+            plan = self._full(problem, plan)
+        elif self.recompute == "selective":
+            dropped = tuple(name for module in self.modules for name in DROPPED[module])
+            plan = _dropping(problem, plan, dropped)
+        if self.offload_modules:
+            plan = self._offloading(problem, plan)
+        return plan
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
+        """Every policy that Megatron-core's options can say for this problem, simplest first."""
+        fused = problem.workload.model.mlp == "swiglu" and problem.system.fused_swiglu
+        setup, made = setup_of(problem), partial(cls, bias_activation_fusion=fused)
+        full = partial(made, recompute="full")
+        found = [made()]
+        for count in range(1, _per_chunk(setup) + 1):
+            found += [full(num_layers=count), full(method="block", num_layers=count)]
+        sets = _subsets(get_args(RecomputeModule))
+        moves = _subsets(get_args(OffloadModule))
+        found += [made(recompute="selective", modules=modules) for modules in sets]
+        found += [made(offload_modules=modules) for modules in moves]
+        yield from (policy for policy in found if not holding(_policy(policy, setup)))
+
+    @classmethod
+    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+        """The facts of a problem that no option says, whatever the policy."""
+        setup = setup_of(problem)
+        hosted = (
+            problem.system.optimizer_on_host,
+            "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
+        )
+        return holding([*_model(setup), *_layout(setup), hosted])
+
+    def limits(self, setup: Setup) -> list[Reason]:
+        """What 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
+        return [*_model(setup), *_layout(setup), *_policy(self, setup)]
+
+    def flags(self, problem: Problem) -> str:
+        """The arguments of Megatron-LM's pretraining script for layout and policy."""
+        lay, work = problem.layout, problem.workload
+        words = [
+            f"--tensor-model-parallel-size {lay.tp}",
+            f"--pipeline-model-parallel-size {lay.pp}",
+            f"--context-parallel-size {lay.cp}",
+            f"--micro-batch-size {lay.micro_batch}",
+            f"--global-batch-size {lay.global_batch}",
+            f"--seq-length {work.seq_len}",
+        ]
+        if lay.vpp > 1:
+            per_chunk = work.model.num_layers // (lay.pp * lay.vpp)
+            words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
+        words += ["--sequence-parallel"] * lay.sequence_parallel
+        words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
+        words += ["--bf16"] * (work.precision == "bf16")
+        words += ["--attention-backend unfused"] * (problem.attention == "unfused")
+        words += ["--cuda-graph-impl local"] * problem.system.cuda_graphs
+        fusion = fusion_argument(work.model)
+        words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
+        if self.recompute == "full":
+            words.append("--recompute-granularity full")
+            words.append(f"--recompute-method {self.method}")
+            words.append(f"--recompute-num-layers {self.num_layers}")
+        if self.recompute == "selective":
+            words.append("--recompute-granularity selective")
+            words.append(f"--recompute-modules {' '.join(self.modules)}")
+        if self.offload_modules:
+            words.append("--fine-grained-activation-offloading")
+            words.append(f"--offload-modules {' '.join(self.offload_modules)}")
+            words.append(f"--min-offloaded-tensor-size {MIN_OFFLOADED}")
+        return " ".join(words)
+
+    def _full(self, problem: Problem, base: Plan) -> Plan:
+        inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
+        base = holding_inputs(problem, base, inner, whole=True)
+        chunks = [layers for rank in base.partition for layers in rank]
+        if self.method == "block":
+            first = tuple(i for chunk in chunks for i in chunk[: self.num_layers])
+            return base.with_rules(_whole(inner, first))
+        if self.num_layers == 1:
+            return base.with_rules(_whole(inner, None))
+        rules: list[Rule] = []
+        for chunk in chunks:
+            for start in range(0, len(chunk), self.num_layers):
+                group = chunk[start : start + self.num_layers]
+                rules += _grouped(inner, group)
+        return base.with_rules(*rules)
+
+    @property
+    def moved(self) -> dict[str, tuple[str, ...]]:
+        """The tensors of each offloaded module."""
+        return {module: MOVED[module] for module in self.offload_modules}
+
+    def _offloading(self, problem: Problem, base: Plan) -> Plan:
+        kept = kept_activations(problem, base)
+        names = tuple(n for every in self.moved.values() for n in every if n in kept)
+        if not names:
+            return base.noting(megatron_core="no-op: nothing of these modules is kept")
+        select = Select(parts=("layer",), activations=names, kept=True)
+        moves = Transfers(granularity="layer")
+        return replace(base.with_rules(Rule(select, Offload())), transfers=moves)
+
+
+def has_biases(model: Model) -> bool:
+    """Whether every linear has a bias (`add_bias_linear`)."""
+    return model.qkv_bias and model.proj_bias and model.mlp_bias
+
+
+def fusion_argument(model: Model) -> str:
+    """The argument of Megatron-LM that switches the fused activation off. Empty for a model without
+    a fused activation: the fused GELU includes the bias."""
+    if model.gated:
+        return "--no-bias-swiglu-fusion"
+    return "--no-bias-gelu-fusion" if has_biases(model) else ""
+
+
+def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of every rank where 0.16.1 deviates from the interleaved schedule; else empty.
+    With a single group of micro-batches older releases ran all forwards first; 0.16.1 does not."""
+    lay = problem.layout
+    if lay.pp == 1 or lay.vpp == 1 or lay.num_micro_batches != lay.pp:
+        return ()
+    return tuple(
+        interleaved(rank, lay.pp, lay.vpp, lay.num_micro_batches) for rank in range(lay.pp)
+    )
+
+
+def _per_chunk(setup: Setup) -> int:
+    return setup.model.num_layers // setup.layout.num_chunks
+
+
+def _model(setup: Setup) -> list[Reason]:
+    model = setup.model
+    some = model.proj_bias or model.mlp_bias
+    return [
+        (
+            some and not has_biases(model),
+            "biases of some linears only (add_bias_linear is for all)",
+        ),
+        (model.position == "alibi", "ALiBi positions are not in megatron-core"),
+        (model.post_norm, "post-norms are not in the GPT layer spec"),
+        (model.qk_norm, "norms over heads (not run here)"),
+        (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
+        (
+            model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
+            "soft caps are not in megatron-core",
+        ),
+        (model.mlp == "geglu", "geglu: its fused function is the tanh approximation"),
+        (
+            setup.precision not in ("fp32", "bf16"),
+            f"precision {setup.precision} (fp32 and bf16 run)",
+        ),
+    ]
+
+
+def _layout(setup: Setup) -> list[Reason]:
+    lay, model = setup.layout, setup.model
+    return [
+        (lay.zero_stage > 1, f"zero_stage {lay.zero_stage} is Megatron-FSDP, not run here"),
+        (lay.ulysses > 1, "Ulysses needs TransformerEngine (cp_comm_type a2a)"),
+        (model.num_kv_heads % lay.tp != 0, "KV heads replicated over tp"),
+        (
+            model.num_layers % lay.num_chunks != 0,
+            f"{model.num_layers} layers in pp x vpp = {lay.num_chunks} chunks: only even ones",
+        ),
+        (
+            lay.cp > 1 and setup.attention == "unfused",
+            "unfused attention under context parallelism",
+        ),
+        (lay.pp > 1 and lay.vpp > 1 and lay.num_micro_batches % lay.pp != 0,
+         "the interleaved schedule needs micro-batches % pp == 0"),
+    ]  # fmt: skip
+
+
+def _policy(policy: MegatronCore, setup: Setup) -> list[Reason]:
+    selective, full = policy.recompute == "selective", policy.recompute == "full"
+    modules, moved, layers = set(policy.modules), set(policy.offload_modules), policy.num_layers
+    model, per_chunk = setup.model, _per_chunk(setup)
+    return [
+        (
+            selective and "mlp" in modules and has_biases(model),
+            "selective recomputation of mlp with biases never ends in 0.16.1 without "
+            "TransformerEngine; use a model without biases or recompute=full",
+        ),
+        (selective and not modules, "recompute=selective without modules"),
+        (not full and layers != 1, f"num_layers {layers} without recompute=full has no effect"),
+        (
+            not full and policy.method != "uniform",
+            f"method {policy.method} without recompute=full has no effect",
+        ),
+        (
+            not selective and policy.modules != MegatronCore().modules,
+            f"modules {','.join(policy.modules)} without recompute=selective has no effect",
+        ),
+        (
+            full and layers > per_chunk,
+            f"num_layers {layers} is more than a chunk's {per_chunk} layers",
+        ),
+        (
+            full and policy.method == "uniform" and per_chunk % min(layers, per_chunk) != 0,
+            f"uniform groups of num_layers {layers} do not divide a chunk's {per_chunk} layers",
+        ),
+        (
+            "attn_proj" in moved and "core_attn" not in moved,
+            "offload_modules attn_proj without core_attn, whose backward needs the same tensor",
+        ),
+        (
+            moved == set(get_args(OffloadModule)),
+            "all five offload_modules at once fail in 0.16.1; leave one out",
+        ),
+        (bool(moved) and full, "fine-grained offloading with full recomputation"),
+        (
+            policy.bias_activation_fusion and model.mlp == "gelu" and not has_biases(model),
+            "bias_activation_fusion of GELU without biases (its fused function adds one)",
+        ),
+    ]
+
+
+def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:
+    return [pick for size in range(1, len(names) + 1) for pick in combinations(names, size)]
+
+
+def _dropping(problem: Problem, base: Plan, names: tuple[str, ...]) -> Plan:
+    dropped = tuple(sorted(set(names) & kept_activations(problem, base)))
+    if not dropped:
+        return base.noting(megatron_core="no-op: this stack saves nothing inside these modules")
+    base = holding_inputs(problem, base, dropped, whole=False)
+    select = Select(parts=("layer",), activations=dropped, kept=True)
+    return base.with_rules(Rule(select, Recompute(scope="consumer")))
+
+
+def _whole(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
+    select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
+    return Rule(select, Recompute(scope="layer", whole=True))
+
+
+def _grouped(names: tuple[str, ...], group: tuple[int, ...]) -> list[Rule]:
+    if len(group) == 1:
+        return [_whole(names, group)]
+    fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
+    inside = Select(parts=("layer",), layers=group, activations=names, kept=True)
+    inputs = Select(parts=("layer",), layers=group[1:], activations=("layer_input",), kept=True)
+    return [Rule(inside, fate), Rule(inputs, fate)]

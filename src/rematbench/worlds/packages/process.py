@@ -1,0 +1,228 @@
+"""Baselines: real training packages, run in their own processes and never imported here.
+
+A baseline has `plan.py` (the package's policy as a method that makes our Plan, named after its
+directory) and `baselines/NAME/run.py` (the code of its process).  The plans of shipped baselines
+are modules here (`packages/NAME/plan.py`); any other `plan.py` stands beside its `run.py`.  The
+process reads jobs as JSON and writes records as JSON.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from math import fsum
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.evaluate.outcome import Status
+from rematbench.host.errors import UserError
+from rematbench.host.rank_error import of_exit, of_record, recorded
+from rematbench.host.scratch import scratch
+from rematbench.plugins.discover import load_file, load_module
+from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
+from rematbench.problem import Problem
+from rematbench.spec.configfile import closest
+from rematbench.spec.paths import data_dir
+from rematbench.workload import NonNegativeInt, PositiveInt
+from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.records.record import Record, RunSpec, provenance, run_spec
+
+HERE = Path(__file__).parent
+STARTUP_S = 120.0
+SHOWN_LINES = 100
+"""Lines that are shown from the end of a failed process's standard error."""
+Device = Literal["cpu", "cuda"]
+
+
+class BaselineError(UserError):
+    """A baseline cannot be found, or its process wrote no record; the message is one line."""
+
+
+class NotInstalled(BaselineError):
+    """The baseline's package, or torch, is not in this environment."""
+
+
+class NoAnswer(BaselineError):
+    """The baseline's process was ended at its limit."""
+
+
+class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run for a baseline's process.
+
+    In `steps` steps losses, gradients and bytes are observed.  On GPUs `warmup` more steps follow,
+    then `timed_steps` steps for their seconds alone, without any observation.  `rank` is the rank
+    whose bytes a traced run follows.  `gradients`: the first step's whole gradients are written
+    beside the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` is for
+    the job with all its ranks.  `options`: text that `flags` printed; it configures the package
+    in place of the policy.
+    """
+
+    run: RunSpec
+    steps: PositiveInt = 2
+    warmup: PositiveInt = 1
+    timed_steps: NonNegativeInt = TIMED_STEPS
+    seed: NonNegativeInt = 7
+    ignored: float = 0.0
+    device: Device = "cpu"
+    rank: NonNegativeInt = 0
+    gradients: bool = False
+    timeout_s: float = 120.0
+    options: str = ""
+
+
+@cache
+def baselines() -> dict[str, MethodEntry]:
+    """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
+    found: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    for folder in (HERE, data_dir("baselines")):
+        for path in sorted(folder.glob("*/plan.py")):
+            load_file(path, found, broken, load=load)
+    if broken:
+        path_name, reason = next(iter(broken.items()))
+        raise BaselineError(f"{path_name}: {reason}")
+    return dict(sorted(found.items()))
+
+
+def load(path: Path) -> ModuleType:
+    """A file of a baseline as a module: a shipped one by its name, another by its path."""
+    if path.parent.parent == HERE:
+        return import_module(f"{__package__}.{path.parent.name}.{path.stem}")
+    return load_module(path)
+
+
+def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:
+    """A baseline's policy with settings, as a method that plans.  BaselineError for an unknown
+    baseline, MethodError for an unknown setting."""
+    known = baselines()
+    if name not in known:
+        hint = closest(name, known)
+        raise BaselineError(f"unknown baseline {name!r}{hint} (known: {', '.join(known)})")
+    fields = list(known[name].parameters)
+    for key in settings or {}:
+        if key not in fields:
+            listing = f" (allowed: {', '.join(fields)})"
+            raise MethodError(f"{name} has no setting {key!r}{closest(key, fields)}{listing}")
+    return Composition((build(known[name], settings or {}),))
+
+
+def own_system(name: str, default: str) -> str:
+    """The stack of a baseline's package where it names one (`system`), else `default`."""
+    entry = baselines().get(name)
+    return getattr(entry.cls, "system", default) if entry else default
+
+
+def job(
+    problem: Problem,
+    method: Composition,
+    world: Literal["executed", "traced"] = "executed",
+    **options: int | float | bool | str,
+) -> PackageJob:
+    """The job of a problem under a policy; BaselineError for a stack that no baseline here runs."""
+    if problem.system.cuda_graphs:
+        raise BaselineError(f"system {problem.system.name}: baselines run without CUDA graphs here")
+    run = run_spec(problem, method, world)
+    return msgspec.convert({"run": run, **options}, PackageJob)
+
+
+def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) -> list[Record]:
+    """The records of jobs that the baseline's own process runs, one per job.
+
+    `folder` keeps the records (`<number>.json`) and the gradients where a job asks for them.
+    BaselineError where the process wrote no record for a job or did not end in time.
+    """
+    with scratch() as own:
+        place = folder or own
+        done = _run(name, jobs, place)
+        records = []
+        for number in range(len(jobs)):
+            path = place / f"{number}.json"
+            if not path.exists():
+                raise _no_record(name, done.stderr, done.returncode)
+            records.append(msgspec.json.decode(path.read_bytes(), type=Record))
+    _show_failure(done.stderr, records)
+    return records
+
+
+def run_rank(name: str, asked: PackageJob) -> Record | None:
+    """Run a job as the rank that a launcher started as this process.  Returns rank 0's record, or
+    the record of this rank's failure; None on another rank where the job ended well or was
+    refused."""
+    with scratch() as place:
+        try:
+            done = _run(name, [asked], place)
+        except NoAnswer as error:
+            return _failed(asked, "failed", f"timeout: {error}")
+        record = _record_of_rank(name, asked, done, place / "0.json")
+    if record is not None:
+        _show_failure(done.stderr, [record])
+    return record
+
+
+def _record_of_rank(
+    name: str, asked: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
+) -> Record | None:
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    if done.returncode == 0:
+        return None
+    killed = of_exit(done.returncode)
+    if killed is not None:
+        return _failed(asked, *recorded(killed.status, killed.reason))
+    return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
+
+
+def _failed(asked: PackageJob, status: Status, reason: str) -> Record:
+    return Record(
+        run_id=asked.run.run_id,
+        spec=asked.run,
+        status=status,
+        reason=reason,
+        provenance=provenance(),
+    )
+
+
+def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.CompletedProcess[str]":
+    """Run the baseline's process on jobs; its records are in `place`.  NoAnswer at its limit."""
+    place.mkdir(parents=True, exist_ok=True)
+    _empty(place)
+    (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
+    entry = data_dir("baselines") / "run.py"
+    command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
+    limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"{name}: no answer within {limit:g} s") from error
+
+
+def _show_failure(text: str, records: Sequence[Record]) -> None:
+    """Print the end of a process's standard error where one of its records is a failure that does
+    not come from another rank: the record has only one line of the error."""
+    failures = [of_record(record.status, record.reason) for record in records]
+    if any(one.status == "failed" and not one.is_secondhand for one in failures):
+        sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
+
+
+def _empty(place: Path) -> None:
+    """Remove the files of an earlier call, which would pass for answers of this call."""
+    for path in place.glob("[0-9]*"):
+        if path.suffix in (".json", ".pt"):
+            path.unlink()
+    for path in place.glob("ranks-*"):
+        shutil.rmtree(path)
+
+
+def _no_record(name: str, text: str, code: int) -> BaselineError:
+    lines = [line for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no message"
+    kind, _, rest = last.partition(": No module named ")
+    if kind == "ModuleNotFoundError":
+        return NotInstalled(f"{name}: {rest} is not installed here; `./bench test` installs it")
+    return BaselineError(f"{name}: its process ended with exit code {code}: {last}")

@@ -1,0 +1,240 @@
+"""Tensors that a baseline's own stack keeps beyond the operator table, sized from shapes.
+
+A prediction is of the problem's system (the authors' fused kernels).  A trace is of the package as
+installed on this machine.  Where the two keep different tensors, the baseline's stack.py names
+them, and the same plan is sized with them.  A difference that is then left is an error of the
+prediction or of the trace.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.costs.operators.ops import Activation, Op, OpTable, Part
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import RankProgram
+from rematbench.evaluate.evaluation import (
+    PlanEvaluation,
+    RankBytes,
+    evaluate_program,
+    program_bytes,
+)
+from rematbench.evaluate.reserved import reserved
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.registry import Composition, Method
+from rematbench.problem import Evaluator, Problem
+from rematbench.worlds.packages.process import baselines, load
+
+
+class Extra(Struct, frozen=True, kw_only=True):
+    """A tensor of one micro-batch and one layer (or embedding, or head: `part`) that the operator
+    table does not have.
+
+    The tensor lives from the forward of `made_by` to the backward of `saved_by`.  Without
+    `saved_by` it lives only inside the backward of `made_by`, or with `forward` only inside its
+    forward.  Bytes are rows x row_bytes.  `why` says what makes the package hold the tensor.
+    """
+
+    name: str
+    dtype: str
+    rows: int
+    row_bytes: int
+    made_by: str
+    saved_by: str = ""
+    part: Part = "layer"
+    forward: bool = False
+    why: str
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the tensor."""
+        return self.rows * self.row_bytes
+
+
+class Stack(Struct, frozen=True, kw_only=True):
+    """A baseline's stack under its settings.  `fused_swiglu`: whether gate and product are one
+    function (None: as in the problem's system).  `shares_gathers`: gathered inputs share one
+    buffer.  `loss_over_logits`: the loss works in place on the logits.  `once`: bytes by name of
+    tensors that are made once and alive at every peak.  `system`: fields of the system with another
+    value (bytes of an element of states)."""
+
+    extras: tuple[Extra, ...] = ()
+    fused_swiglu: bool | None = None
+    shares_gathers: bool = False
+    loss_over_logits: bool = False
+    once: dict[str, int] = {}
+    system: dict[str, int] = {}
+
+    def problem(self, problem: Problem, evaluator: Evaluator | None = None) -> "StackProblem":
+        """The problem with this stack's tensors in its operator tables."""
+        system = problem.system
+        if self.fused_swiglu is not None:
+            system = replace(system, fused_swiglu=self.fused_swiglu)
+        if self.system:
+            system = replace(system, **self.system)
+        return StackProblem(
+            workload=problem.workload,
+            cluster=problem.cluster,
+            system=system,
+            layout=problem.layout,
+            calibration=problem.calibration,
+            attention=problem.attention,
+            backend=problem.backend,
+            evaluator=evaluator,
+            stack=self,
+        )
+
+
+NOTHING = Stack()
+
+
+@dataclass(frozen=True, eq=False)
+class StackProblem(Problem):
+    """A problem whose operator tables have the extra tensors of a stack."""
+
+    stack: Stack = NOTHING
+
+    def _extended(self, table: OpTable) -> OpTable:
+        extras = [extra for extra in self.stack.extras if extra.part == table.part]
+        saved = {e.name: Activation(e.name, e.rows, e.row_bytes, False) for e in extras}
+        return OpTable(
+            part=table.part,
+            ops=tuple(self._op(op, extras) for op in table.ops),
+            activations={
+                **table.activations,
+                **{e.name: saved[e.name] for e in extras if e.saved_by},
+            },
+        )
+
+    def _op(self, op: Op, extras: list[Extra]) -> Op:
+        made = tuple(e.name for e in extras if e.made_by == op.name and e.saved_by)
+        saves = tuple(e.name for e in extras if e.saved_by == op.name)
+        inside = [e for e in extras if e.made_by == op.name and not e.saved_by]
+        first, second = (sum(e.nbytes for e in inside if e.forward == way) for way in (True, False))
+        shared = self.stack.shares_gathers and op.has_weight
+        in_place = self.stack.loss_over_logits and op.name == "loss"
+        return replace(
+            op,
+            outputs=(*op.outputs, *made),
+            saves=(*op.saves, *saves),
+            scratch_forward_bytes=0 if in_place else op.scratch_forward_bytes + first,
+            scratch_backward_bytes=op.scratch_backward_bytes + second,
+            gathered_bytes=0 if shared else op.gathered_bytes,
+        )
+
+    @cached_property
+    def _layers(self) -> dict[int, OpTable]:
+        return {window: self._extended(table) for window, table in super()._layers.items()}
+
+    @cached_property
+    def embedding(self) -> OpTable:
+        """Operators of the embedding."""
+        return self._extended(super().embedding)
+
+    @cached_property
+    def head(self) -> OpTable:
+        """Operators of the final norm, output projection and loss."""
+        return self._extended(super().head)
+
+
+@cache
+def _module(baseline: str) -> ModuleType | None:
+    """The `stack.py` beside a baseline's `plan.py`."""
+    path = Path(baselines()[baseline].origin).with_name("stack.py")
+    return load(path) if path.exists() else None
+
+
+def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
+    """The stack that the baseline's `stack.py` gives for a policy on a problem; None without
+    `stack.py`."""
+    module = _module(baseline)
+    return cast(Stack, module.stack(policy, problem)) if module else None
+
+
+def packaged(method: Composition, problem: Problem) -> Problem:
+    """The problem with the tensors of the package's stack, evaluated with the package's activation
+    peaks; the problem unchanged where the baseline has no `stack.py` or the policy gives no
+    plan."""
+    policy = method.methods[0]
+    if isinstance(method.plan(problem), Unsupported):
+        return problem
+    stack = stack_of(policy.name, policy, problem)
+    return problem if stack is None else stack.problem(problem, partial(_evaluated, policy))
+
+
+def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
+    """The evaluation of a packaged problem.  For the allocator's replay, bytes that the package
+    holds beyond the plan's ledger are resident (in `pools`).  Bytes that it holds less than the
+    ledger are gradients that the plan counts as a state and the package makes in the backward, so
+    they are taken off the resident gradients."""
+    assert isinstance(problem, StackProblem)
+    program = lower(plan, problem)
+    planned = program_bytes(problem, plan, program)
+    ranks, resident = [], []
+    for rank, held in zip(program.ranks, planned, strict=True):
+        peak = activation_peak(policy, problem, rank, held)
+        beyond = peak - held.activation_peak
+        ranks.append(replace(held, activation_peak=peak))
+        pools, gradient = held.pools + max(0, beyond), held.gradient + min(0, beyond)
+        resident.append(replace(held, pools=pools, gradient=max(0, gradient)))
+    return replace(
+        evaluate_program(problem, plan, program, ranks=tuple(ranks)),
+        reserved_bytes=reserved(problem, program, resident).nbytes,
+    )
+
+
+def activation_peak(
+    policy: Method, problem: StackProblem, rank: RankProgram, planned: RankBytes
+) -> int:
+    """Peak bytes of a rank's activations in the package: the peak that the baseline's `stack.py`
+    computes from the rank's program, or else the peak of `planned` (the ledger of the plan lowered
+    for `problem`), plus the tensors that are made once."""
+    walk = getattr(_module(policy.name), "activation_peak", None)
+    peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
+    return peak + sum(problem.stack.once.values())
+
+
+class Held(NamedTuple):
+    """One tensor of a layer: its bytes in the operator table and in a baseline's stack."""
+
+    name: str
+    dtype: str
+    rows: int
+    row_bytes: int
+    table_bytes: int
+    stack_bytes: int
+    why: str
+
+
+def _dtype(name: str, precision: str) -> str:
+    if name.endswith("_mask"):
+        return "bool"
+    return "fp32" if name == "lse" else precision
+
+
+def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
+    """The tensors that one layer saves for one micro-batch, by the operator table and in the stack;
+    then the extra tensors that live only inside a forward or backward."""
+    plain, here = problem.layer(0), stack.problem(problem).layer(0)
+    extras = {extra.name: extra for extra in stack.extras if extra.part == "layer"}
+    for name in dict.fromkeys((*plain.saved, *here.saved)):
+        sizes = [t.activations[name].nbytes if name in t.saved else 0 for t in (plain, here)]
+        extra = extras.get(name)
+        dtype = extra.dtype if extra else _dtype(name, problem.workload.precision)
+        why = extra.why if extra else ""
+        if sizes[0] > sizes[1]:
+            why = "gate and product are one function, which saves its input only"
+        tensor = plain.activations.get(name) or here.activations[name]
+        yield Held(name, dtype, tensor.rows, tensor.row_bytes, sizes[0], sizes[1], why)
+    for extra in extras.values():
+        if not extra.saved_by:
+            way = "forward" if extra.forward else "backward"
+            why = f"in the {way} of {extra.made_by} only: {extra.why}"
+            shape = extra.rows, extra.row_bytes
+            yield Held(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)

@@ -1,0 +1,1 @@
+"""Records of runs, and the store of finished cells."""

@@ -1,0 +1,115 @@
+"""A cell (one method on one problem, planned), and the cells of a suite."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.outcome import hosting
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY, Composition, Registry
+from rematbench.problem import Problem
+from rematbench.spec.configfile import ConfigError
+from rematbench.worlds.records.record import OPTIMIZER, RESERVE, Record
+from rematbench.worlds.records.reopen import spec_problem
+from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One method on one problem, with its plan or the reason why there is none.  `name`: the stem
+    of the record's file; `base`: the plan that the method starts from (None: the problem's base
+    plan)."""
+
+    name: str
+    problem: Problem
+    method: Composition
+    plan: Plan | Unsupported
+    base: Plan | None = None
+
+
+def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
+    """The cells of every problem with every method and variant, in the suite's order; `only`
+    restricts them to these names or beginnings of names (PROBLEM, PROBLEM.METHOD)."""
+    registry = discover(folders)
+    problems = {spec.name: spec.problem() for spec in suite.problems}
+    found = []
+    for name, at, variant in _asked(suite, registry, only):
+        method = registry.resolve(variant.method, dict(variant.settings), problems[at])
+        found.append(planned_cell(name, problems[at], method))
+    return found
+
+
+def only_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
+    """The one cell of a suite with this name; ConfigError unless there is exactly one."""
+    found = cells(load_suite(suite), folders, [name])
+    if len(found) != 1:
+        raise ConfigError(str(suite), name, f"{len(found)} cells have that name, one is needed")
+    return found[0]
+
+
+def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
+    """The names of the cells that `cells` returns, without planning."""
+    return [name for name, _, _ in _asked(suite, discover(), only)]
+
+
+def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
+    """The cell of a record, planned again with the present cluster (or its file), system and
+    constants of config/, so that numbers show what has changed there."""
+    spec = record.spec
+    problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
+    own = dict(parameters.pop("base", {}))
+    system = hosting(problem.system, own.pop(OPTIMIZER, None))
+    problem = replace(problem, system=system, reserve_bytes=own.pop(RESERVE, 0))
+    words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
+    base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
+    method = registry.resolve(spec.method, words)
+    return planned_cell(name, problem, method, base)
+
+
+def planned_cell(
+    name: str, problem: Problem, method: Composition, base: Plan | None = None
+) -> Cell:
+    """The cell of a method on a problem, with a plan that lowers or the reason for none."""
+    return Cell(name, problem, method, _plan(problem, method, base), base)
+
+
+def problem_of(name: str) -> str:
+    """The name of the problem in a cell's name."""
+    return name.split(".", maxsplit=1)[0]
+
+
+def base_name(name: str) -> str:
+    """The name of the keep_all cell on the same problem."""
+    return f"{problem_of(name)}.{IDENTITY}.0"
+
+
+def _asked(
+    suite: Suite, registry: Registry, only: Sequence[str]
+) -> Iterator[tuple[str, str, Variant]]:
+    """Yield (cell name, problem name, variant) of each cell."""
+    for spec in suite.problems:
+        for bundle, variants in bundles(suite, registry).items():
+            for number, variant in enumerate(variants):
+                name = f"{spec.name}.{bundle}.{number}"
+                elsewhere = variant.problems and spec.name not in variant.problems
+                if not elsewhere and is_wanted(name, only):
+                    yield name, spec.name, variant
+
+
+def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Plan | Unsupported:
+    """A plan that lowers, or the reason why there is none."""
+    try:
+        plan = method.plan(problem, base)
+        if isinstance(plan, Plan):
+            lower(plan, problem)
+    except PlanError as error:
+        return Unsupported(str(error))
+    return plan
+
+
+def is_wanted(name: str, only: Sequence[str]) -> bool:
+    """Whether a cell is one of `only` (PROBLEM, PROBLEM.METHOD, a whole name), or that is empty."""
+    return not only or any(name == word or name.startswith(f"{word}.") for word in only)

@@ -1,0 +1,106 @@
+"""Digests of the code that can change a result: modules reached by imports, hashed together.
+
+A cell stays finished while the code behind it is unchanged.  A digest must cover every file that
+the cell may load, and should cover no other file: a change of a table must not cost GPU-hours.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+COMMANDS = "rematbench.cli"
+SIMULATED = ("rematbench.evaluate.outcome", "rematbench.worlds.records.record")
+"""The root modules of a simulated record."""
+
+LOADS_BY_NAME = "rematbench.worlds.packages.process"
+"""The module that loads the modules of packages/NAME by name: no import statement names them."""
+
+
+def executed_roots() -> tuple[str, ...]:
+    """The root modules of an executed record: the torch runtime, and SIMULATED."""
+    names = [f"rematbench.torch.{path.stem}" for path in (PACKAGE / "torch").glob("*.py")]
+    return (*sorted(names), *SIMULATED)
+
+
+@cache
+def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files of rematbench that importing `roots` may load, sorted."""
+    found: set[Path] = set()
+    waiting, seen = list(roots), set()
+    while waiting:
+        name = waiting.pop()
+        path = _file(name)
+        if name in seen or path is None:
+            continue
+        seen.add(name)
+        found.add(path)
+        waiting += _imports(path)
+        if name == LOADS_BY_NAME:
+            files = (PACKAGE / "packages").glob("*/*.py")
+            waiting += [f"rematbench.packages.{file.parent.name}.{file.stem}" for file in files]
+    return tuple(sorted(found))
+
+
+def _file(name: str) -> Path | None:
+    parts = name.split(".")
+    if parts[0] != PACKAGE.name:
+        return None
+    base = PACKAGE.joinpath(*parts[1:])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """The names that a file imports, also inside functions; cached, because files do not change
+    while a process runs."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(found)
+
+
+def command_digest(module: str, methods: Iterable[Path] = ()) -> str:
+    """The digest of a command module's code and of the modules that the files of `methods` import.
+    The method files themselves are not covered: they are inputs of the caller.  ValueError for an
+    unknown module."""
+    root = f"{COMMANDS}.{module}"
+    if _file(root) is None:
+        raise ValueError(f"no module of commands {module!r}")
+    roots = {root, *(name for path in methods for name in _imports(path))}
+    return digest(closure(tuple(sorted(roots))))
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """A short hash of the names and contents of files."""
+    joined = hashlib.sha256()
+    for path in sorted(set(paths)):
+        joined.update(f"{path.name}\n".encode() + path.read_bytes())
+    return joined.hexdigest()[:16]
+
+
+def method_digest(origins: Iterable[str]) -> str:
+    """The digest of a composed method's files and their imports (an installed method: its name)."""
+    found: set[Path] = set()
+    names = []
+    for origin in origins:
+        path = Path(origin)
+        if path.is_file():
+            found |= {path, *closure(tuple(sorted(_imports(path))))}
+        else:
+            names.append(origin)
+    return digest(found) + "".join(sorted(names))
+
+
+@cache
+def code_digest(world: str) -> str:
+    """The digest of the code that makes the records of a world."""
+    return digest(closure(executed_roots() if world == "executed" else SIMULATED))

@@ -1,0 +1,275 @@
+"""One run as data: the request (RunSpec) and the result (Record), as JSON files.
+
+All worlds write the same Record: `published` numbers are transcribed, `simulated` numbers come from
+the event simulator, `traced` and `executed` numbers from the real code.
+"""
+
+import datetime
+import hashlib
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+import rematbench
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import PHASES, resolve
+from rematbench.evaluate.evaluation import RankBytes
+from rematbench.evaluate.outcome import Outcome, Retries, Status, retries
+from rematbench.host.errors import UserError
+from rematbench.host.files import write_atomically
+from rematbench.plan import Plan
+from rematbench.plugins.registry import Composition
+from rematbench.problem import Problem
+from rematbench.spec.constants import Calibration
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import AttentionChoice
+from rematbench.workload import Model, Precision
+from rematbench.worlds.records.measured import Engine, Measured
+
+World = Literal["published", "simulated", "traced", "executed"]
+FORMAT: Literal[2] = 2
+"""The format of a record's JSON.  Format 1 had no number and kept a package's numbers apart."""
+HASH_DIGITS = 16
+OF_A_STEP = (
+    *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
+    *("host_node_bytes", "recompute_flop", "offload_bytes"),
+)
+OF_A_BASE = ("partition", "schedule")
+"""Fields of the base plan that a user may choose."""
+RESERVE = "reserve_bytes"
+"""A further key of the base: bytes of each device that tuned plans leave free."""
+OPTIMIZER = "optimizer"
+"""A further key of the base: the optimizer states are in host memory."""
+
+
+class RecordError(UserError):
+    """A record that cannot be read or replayed; the message is one line."""
+
+
+class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One method with its parameters on one problem.
+
+    Cluster, system and calibration are given by name and by the hash of their content, so that a
+    changed constant makes another run.
+    """
+
+    method: str
+    parameters: dict[str, dict[str, Any]]
+    model: Model
+    cluster: str
+    cluster_hash: str
+    system: str
+    system_hash: str
+    calibration_hash: str
+    layout: Layout
+    seq_len: int
+    precision: Precision
+    attention: AttentionChoice
+    world: World = "simulated"
+
+    @property
+    def run_id(self) -> str:
+        """The hash of the spec's canonical JSON."""
+        return content_hash(self)
+
+
+class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and when a record was made, and by which code and constants.  Traced and executed
+    records also name torch, the device and the number of ranks on each host; a training run on text
+    has a hash of the text (the standard library's sources, which depend on the Python version)."""
+
+    rematbench: str
+    python: str
+    platform: str
+    written: str
+    calibration_date: str = ""
+    calibration_hash: str = ""
+    torch: str = ""
+    device: str = ""
+    ranks_per_host: tuple[int, ...] = ()
+    text: str = ""
+
+
+class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of one repeat, in seconds, bytes and FLOP; MFU and HFU are fractions.  `warmup`
+    repeats are kept apart from measured repeats."""
+
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu_causal: float
+    mfu_dense: float
+    hfu: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+    host_node_bytes: int
+    recompute_flop: float
+    offload_bytes: int
+    warmup: bool = False
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The result of a run.  Out of memory and unsupported are results too, so no record is missing.
+    Without an `engine` the run is of the simulator or of rematbench's executor."""
+
+    run_id: str
+    spec: RunSpec
+    status: Status
+    reason: str = ""
+    plan_hash: str = ""
+    plan: Plan | None = None
+    repeats: tuple[Metrics, ...] = ()
+    ranks: tuple[RankBytes, ...] = ()
+    headroom_bytes: int | None = None
+    host_headroom_bytes: int | None = None
+    binds: str = ""
+    allocator_retries: Retries | None = None
+    measured: Measured | None = None
+    engine: Engine | None = None
+    provenance: Provenance
+    format: Literal[2] = FORMAT
+
+    @property
+    def world(self) -> World:
+        """The world that the numbers come from."""
+        return self.spec.world
+
+
+def content_hash(value: object) -> str:
+    """A short SHA-256 of a value's canonical JSON (sorted keys)."""
+    plain = msgspec.to_builtins(value, str_keys=True)
+    text = msgspec.json.encode(plain, order="sorted")
+    return hashlib.sha256(text).hexdigest()[:HASH_DIGITS]
+
+
+def plan_hash(problem: Problem, plan: Plan) -> str:
+    """The hash of the resolved plan: the fate of every site in bytes, partition, order, states and
+    transfers.  Plans that differ only in their rules' wording have equal hashes, and so do plans
+    that differ only in addresses: no executor of rematbench sets addresses."""
+    table = []
+    for rank, chunks in enumerate(plan.partition):
+        for chunk, layers in enumerate(chunks):
+            sites = ChunkOps(problem, rank, chunk, layers).sites
+            for phase in PHASES:
+                fates, _ = resolve(plan, sites, phase, 0)
+                table.append([[*site, fate] for site, fate in fates.items()])
+    windows = [rule for rule in plan.rules if rule.select.micro_batches is not None]
+    rest = msgspec.structs.replace(plan, rules=tuple(windows), fit={})
+    deeds = msgspec.to_builtins(rest, str_keys=True)
+    del deeds["addresses"]
+    return content_hash([table, deeds])
+
+
+def run_spec(
+    problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
+) -> RunSpec:
+    """The spec of a run.  Where the method plans from a base other than the problem's, the base's
+    own values are parameters too."""
+    work, usual = problem.workload, problem.base_plan
+    own = {key: getattr(base or usual, key) for key in OF_A_BASE}
+    own = {key: value for key, value in own.items() if value != getattr(usual, key)}
+    own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
+    own |= {OPTIMIZER: "host"} if problem.system.optimizer_on_host else {}
+    return RunSpec(
+        method=method.name,
+        parameters={**method.parameters, **({"base": own} if own else {})},
+        model=work.model,
+        cluster=problem.cluster.name,
+        cluster_hash=content_hash(problem.cluster),
+        system=problem.system.name,
+        system_hash=content_hash(problem.system),
+        calibration_hash=content_hash(problem.calibration),
+        layout=problem.layout,
+        seq_len=work.seq_len,
+        precision=work.precision,
+        attention=problem.asked_attention,
+        world=world,
+    )
+
+
+def provenance(calibration: Calibration | None = None) -> Provenance:
+    """The provenance of a record made now by this interpreter and this code."""
+    return Provenance(
+        rematbench=rematbench.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        calibration_date=calibration.date if calibration else "",
+        calibration_hash=content_hash(calibration) if calibration else "",
+    )
+
+
+def make_record(
+    problem: Problem,
+    method: Composition,
+    outcome: Outcome,
+    *,
+    base: Plan | None = None,
+    asked: Problem | None = None,
+) -> Record:
+    """The record of a simulated run.  `asked`: the requested problem, where a package's own problem
+    (worlds/packages/stack.py) was simulated in its place."""
+    spec = run_spec(asked or problem, method, base=base)
+    evaluation, verdict = outcome.evaluation, outcome.verdict
+    repeats: tuple[Metrics, ...] = ()
+    tried = None
+    if evaluation is not None and outcome.plan is not None:
+        tried = retries(problem, outcome.plan, evaluation)
+    if evaluation is not None and not evaluation.not_timed:
+        repeats = (
+            Metrics(
+                peak_device_bytes=max(evaluation.peak_device_bytes),
+                peak_host_bytes=max(evaluation.peak_host_bytes),
+                **{name: getattr(evaluation, name) for name in OF_A_STEP},
+            ),
+        )
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status=outcome.status,
+        reason=outcome.reason,
+        plan_hash=plan_hash(problem, outcome.plan) if outcome.plan else "",
+        plan=outcome.plan,
+        repeats=repeats,
+        ranks=evaluation.ranks if evaluation else (),
+        headroom_bytes=verdict.headroom_bytes if verdict else None,
+        host_headroom_bytes=verdict.host_headroom_bytes if verdict else None,
+        binds=verdict.binds if verdict else "",
+        allocator_retries=tried,
+        provenance=provenance(problem.calibration),
+    )
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write a record atomically: no reader sees half a file."""
+    write_atomically(path, encode_record(record))
+
+
+def keep_record(record: Record, folder: Path, name: str) -> None:
+    """Write a record as `folder`/`name`.json without its plan (the hash stays).  A file with the
+    same content is left as it is, so that a second run changes no date."""
+    record = msgspec.structs.replace(record, plan=None)
+    path = folder / f"{name}.json"
+    if path.is_file():
+        old = read_record(path)
+        if msgspec.structs.replace(old, provenance=record.provenance) == record:
+            return
+    write_record(record, path)
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of a record's file: sorted, indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
+
+
+def read_record(path: Path) -> Record:
+    """The record of a file; RecordError with the path if it cannot be read as one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        text = f"{path}: not a record of format {FORMAT}, the only one read here: {error}"
+        raise RecordError(text) from error

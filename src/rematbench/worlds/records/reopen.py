@@ -1,0 +1,86 @@
+"""Replays a record: evaluates its problem and plan again, for stages and the timeline."""
+
+from msgspec import Struct
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
+from rematbench.evaluate.evaluation import PlanEvaluation, evaluate_program
+from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.reserved import reserved
+from rematbench.host.table import GIB
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.records.record import Record, RecordError, RunSpec, content_hash
+
+
+class Replay(Struct, frozen=True, kw_only=True):
+    """A run evaluated from its record; `evaluation` has intervals only with a timeline."""
+
+    title: str
+    problem: Problem
+    plan: Plan
+    program: Program
+    evaluation: PlanEvaluation
+
+
+def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Replay:
+    """Evaluate a record's plan; RecordError where the record has no plan or its inputs have
+    changed.  `cluster` is the file of a cluster that config/ does not have."""
+    if record.plan is None:
+        raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
+    problem = recorded_problem(record, cluster)
+    return replay_plan(problem, record.plan, record.spec.method, timeline=timeline)
+
+
+def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
+    """Lower and evaluate a plan; with `timeline` at op level, with intervals."""
+    program = lower(plan, problem)
+    evaluation = evaluate_program(problem, plan, program, record=timeline)
+    work, alpha = problem.workload, plan.fit.get("alpha")
+    over = reserved(problem, program, evaluation.ranks).nbytes - problem.usable_bytes
+    words = (
+        method if alpha is None else f"{method} alpha {float(alpha):.3g}",
+        work.model.name,
+        f"{work.seq_len:,} tokens",
+        f"{problem.layout.gpus} x {problem.cluster.gpu}",
+        f"does not fit by {over / GIB:.1f} GiB" if over > 0 else "",
+    )
+    return Replay(
+        title=", ".join(word for word in words if word),
+        problem=problem,
+        plan=plan,
+        program=program,
+        evaluation=evaluation,
+    )
+
+
+def recorded_problem(record: Record, cluster: str = "") -> Problem:
+    """The problem of a record; RecordError if cluster, system or constants have changed."""
+    try:
+        there = load_cluster(cluster or record.spec.cluster)
+    except ConfigError as error:
+        raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
+    problem = spec_problem(record.spec, there)
+    for what in ("cluster", "system", "calibration"):
+        if content_hash(getattr(problem, what)) != getattr(record.spec, f"{what}_hash"):
+            text = f"its {what} has changed since; simulate it again"
+            raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
+    return problem
+
+
+def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
+    """The problem of a spec with the present config/ (`cluster`: another cluster, or its file)."""
+    asked = ProblemSpec.at(
+        spec.layout,
+        model=spec.model,
+        cluster=cluster or spec.cluster,
+        system=spec.system,
+        seq_len=spec.seq_len,
+        precision=spec.precision,
+        attention=spec.attention,
+    )
+    return make_problem(asked)

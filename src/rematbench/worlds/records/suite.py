@@ -1,0 +1,182 @@
+"""Suites: problems, and the methods to run on each problem; one bundle of runs per method."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.evaluate.outcome import make_problem, run_method
+from rematbench.plugins.registry import Composition, Registry, Value
+from rematbench.problem import Problem
+from rematbench.spec.configfile import (
+    ConfigError,
+    closest,
+    convert,
+    read_mapping,
+    require_known,
+    require_unique,
+)
+from rematbench.spec.kernel_rates import RateError
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.worlds.records.digests import code_digest, method_digest
+from rematbench.worlds.records.matrix_spec import MatrixSpec
+from rematbench.worlds.records.record import (
+    Record,
+    content_hash,
+    encode_record,
+    make_record,
+    read_record,
+    run_spec,
+    write_record,
+)
+from rematbench.worlds.records.store import Store
+
+
+class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One problem of a suite file, by names only.  `why`: the reason to include the problem."""
+
+    name: str
+    why: str
+    model: str
+    cluster: str
+    system: str
+
+    def problem(self) -> Problem:
+        """The problem; ConfigError where its layout breaks a rule."""
+        try:
+            return make_problem(self)
+        except (LayoutError, RateError) as error:
+            raise ConfigError("", self.name, str(error)) from error
+
+
+class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A composition, or a method with its own parameters, on all problems or on the named ones."""
+
+    method: str
+    name: str = ""
+    settings: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The variant's name in tables: `name`, or the method with its settings."""
+        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        return self.name or (f"{self.method} ({settings})" if settings else self.method)
+
+    def to_arguments(self, spec: ProblemSpec) -> list[str]:
+        """The command-line arguments that run the variant on a problem: METHOD and options."""
+        words = [self.method, *spec.to_arguments()]
+        for key, value in self.settings.items():
+            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            words += ["--set", f"{key}={text}"]
+        return words
+
+
+class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Problems and variants.  Every discovered method and every variant runs on every problem.
+    `matrix`: the table of models x lengths x clusters, where a suite has one."""
+
+    problems: tuple[NamedProblem, ...]
+    variants: tuple[Variant, ...] = ()
+    matrix: MatrixSpec | None = None
+
+
+def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
+    """ConfigError if two problems have the same name, or a variant names an unknown problem."""
+    require_unique(names, label, "problems")
+    for variant in variants:
+        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
+
+
+AnySuite = TypeVar("AnySuite", bound=Suite)
+
+
+def load_suite(path: Path) -> Suite:
+    """A suite from YAML; ConfigError with the path for an unknown key or a wrong type."""
+    return read_suite(path, Suite)
+
+
+def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
+    """A suite of a kind that has keys of its own; as `load_suite`."""
+    label = str(path)
+    suite = convert(read_mapping(path, label), kind, label)
+    check_names([problem.name for problem in suite.problems], suite.variants, label)
+    for problem in suite.matrix.problems() if suite.matrix else ():
+        raise ConfigError(label, "matrix", problem)
+    return suite
+
+
+def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
+    """Variants by bundle (a method or `a+b`): every method alone, then the suite's variants."""
+    found = {name: [Variant(method=name)] for name in registry.methods}
+    for variant in suite.variants:
+        found.setdefault(variant.method, []).append(variant)
+    return found
+
+
+def run_bundle(
+    suite: Suite, method: str, registry: Registry, folder: Path, store: Store | None = None
+) -> list[Record]:
+    """Run one bundle on every problem and write each record under `folder`; ConfigError for an
+    unknown bundle.
+
+    With a `store`, a run that the same code has finished is read from the store, and two processes
+    never run the same cell at the same time.
+    """
+    known = bundles(suite, registry)
+    if method not in known:
+        hint = closest(method, known)
+        text = f"{method!r} is no bundle of this suite{hint} (known: {', '.join(known)})"
+        raise ConfigError("", "method", text)
+    records = []
+    for spec in suite.problems:
+        problem = spec.problem()
+        for number, variant in enumerate(known[method]):
+            if variant.problems and spec.name not in variant.problems:
+                continue
+            record = _from_store(store, problem, variant, registry, spec.name)
+            write_record(record, folder / f"{spec.name}.{number}.json")
+            records.append(record)
+    return records
+
+
+def _from_store(
+    store: Store | None, problem: Problem, variant: Variant, registry: Registry, name: str
+) -> Record:
+    """A variant's record, read from the store or run now."""
+    if store is None:
+        return run_variant(problem, variant, registry)
+    method = registry.resolve(variant.method, dict(variant.settings), problem)
+    origins = [registry.methods[part.name].origin for part in method.methods]
+    code = [code_digest("simulated"), method_digest(origins)]
+    key = f"{name}.{variant.method}.{content_hash([run_spec(problem, method), code])}"
+    lease = store.claim(key)
+    if lease is not None:
+        store.commit(lease, encode_record(run_variant(problem, variant, registry)))
+    return read_record(store.path(key))
+
+
+def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:
+    """The record of a variant on a problem, simulated now."""
+    settings: dict[str, Value] = dict(variant.settings)
+    method: Composition = registry.resolve(variant.method, settings, problem)
+    return make_record(problem, method, run_method(problem, method))
+
+
+def labels(suite: Suite, registry: Registry) -> dict[str, str]:
+    """The variants' names in tables, by `label_key`."""
+    found = {}
+    for variants in bundles(suite, registry).values():
+        for variant in variants:
+            settings: dict[str, Value] = dict(variant.settings)
+            method = registry.resolve(variant.method, settings)
+            found[label_key(method.name, method.parameters)] = variant.label
+    return found
+
+
+def label_key(method: str, parameters: dict[str, dict[str, Any]]) -> str:
+    """A method and its parameters as one text (a key of `labels`)."""
+    return method + msgspec.json.encode(parameters, order="sorted").decode()

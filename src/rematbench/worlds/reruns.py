@@ -1,0 +1,197 @@
+"""Whether a new run of a committed record gives the committed numbers, for our executor and for
+baselines.
+
+Fields that depend on shapes, plans and versions only (status, plan, kernels, every count and every
+byte of every rank, every number of a simulated run) must be equal.  Losses and gradients come from
+a CPU's arithmetic, and another CPU adds in another order: they must agree within a bound on
+rounding.  The verdict *lossless* must be equal.  Dates, hosts and seconds are not compared.  Nor
+are the peaks of a package's ranks that exchange over gloo: gloo's threads may hold a collective's
+buffer for a moment.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.plugins.registry import Registry
+from rematbench.worlds import executed, package, simulated, traced, trained
+from rematbench.worlds.agreement import executor_record
+from rematbench.worlds.packages.process import Device, baselines
+from rematbench.worlds.records.cell import Cell, base_name
+from rematbench.worlds.records.measured import BOUNDS, Engine, Measured
+from rematbench.worlds.records.record import Record, RecordError, read_record
+
+CURVE_BOUND = 1e-4
+"""Largest relative difference between the losses of two training runs: rounding grows over hundreds
+of steps (the losses of mst differ by up to 8e-6)."""
+OF_THE_GPU = ("allocated_bytes", "reserved_bytes", "step_s")
+"""Fields of a rank that depend on what else ran on the GPU."""
+OF_GLOO = ("activation_peak_bytes", "host_peak_bytes")
+"""Fields of a rank that depend on gloo's threads, where a package's ranks exchange over gloo."""
+SIMULATED = ("repeats", "headroom_bytes", "host_headroom_bytes", "binds")
+INPUTS = ("cluster", "system", "calibration")
+RAN = ("label", "shim", "kernels", "backend")
+
+
+def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
+    """The record of a new run of a record file's job, and its differences from the file's record.
+    `again` makes the new record of a (name, record): it runs the job, or reads a record that was
+    made before.  For a loss curve it is also called for keep_all's curve, where that file exists
+    beside the curve's."""
+    old = read_record(path)
+    new, base = again(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
+    if not (is_curve(old) and base.is_file()):
+        return new, differences(new, old)
+    known = read_record(base)
+    return new, differences(new, old, (again(base.stem, known), known))
+
+
+def is_curve(record: Record) -> bool:
+    """Whether a record is the loss curve of a long training run, which stores no ranks."""
+    found = record.measured
+    return record.engine is None and found is not None and not found.ranks
+
+
+def differences(
+    again: Record, committed: Record, bases: tuple[Record, Record] | None = None
+) -> list[str]:
+    """A line for each difference: the field, its new value, its committed value.  Where there is
+    any, a last line names the inputs of the run that have changed.  `bases`: keep_all's new and
+    committed curves, to compare loss curves with."""
+    found = list(_scalars(again, committed, ("status", "reason", "plan_hash", *SIMULATED)))
+    found += _of_ranks(again.ranks, committed.ranks)
+    found += _of_engine(again.engine, committed.engine)
+    new, old = again.measured, committed.measured
+    if new is None or old is None:
+        found += [] if new == old else ["only one of the two has measured numbers"]
+    elif is_curve(committed):
+        found += _of_curve(again, committed, bases)
+    else:
+        bound = BOUNDS[again.spec.precision]
+        exchanges = again.engine and again.world == "executed" and again.spec.layout.gpus > 1
+        loose = (*OF_THE_GPU, *(OF_GLOO if exchanges else ()))
+        found += _scalars(new, old, ("steps", "warmup_steps"))
+        found += _of_ranks(new.ranks, old.ranks, loose)
+        found += _of_steps(new, old, ("losses", "gradient_norms"), bound)
+        found += _of_verdict(new, old)
+    changed = [what for what in INPUTS if _input(again, what) != _input(committed, what)]
+    return [*found, f"changed since: {', '.join(changed)}"] if found and changed else found
+
+
+def _input(record: Record, what: str) -> str:
+    return str(getattr(record.spec, f"{what}_hash"))
+
+
+def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
+    if new is None or old is None:
+        yield from [] if new == old else ["only one of the two ran a package"]
+    else:
+        yield from _scalars(new, old, RAN)
+
+
+def _of_curve(
+    again: Record, committed: Record, bases: tuple[Record, Record] | None
+) -> Iterator[str]:
+    """Differences of two loss curves: the number of steps, whether the curve equals keep_all's bit
+    by bit, its distance from keep_all's, and, where both runs read the same text, from the
+    committed curve."""
+    a, b = _losses(again), _losses(committed)
+    now, then = map(_losses, bases) if bases else (a, b)
+    if not len(a) == len(b) == len(now) == len(then):
+        yield f"{len(a)} steps, committed {len(b)}"
+        return
+    if (a == now) != (b == then):
+        yield f"bitwise keep_all's: {a == now}, committed {b == then}"
+    same = again.provenance.text == committed.provenance.text
+    if not (same or bases):
+        yield "losses are of another text, and there is no curve of keep_all's to hold them to"
+    for name, other in {"keep_all's": now, "the committed one's": b if same else a}.items():
+        gap = max(abs(x - y) / abs(y) for x, y in zip(a, other, strict=True))
+        if not gap <= CURVE_BOUND:
+            yield f"losses are {gap:.1e} from {name} (bound {CURVE_BOUND:g})"
+
+
+def _losses(record: Record) -> tuple[float, ...]:
+    return record.measured.losses if record.measured else ()
+
+
+def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        now, then = getattr(a, name), getattr(b, name)
+        if now != then:
+            yield f"{name} {_said(now, then)}"
+
+
+def _said(now: object, then: object) -> str:
+    """A new value and the committed one in words.  Of two structs or mappings, or of two sequences
+    of one length, the first place that differs is said, and how many differ."""
+    if isinstance(now, Struct) and isinstance(then, Struct):
+        now, then = (msgspec.structs.asdict(value) for value in (now, then))
+    if isinstance(now, dict) and isinstance(then, dict):
+        places = {key: (now.get(key, "none"), then.get(key, "none")) for key in {**then, **now}}
+    elif isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
+        places = dict(enumerate(zip(now, then, strict=True)))
+    else:
+        return f"{now}, committed {then}"
+    apart = {place: pair for place, pair in places.items() if pair[0] != pair[1]}
+    place, pair = next(iter(apart.items()))
+    more = f" ({len(apart)} of {len(places)} differ)" if len(apart) > 1 else ""
+    return f"{place} {_said(*pair)}{more}"
+
+
+def _of_ranks(
+    new: Sequence[Struct], old: Sequence[Struct], loose: Sequence[str] = ()
+) -> Iterator[str]:
+    if len(new) != len(old):
+        yield f"{len(new)} ranks, committed {len(old)}"
+        return
+    for number, (a, b) in enumerate(zip(new, old, strict=True)):
+        names = [n for n in msgspec.structs.asdict(a) if n not in loose]
+        yield from (f"rank {number}: {line}" for line in _scalars(a, b, names))
+
+
+def _of_steps(new: Measured, old: Measured, names: Sequence[str], bound: float) -> Iterator[str]:
+    """Differences in values per step (losses, gradient norms) beyond a relative bound."""
+    for name in names:
+        now, then = getattr(new, name), getattr(old, name)
+        if len(now) != len(then):
+            yield f"{name} of {len(now)} steps, committed {len(then)}"
+            continue
+        pairs = enumerate(zip(now, then, strict=True))
+        apart = [(step, a, b) for step, (a, b) in pairs if abs(a - b) > bound * abs(b)]
+        for step, a, b in apart[:1]:
+            where = f"{name} of step {step}: {a}, committed {b}"
+            yield f"{where} (bound {bound:g}; {len(apart)} of {len(now)} steps differ)"
+
+
+def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
+    """Differences in the comparison with another method: the method, the bound, the verdict."""
+    a, b = new.comparison, old.comparison
+    if a is None or b is None:
+        if a != b:
+            yield "only one of the two is compared with another method"
+        return
+    yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
+
+
+def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
+    """The record of a new run.  `cell_of` makes the record's cell where our executor or simulator
+    runs it.  RecordError for a published record."""
+    if record.spec.method in baselines():
+        return package.again(record)
+    if record.world == "published":
+        text = f"run {record.run_id} is published: only its authors can run it again"
+        raise RecordError(text)
+    cell = cell_of()
+    if record.world == "simulated":
+        return simulated.run(cell)
+    if record.world == "traced":
+        return traced.again(record, cell)
+    if record.engine is not None and record.measured is not None:
+        device: Device = "cpu" if record.engine.device == "cpu" else "cuda"
+        return executor_record(cell.problem, device, record.measured.steps)
+    if is_curve(record):
+        return trained.again(record, cell)
+    return executed.again(record, cell, registry)

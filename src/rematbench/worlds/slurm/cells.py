@@ -1,0 +1,231 @@
+"""A campaign suite: its cells, the key of each cell, and the bundles that share an allocation."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.evaluate.evaluation import PlanEvaluation
+from rematbench.plan import Unsupported
+from rematbench.plugins.registry import IDENTITY, Composition, Registry, Value
+from rematbench.problem import Problem
+from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.workload import PositiveInt
+from rematbench.worlds.packages.stack import packaged
+from rematbench.worlds.records.digests import code_digest
+from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.records.record import content_hash, run_spec
+from rematbench.worlds.records.suite import NamedProblem, Suite, Variant, check_names
+from rematbench.worlds.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
+from rematbench.worlds.slurm.settings import Center, load_center
+
+CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
+
+OVERHEAD_MINUTES = 5
+"""Minutes of an allocation's time limit for node checks, the canary, and first imports from a cold
+file system."""
+
+
+class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Problems and methods to execute, with `steps` observed optimizer steps per cell.
+
+    `methods`: names to run on every problem (empty: all discovered methods).  Methods and variants
+    may name baselines, which on GPUs take `warmup` more steps before the timed steps.
+    `cell_minutes` is the time limit of a cell.  `cells_per_job` is the largest number of cells that
+    share an allocation (docs/slurm.md).
+    """
+
+    methods: tuple[str, ...] = ()
+    steps: PositiveInt = 3
+    warmup: PositiveInt = 2
+    cell_minutes: PositiveInt = 10
+    cells_per_job: PositiveInt = 16
+
+
+class CampaignCell(Struct, frozen=True, kw_only=True):
+    """One variant of a method on one problem."""
+
+    spec: NamedProblem
+    variant: Variant
+    number: int
+
+    @property
+    def name(self) -> str:
+        """PROBLEM.METHOD.NUMBER, unique in its suite."""
+        return f"{self.spec.name}.{self.variant.method}.{self.number}"
+
+
+class Bundle(Struct, frozen=True, kw_only=True):
+    """Cells that share an allocation: one method, one number of nodes."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    minutes: int
+    cells: tuple[CampaignCell, ...]
+
+
+class Campaign:
+    """A campaign suite on a center."""
+
+    def __init__(self, suite: CampaignSuite, registry: Registry, cluster: str | Path = "") -> None:
+        """`cluster` (a name or file) replaces the cluster of the suite's problems.  ConfigError
+        where the problems name several clusters or the cluster has no `slurm:` section."""
+        if cluster:
+            changed = tuple(replace(spec, cluster=str(cluster)) for spec in suite.problems)
+            suite = replace(suite, problems=changed)
+        names = sorted({spec.cluster for spec in suite.problems})
+        if len(names) != 1:
+            text = f"a measurement runs on one cluster (found: {', '.join(names)})"
+            raise ConfigError("", "problems", text)
+        self.suite = suite
+        self.registry = registry
+        self.center: Center = load_center(names[0])
+        self._problems: dict[tuple[str, str], Problem] = {}
+
+    @cached_property
+    def cells(self) -> tuple[CampaignCell, ...]:
+        """Every cell, ordered by method and then by problem."""
+        suite, registry = self.suite, self.registry
+        names = suite.methods or tuple(registry.methods)
+        found: dict[str, list[Variant]] = {}
+        for variant in (*(Variant(method=name) for name in names), *suite.variants):
+            found.setdefault(variant.method, []).append(variant)
+        cells = []
+        for method, variants in found.items():
+            resolve(registry, method, {})  # MethodError with a hint for an unknown name
+            for spec in suite.problems:
+                own = on_own_stack(registry, method, spec)
+                cells += [
+                    CampaignCell(spec=own, variant=variant, number=number)
+                    for number, variant in enumerate(variants)
+                    if not variant.problems or spec.name in variant.problems
+                ]
+        return tuple(cells)
+
+    @cached_property
+    def bundles(self) -> dict[str, Bundle]:
+        """Bundles by name, METHOD.NODESxGPUS.PART.  A new method moves no cell of another method to
+        another bundle."""
+        groups: dict[tuple[str, int, int], list[CampaignCell]] = {}
+        for cell in self.cells:
+            nodes = self.center.nodes(cell.spec.gpus)
+            shape = (cell.variant.method, nodes, cell.spec.gpus // nodes)
+            groups.setdefault(shape, []).append(cell)
+        size = self._cells_per_job()
+        found = {}
+        for (method, nodes, gpus), cells in groups.items():
+            for part, start in enumerate(range(0, len(cells), size)):
+                chunk = tuple(cells[start : start + size])
+                name = f"{method}.{nodes}x{gpus}.{part}"
+                found[name] = Bundle(
+                    name=name,
+                    nodes=nodes,
+                    gpus_per_node=gpus,
+                    minutes=OVERHEAD_MINUTES + len(chunk) * self.suite.cell_minutes,
+                    cells=chunk,
+                )
+        return found
+
+    def _cells_per_job(self) -> int:
+        """The largest number of cells that the suite allows and the center's time limit holds.
+        ConfigError where the limit holds no cell."""
+        suite, limit = self.suite, self.center.slurm.minutes
+        room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
+        if room < 1:
+            text = (
+                f"{suite.cell_minutes} and {OVERHEAD_MINUTES} for the node's checks exceed the "
+                f"{limit} minutes that {self.center.name} allows a job"
+            )
+            raise ConfigError("", "cell_minutes", text)
+        return min(suite.cells_per_job, room)
+
+    def bundle(self, name: str) -> Bundle:
+        """A bundle by name; ConfigError with a hint where there is none."""
+        if name not in self.bundles:
+            hint = closest(name, self.bundles)
+            known = ", ".join(self.bundles)
+            raise ConfigError("", "bundle", f"{name!r} is no bundle{hint} (known: {known})")
+        return self.bundles[name]
+
+    def problem(self, spec: NamedProblem) -> Problem:
+        """The planning problem of a cell's spec, made once per name and system."""
+        key = (spec.name, spec.system)
+        if key not in self._problems:
+            self._problems[key] = spec.problem()
+        return self._problems[key]
+
+    def method(self, cell: CampaignCell) -> Composition:
+        """The method of a cell, or the policy of its baseline, with the variant's settings."""
+        settings: dict[str, Value] = dict(cell.variant.settings)
+        return resolve(self.registry, cell.variant.method, settings)
+
+    def is_baseline(self, cell: CampaignCell) -> bool:
+        """Whether a real package runs the cell."""
+        return is_baseline(self.registry, cell.variant.method)
+
+    def keeps_all(self, cell: CampaignCell, simulated: PlanEvaluation) -> bool:
+        """Whether a cell keeps all activations: keep_all's cell, or a baseline's whose simulated
+        step recomputes and offloads nothing."""
+        if not self.is_baseline(cell):
+            return cell.variant.method == IDENTITY
+        return not simulated.recompute_flop and not simulated.offload_bytes
+
+    def engine(self, cell: CampaignCell) -> str:
+        """The name of the engine that runs a cell, without a version."""
+        return engine_name(self.registry, cell.variant.method)
+
+    def steps(self, cell: CampaignCell) -> int:
+        """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
+        warmup = self.suite.warmup if self.is_baseline(cell) else 0
+        return self.suite.steps + warmup + TIMED_STEPS
+
+    def words(self, cell: CampaignCell) -> list[str]:
+        """The arguments of the rematbench command that each process of a cell runs, without
+        `--out` and `--timeout`."""
+        words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
+        if self.is_baseline(cell):
+            return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]
+        return ["execute", *words]
+
+    def simulated(self, cell: CampaignCell) -> PlanEvaluation | None:
+        """The simulated step of a cell, for a baseline with the tensors that its package holds;
+        None where the method gives no plan.  PlanError where the plan cannot be lowered.
+        """
+        problem, method = self.problem(cell.spec), self.method(cell)
+        if self.is_baseline(cell):
+            problem = packaged(method, problem)
+        plan = method.plan(problem)
+        if isinstance(plan, Unsupported):
+            return None
+        found = problem.cost.evaluate(plan)
+        assert isinstance(found, PlanEvaluation)  # the evaluator of make_problem
+        return found
+
+    def key(self, cell: CampaignCell) -> str:
+        """The key of a cell's record: the cell's name and a hash of its request, its method and the
+        code that can change its numbers."""
+        asked = run_spec(self.problem(cell.spec), self.method(cell), "executed")
+        own, steps = code_of(self.registry, cell.variant.method), self.suite.steps
+        if self.is_baseline(cell):
+            word = content_hash([asked, steps, self.suite.warmup, own])
+        else:
+            word = content_hash([asked, steps, [code_digest("executed"), own]])
+        return f"{cell.name}.{word}"
+
+
+def load_campaign_suite(path: Path) -> CampaignSuite:
+    """A campaign suite from YAML; ConfigError, with the path, for an unknown key, a wrong type, or
+    a missing or invalid name of a problem."""
+    label = str(path)
+    suite = convert(read_mapping(path, label), CampaignSuite, label)
+    names = [problem.name for problem in suite.problems]
+    if not names:
+        raise ConfigError(label, "problems", "none given")
+    check_names(names, suite.variants, label)
+    for name in names:
+        if "." in name or "/" in name:
+            raise ConfigError(label, "problems", f"name {name!r} must hold no dot and no slash")
+    return suite

@@ -1,0 +1,243 @@
+"""Run a bundle: run its unfinished cells one after the other, and write a record of each.
+
+A cell that runs out of memory, crashes or reaches its time limit gets a record with that status,
+and the runner goes on with the next cell.  A job that is ended (preemption, scancel, the
+allocation's limit) exits with EXIT_AGAIN: finished cells stay finished, and the same command goes
+on with the unfinished cells.
+"""
+
+import datetime
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rematbench.host.files import write_atomically
+from rematbench.host.rank_error import KILLED, first_cause, noted, of_record
+from rematbench.plan import PlanError
+from rematbench.worlds.records.record import Record, read_record
+from rematbench.worlds.records.store import Lease, Store
+from rematbench.worlds.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
+from rematbench.worlds.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
+from rematbench.worlds.slurm.launch import (
+    Allocation,
+    Ended,
+    all_facts,
+    last_words,
+    run_limited,
+    torchrun,
+)
+from rematbench.worlds.slurm.nodefacts import NodeFacts, oddities, shortages
+
+EXIT_AGAIN = 75
+"""Exit code for a command that can go on when it is run again (EX_TEMPFAIL of sysexits.h)."""
+MARGIN_S = 30.0
+"""Seconds at the end of an allocation that are left for writing records."""
+
+HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
+SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
+    ("OutOfMemoryError", "oom", ""),
+    ("NotFinite", "nan", ""),
+    ("oom_kill", "oom", HOST_MEMORY),
+    ("oom-kill", "oom", HOST_MEMORY),
+    ("Out Of Memory", "oom", HOST_MEMORY),
+    ("exitcode: -9", "oom", KILLED),
+)
+"""(words in a launch's output, status, reason).  Where the reason is empty, it is the last error in
+the output."""
+
+
+class Runner:
+    """The run of one bundle on one allocation."""
+
+    def __init__(
+        self,
+        campaign: Campaign,
+        bundle: Bundle,
+        store: Store,
+        allocation: Allocation,
+        *,
+        minutes: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`minutes`: the time that the allocation still has; 0 for no limit."""
+        self.campaign = campaign
+        self.bundle = bundle
+        self.store = store
+        self.allocation = allocation
+        self.ends = time.monotonic() + 60 * minutes if minutes else float("inf")
+        self.say = say
+        self.stop = ""
+        self.broken = ""
+        self.facts: list[NodeFacts] | None = None
+        center = campaign.center
+        on_gpus = (
+            bool(allocation.job_id and center.slurm.gres) and center.cluster.generation != "cpu"
+        )
+        self.gpus = allocation.gpus_per_node if on_gpus else 0  # torch must see them on each node
+
+    def run(self) -> list[CellRecord] | None:
+        """Run the unfinished cells and return all records of the bundle.  None where cells are
+        unfinished because the job was ended or its nodes failed their check (another job may get
+        other nodes)."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+        keys = {self.campaign.key(cell): cell for cell in self.bundle.cells}
+        for wait in (False, True):  # cells that another job is running come last
+            if wait and self.broken:
+                break
+            for key, cell in keys.items():
+                lease = None if self.stop else self.store.claim(key, wait=wait)
+                if lease is not None:
+                    self._run(cell, lease)
+        why = self.stop or self.broken
+        if why and any(self.store.finished(key) is None for key in keys):
+            self.say(f"stopped: {why}; the same command goes on from here")
+            return None
+        found = [self.store.read(key) for key in keys]
+        return [decode(data) for data in found if data is not None]
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        left = self.ends - time.monotonic()
+        late = f", {left:.0f} s before its limit" if left < 1e6 else ""
+        name = signal.Signals(number).name
+        self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
+
+    def _run(self, cell: CampaignCell, lease: Lease) -> None:
+        """Attempt a cell and commit its record, or release the lease where too little of the
+        allocation's time is left."""
+        if self.ends - time.monotonic() < 2 * MARGIN_S:
+            self.stop = "the allocation's time is over"
+            self.store.release(lease)
+            return
+        if lease.attempt > MAX_ATTEMPTS:
+            reason = f"{MAX_ATTEMPTS} jobs were lost under this cell, without a word of any"
+            made = self._record(cell, lease, "failed", reason)
+        else:
+            made = self._attempt(cell, lease)
+        self.say(f"{cell.name}: {made.status}{': ' if made.reason else ''}{made.reason}")
+        self.store.commit(lease, encode(made))
+
+    def _attempt(self, cell: CampaignCell, lease: Lease) -> CellRecord:
+        try:
+            pinned = self._predicted_pinned(cell)
+        except PlanError as error:
+            return self._record(cell, lease, "failed", str(error))
+        try:
+            facts = self._node_facts()
+        except RuntimeError as error:  # another job may get other nodes
+            self.broken = str(error)
+            last = lease.attempt >= MAX_ATTEMPTS
+            return self._record(cell, lease, "failed", self.broken, final=last)
+        short = [text for fact in facts for text in shortages(fact, pinned, self.gpus)]
+        remarks = oddities(facts, pinned)
+        if short:
+            text = f"not started: {'; '.join(short)}"
+            return self._record(cell, lease, "failed", text, remarks=remarks)
+        with tempfile.TemporaryDirectory(prefix=f".{lease.key}.", dir=self.store.folder) as name:
+            return self._launch(cell, lease, Path(name), remarks)
+
+    def _launch(
+        self, cell: CampaignCell, lease: Lease, folder: Path, remarks: list[str]
+    ) -> CellRecord:
+        left = self.ends - time.monotonic() - MARGIN_S
+        limit = min(60.0 * self.campaign.suite.cell_minutes, left)
+        out = folder / "record.json"
+        words = [*self.campaign.words(cell), "--out", str(out), "--timeout", f"{limit:g}"]
+        command = torchrun(self.allocation, ["rematbench.cli.app", *words])
+        ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
+        record = read_record(out) if out.exists() else None
+        status: CellStatus
+        if record is not None and record.status != "failed":
+            status, reason = record.status, record.reason
+        else:
+            status, reason = self._why(ended, out, limit, record)
+        return self._record(
+            cell,
+            lease,
+            status,
+            reason,
+            final=status != "preempted" or lease.attempt >= MAX_ATTEMPTS,
+            wall_s=ended.seconds,
+            remarks=remarks,
+            record=record,
+        )
+
+    def _why(
+        self, ended: Ended, out: Path, limit: float, record: Record | None
+    ) -> tuple[CellStatus, str]:
+        """The status and reason of a failed launch.  The errors of all ranks are read, because a
+        failed record may have only rank 0's error."""
+        if self.stop:
+            return "preempted", self.stop
+        if ended.code is None:
+            return "timeout", f"no result within {limit:.0f} s"
+        errors = noted(out)
+        if record is not None:
+            errors.append(of_record(record.status, record.reason))
+        cause = first_cause(errors)
+        if cause is not None and not cause.is_secondhand:
+            return msgspec.convert(cause.status, CellStatus), cause.reason
+        for word, status, reason in SIGNS:
+            if word in ended.stderr:
+                return status, reason or last_words(ended.stderr)
+        if cause is not None:
+            return msgspec.convert(cause.status, CellStatus), cause.reason
+        return "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
+
+    def _predicted_pinned(self, cell: CampaignCell) -> int:
+        """Predicted pinned bytes per node of a cell; 0 for a cell without a plan."""
+        found = self.campaign.simulated(cell)
+        return 0 if found is None else found.host_node_bytes
+
+    def _node_facts(self) -> list[NodeFacts]:
+        """The facts of every node, collected once per allocation; RuntimeError where a node check
+        failed."""
+        if self.broken:
+            raise RuntimeError(self.broken)
+        if self.facts is None:
+            canary_s = self.campaign.center.slurm.canary_s
+            self.facts = all_facts(self.allocation, canary_s, self.gpus > 0)
+        return self.facts
+
+    def _record(
+        self, cell: CampaignCell, lease: Lease, status: CellStatus, reason: str, **more: Any
+    ) -> CellRecord:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return CellRecord(
+            key=lease.key,
+            cell=cell,
+            status=status,
+            reason=reason,
+            attempts=lease.attempt,
+            job_id=self.allocation.job_id,
+            written=now,
+            hosts=tuple(self.facts or ()),
+            **{**more, "remarks": tuple(more.get("remarks", ()))},
+        )
+
+
+def manifest(records: list[CellRecord]) -> bytes:
+    """The bytes of a bundle's manifest, its declared output: key, status and reason of each record.
+    A second run of a finished bundle gives the same bytes."""
+    rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
+    return msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n"
+
+
+def finish(runner: Runner, output: Path) -> None:
+    """Run a bundle, write its manifest to `output` and print the number of cells by status.  Exits
+    with EXIT_AGAIN where cells are left unfinished."""
+    records = runner.run()
+    if records is None:
+        sys.exit(EXIT_AGAIN)
+    write_atomically(output, manifest(records))
+    counts = Counter(record.status for record in records)
+    text = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+    runner.say(f"{runner.bundle.name}: {text}")

@@ -1,0 +1,1 @@
+"""worlds/torch"""

@@ -1,0 +1,226 @@
+"""Causal attention through torch's flash operators, and what each backend saves for its backward.
+
+| backend | operator | dtypes | lse dtype |
+|---|---|---|---|
+| cpu | _scaled_dot_product_flash_attention_for_cpu | fp64, fp32, bf16 | fp32; fp64 for fp64 |
+| cuda | _scaled_dot_product_flash_attention | bf16, fp16; head_dim % 8 = 0, <= 256 | fp32 |
+| efficient (cuda) | _scaled_dot_product_efficient_attention | fp32; head_dim % 4 = 0 | fp32 |
+| exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
+
+Traced (meta) tensors take the CPU's row.
+
+Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
+so that its bytes are rows x heads as in the operator table; the lse of the other backends is
+brought to that order. Only the efficient operator pads lse (rows to a multiple of 32, with inf):
+the saved lse has no padding, and the backward pads it again. Random state is not saved, because
+dropout is refused. KV heads may be fewer than query heads; only the efficient operator needs them
+repeated, and the gradients of the copies are summed.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematbench.worlds.torch.arithmetic import wide
+
+LSE_ALIGN = 32
+"""The efficient operator pads lse to a multiple of these rows (kAlignLSE of torch's kernel)."""
+
+Heads = Tensor
+"""batch x heads x rows x head_dim, with any strides."""
+
+
+class Shape(NamedTuple):
+    """One rank's attention: batch, query rows per sequence, heads, KV heads, head_dim."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Block(NamedTuple):
+    """Query rows [q0, q1) against key rows [k0, k1); a diagonal block is causal."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    causal: bool
+
+
+def backend(x: Tensor) -> str:
+    """The backend in the table above for a tensor's device and dtype."""
+    if x.device.type in ("cpu", "meta") and hasattr(
+        torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
+    ):
+        return "cpu"
+    if x.device.type == "cuda":
+        head_dim = x.shape[-1]
+        if x.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
+            return "cuda"
+        if x.dtype == torch.float32 and head_dim % 4 == 0:
+            return "efficient"
+    return "exact"
+
+
+def repeat(kv: Heads, heads: int) -> Heads:
+    """KV heads repeated to the number of query heads."""
+    return kv.repeat_interleave(heads // kv.shape[1], 1)
+
+
+def _scores(q: Heads, k: Heads, causal: bool) -> Tensor:
+    s: Tensor = q @ repeat(k, q.shape[1]).transpose(-1, -2)
+    s = s.to(wide(q.dtype)) / float(q.shape[-1]) ** 0.5
+    if causal:
+        keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        s = s.masked_fill(~keep, float("-inf"))
+    return s
+
+
+def flash(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
+    """(output, lse) of one block."""
+    match backend(q):
+        case "cpu":
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal
+            )
+            return out, lse
+        case "cuda":
+            found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+            return found[0], found[1]
+        case "efficient":
+            k, v = repeat(k, q.shape[1]), repeat(v, q.shape[1])
+            found = torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, causal
+            )
+            return found[0], found[1][:, :, : q.shape[2]]
+    s = _scores(q, k, causal)
+    lse = s.logsumexp(-1)
+    probs = (s - lse[..., None]).exp().to(q.dtype)
+    return probs @ repeat(v, q.shape[1]), lse
+
+
+def flash_backward(
+    grad: Heads, q: Heads, k: Heads, v: Heads, out: Heads, lse: Tensor, causal: bool
+) -> tuple[Heads, Heads, Heads]:
+    """(dq, dk, dv) of one block; `out` and `lse` may be merged over several blocks of keys."""
+    match backend(q):
+        case "cpu":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+                grad, q, k, v, out, lse, 0.0, causal
+            )
+        case "cuda":
+            # torch takes any given lengths, even empty ones, for sequences of unequal length
+            seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+            return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+                grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
+                0.0, causal, seed, seed[0],
+            )  # fmt: skip
+        case "efficient":
+            return _efficient_backward(grad, q, k, v, out, lse, causal)
+    probs = (_scores(q, k, causal) - lse[..., None]).exp()
+    full_v = repeat(v, q.shape[1])
+    dp = (grad @ full_v.transpose(-1, -2)).to(probs.dtype)
+    delta = (grad * out).sum(-1, keepdim=True).to(probs.dtype)
+    ds = (probs * (dp - delta) / q.shape[-1] ** 0.5).to(q.dtype)
+    dk = _summed(ds.transpose(-1, -2) @ q, k)
+    dv = _summed(probs.to(q.dtype).transpose(-1, -2) @ grad, v)
+    return ds @ repeat(k, q.shape[1]), dk, dv
+
+
+def _summed(gradients: Heads, kv: Heads) -> Heads:
+    """The gradients of repeated KV heads, summed over the copies of each head."""
+    return gradients.view(kv.shape[0], kv.shape[1], -1, *kv.shape[2:]).sum(2)
+
+
+def _efficient_backward(
+    grad: Heads, q: Heads, k: Heads, v: Heads, out: Heads, lse: Tensor, causal: bool
+) -> tuple[Heads, Heads, Heads]:
+    extra = -lse.shape[2] % LSE_ALIGN
+    padded = F.pad(lse, (0, extra), value=float("inf")).contiguous()
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, repeat(k, q.shape[1]), repeat(v, q.shape[1]), None, out, padded, seed, seed,
+        0.0, [True, True, True, False], causal,
+    )  # fmt: skip
+    if k.shape[1] == q.shape[1]:
+        return dq, dk, dv
+    return dq, _summed(dk.contiguous(), k), _summed(dv.contiguous(), v)
+
+
+def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
+    """For each query slice its blocks: the whole prefix, then the causal diagonal. `slices` are the
+    positions (in slices) of a rank's rows, in order."""
+    size = rows // len(slices)
+    found: list[list[Block]] = []
+    for place, position in enumerate(slices):
+        q0, k0 = place * size, position * size
+        diagonal = Block(q0, q0 + size, k0, k0 + size, True)
+        prefix = [Block(q0, q0 + size, 0, k0, False)] if k0 else []
+        found.append([*prefix, diagonal])
+    return found
+
+
+def attend(q: Heads, k: Heads, v: Heads, slices: tuple[int, ...]) -> tuple[Heads, Tensor]:
+    """Attention of a rank's query rows to the keys and values of whole sequences: (output, lse)."""
+    outs, lses = [], []
+    for group in blocks(q.shape[2], slices):
+        parts = [
+            flash(q[:, :, b.q0 : b.q1], k[:, :, b.k0 : b.k1], v[:, :, b.k0 : b.k1], b.causal)
+            for b in group
+        ]
+        out, lse = parts[0]
+        for other, other_lse in parts[1:]:
+            total = torch.logaddexp(lse, other_lse)
+            a, c = (lse - total).exp()[..., None], (other_lse - total).exp()[..., None]
+            out, lse = (out * a + other * c).to(q.dtype), total
+        outs.append(out)
+        lses.append(lse)
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 2), torch.cat(lses, 2))
+
+
+def attend_backward(
+    grad: Heads,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    out: Heads,
+    lse: Tensor,
+    slices: tuple[int, ...],
+) -> tuple[Heads, Heads, Heads]:
+    """(dq, dk, dv) of `attend`: the sums over blocks, each with the merged output and lse."""
+    groups = blocks(q.shape[2], slices)
+    if len(groups) == 1 and len(groups[0]) == 1:
+        return flash_backward(grad, q, k, v, out, lse, True)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for b in (block for group in groups for block in group):
+        rows, keys = slice(b.q0, b.q1), slice(b.k0, b.k1)
+        parts = flash_backward(
+            grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
+            out[:, :, rows], lse[:, :, rows], b.causal,
+        )  # fmt: skip
+        dq[:, :, rows] += parts[0]
+        dk[:, :, keys] += parts[1]
+        dv[:, :, keys] += parts[2]
+    return dq, dk, dv
+
+
+def probabilities(q: Heads, k: Heads) -> Tensor:
+    """Materialised causal probabilities (unfused attention)."""
+    return _scores(q, k, True).softmax(-1).to(q.dtype)
+
+
+def unfused_backward(
+    grad: Heads, q: Heads, k: Heads, v: Heads, probs: Tensor
+) -> tuple[Heads, Heads, Heads]:
+    """(dq, dk, dv) of probabilities @ v, from the saved probabilities."""
+    dp = (grad @ repeat(v, q.shape[1]).transpose(-1, -2)).to(wide(q.dtype))
+    p = probs.to(wide(q.dtype))
+    ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5).to(q.dtype)
+    dk = _summed(ds.transpose(-1, -2) @ q, k)
+    dv = _summed(probs.transpose(-1, -2) @ grad, v)
+    return ds @ repeat(k, q.shape[1]), dk, dv

@@ -1,0 +1,113 @@
+"""One batch generator for every layout: tokens and labels of a step, and a rank's share of them."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.spec.layout import Layout
+from rematbench.workload import Workload
+from rematbench.worlds.torch.arithmetic import IGNORED
+from rematbench.worlds.torch.failures import NotFinite
+from rematbench.worlds.torch.groups import Coordinates
+
+
+class Batch(NamedTuple):
+    """The sequences of a step: inputs and next-token labels, global_batch x seq_len each."""
+
+    ids: Tensor
+    labels: Tensor
+
+    @property
+    def counted(self) -> int:
+        """The number of labels that count; the loss is their mean over the whole global batch."""
+        return int((self.labels != IGNORED).sum())
+
+
+class MicroBatch(NamedTuple):
+    """A rank's rows of one micro-batch, (sequence, position) flattened, and the loss's scale."""
+
+    ids: Tensor
+    labels: Tensor
+    scale: float
+
+
+def make_batch(
+    workload: Workload, global_batch: int, seed: int, step: int, ignored: float = 0.0
+) -> Batch:
+    """Random tokens of a step; a share of the labels may be ignored."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    shape = (global_batch, workload.seq_len + 1)
+    tokens = torch.randint(workload.model.vocab, shape, generator=generator)
+    labels = tokens[:, 1:].clone()
+    if ignored:
+        labels[torch.rand(labels.shape, generator=generator) < ignored] = IGNORED
+    return Batch(tokens[:, :-1].contiguous(), labels)
+
+
+def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
+    """Which of a sequence's 2 x cp slices a rank holds. One is from the head and one from the tail,
+    so that causal work is balanced; without context parallelism the rank holds the whole
+    sequence."""
+    if layout.cp == 1:
+        return (0,)  # under Ulysses attention sees whole sequences
+    return (place.cp, 2 * layout.cp - 1 - place.cp)
+
+
+def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
+    """The positions of a rank's rows inside a sequence."""
+    if layout.ulysses > 1:
+        size = seq_len // layout.ulysses
+        return torch.arange(place.cp * size, (place.cp + 1) * size)
+    held = slices(layout, place)
+    size = seq_len // (len(held) * layout.cp)
+    return torch.cat([torch.arange(i * size, (i + 1) * size) for i in held])
+
+
+def loss_scale(counted: int) -> float:
+    """The derivative of the mean loss by the loss of one label. A batch in which no label counts
+    has no mean (torch's cross_entropy gives NaN): NotFinite, so that the case ends as `nan`."""
+    if counted == 0:
+        raise NotFinite("no label of the batch counts, so its mean loss is 0 / 0")
+    return 1.0 / counted
+
+
+def micro_batches(
+    batch: Batch, layout: Layout, place: Coordinates, device: torch.device
+) -> list[MicroBatch]:
+    """This rank's micro-batches, in order."""
+    per_replica = batch.ids.shape[0] // layout.replicas
+    first = place.dp * per_replica
+    where = positions(layout, place, batch.ids.shape[1])
+    scale = loss_scale(batch.counted)
+    found = []
+    for start in range(first, first + per_replica, layout.micro_batch):
+        rows = slice(start, start + layout.micro_batch)
+        ids, labels = batch.ids[rows][:, where], batch.labels[rows][:, where]
+        found.append(MicroBatch(ids.reshape(-1).to(device), labels.reshape(-1).to(device), scale))
+    return found
+
+
+def standard_library(limit_bytes: int) -> tuple[Tensor, str]:
+    """Bytes of the standard library's top-level modules in order of name, and a hash of the text.
+    There are `limit_bytes` bytes at most."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    found = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= limit_bytes:
+            break
+    text = bytes(found[:limit_bytes])
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), hashlib.sha256(text).hexdigest()
+
+
+def text_batch(text: Tensor, shape: tuple[int, int], seed: int, step: int) -> Batch:
+    """The sequences of a step at random places of the text, the same for every layout."""
+    sequences, seq_len = shape
+    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    starts = torch.randint(len(text) - seq_len - 1, (sequences,), generator=generator)
+    rows = torch.stack([text[start : start + seq_len + 1] for start in starts.tolist()]).long()
+    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].clone())

@@ -1,0 +1,292 @@
+"""The interpreter of actions: a table from an action's kind to a small function."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local
+from rematbench.engine.program.program import RankProgram
+from rematbench.worlds.torch import operators
+from rematbench.worlds.torch.calls import Call
+from rematbench.worlds.torch.exchanges import Exchanges
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.host_update import HostUpdates
+from rematbench.worlds.torch.messages import Messages
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.movers import Movers
+from rematbench.worlds.torch.operands import Names, Operands
+from rematbench.worlds.torch.operators_ends import finish_loss
+from rematbench.worlds.torch.parameters import AdamW, Parameter
+from rematbench.worlds.torch.storages import (
+    ExecutionError,
+    Memory,
+    Slots,
+    Span,
+    Value,
+    compact,
+    describe,
+)
+from rematbench.worlds.torch.streams import Mark, Streams, make_streams
+from rematbench.worlds.torch.tracker import Tracker
+
+
+class Executor:
+    """Runs the program of one rank, step after step."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        model: RankModel,
+        groups: Groups,
+        *,
+        tracker: Tracker | None = None,
+        optimizer: AdamW | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self.model, self.groups, self.tracker = model, groups, tracker
+        self.optimizer = optimizer or AdamW()
+        self.actions = [
+            (index, action, step.micro_batch, step.chunk)
+            for index, step in enumerate(program.steps)
+            for action in program.blocks[step.block].actions
+        ]
+        self.names = Names(model)
+        self.memory = Memory()
+        self.streams = streams or make_streams(model.device)
+        self.exchanges = Exchanges(model, groups, self.memory, self.streams)
+        self.slots = Slots(program, model.device)
+        self.movers = Movers(model, self.memory, self.slots, tracker, self.streams)
+        self.messages = Messages(model, groups, self.memory, self.streams)
+        self.host_updates = HostUpdates(self.streams)
+        self.events: dict[tuple[str, int, int], Mark] = {}
+        self.local: dict[str, Mark] = {}
+        self.counting: dict[str, bool] = {}  # loss_saved -> whether a forward made it
+        self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
+        self.step = 0
+        self.bytes_after: list[tuple[int, int]] = []
+        self.recompute_flop = 0.0
+        self.before_update: Callable[[list[Parameter]], None] = lambda parameters: None
+        self.table: dict[Kind, Callable[[Action, Span], None]] = {
+            Kind.FORWARD: self.forward,
+            Kind.RECOMPUTE: self.recompute,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+            Kind.SPLIT: self.movers.split,
+            Kind.JOIN: self.movers.join,
+            Kind.D2H: self.movers.to_host,
+            Kind.H2D: self.movers.to_device,
+            Kind.ALL_GATHER: self.exchanges.all_gather,
+            Kind.REDUCE_SCATTER: self.exchanges.reduce_scatter,
+            Kind.ALL_REDUCE: self.all_reduce,
+            Kind.ALL_TO_ALL: self.exchanges.all_to_all,
+            Kind.SEND: self.messages.send,
+            Kind.RECV: self.messages.receive,
+            Kind.ALLOC: self.movers.alloc,
+            Kind.FREE: lambda action, span: None,
+            Kind.EVENT: lambda action, span: None,
+            Kind.STALL: lambda action, span: None,
+            Kind.WAIT: self.wait,
+            Kind.OPTIMIZER: self.update,
+        }
+
+    def states(self) -> list[Tensor]:
+        """The tensors on the device that are not activations."""
+        own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
+        return [*self.model.states(), *own]
+
+    def stop_tracking(self) -> None:
+        """Count no bytes from now on, so that no observer slows the timed steps."""
+        self.tracker = self.movers.tracker = None
+
+    # -- walk -------------------------------------------------------------------------------------
+
+    def run_step(self) -> float:
+        """One optimizer step over the model's micro-batches; this rank's part of the loss."""
+        self.issue_step()
+        return float(self.loss)
+
+    def issue_step(self) -> None:
+        """Issue every action of one step and wait for the messages; the loss stays a tensor."""
+        self.step += 1
+        self.loss.zero_()
+        self.exchanges.reduced.clear()
+        self.events.clear()
+        self.bytes_after.clear()
+        for parameter in self.model.parameters.values():
+            if not self.model.update_in_backward:
+                parameter.grad_flat.zero_()
+        self.streams.begin()
+        if self.tracker is not None:
+            self.tracker.exclude([*self.states(), *self.model.host_states()])
+            with self.tracker:
+                self._walk()
+        else:
+            self._walk()
+        self.messages.flush()
+        self.streams.flush()
+        if self.memory.values:
+            raise ExecutionError(f"never freed: {next(iter(self.memory.values))[0]}")
+
+    def _walk(self) -> None:
+        block = -1
+        for index, action, micro_batch, chunk in self.actions:
+            if index != block:
+                block = index
+                self.local.clear()
+            try:
+                self._act(action, micro_batch, chunk)
+            except ExecutionError:
+                raise
+            except Exception as error:
+                where = describe(action, micro_batch, chunk)
+                raise ExecutionError(f"{where}: {type(error).__name__}: {error}") from error
+            if self.tracker is not None:
+                self.bytes_after.append((self.tracker.device_bytes, self.tracker.host_bytes))
+
+    def _act(self, action: Action, micro_batch: int, chunk: int) -> None:
+        span = self.span(action, micro_batch, chunk)
+        with self.streams.on(action.stream):
+            self.table[action.kind](action, span)
+            self.movers.enter_slots(action, span)
+        if action.stream != "compute":
+            for alloc in action.allocs:
+                self.streams.lend(action.stream, self.memory[span.key(alloc.name)].data)
+        for name in (action.begin, action.event):
+            if name:
+                self._record(name, action, span)
+        for name in action.frees:
+            self.movers.free(span.key(name))
+
+    def span(self, action: Action, micro_batch: int, chunk: int) -> Span:
+        """The span of an action, with rows counted in the rank's own shard."""
+        rows = self.model.shapes.shard_tokens
+        first, count = round(rows * action.offset), round(rows * action.fraction)
+        return Span(micro_batch, chunk, first, count)
+
+    def _record(self, name: str, action: Action, span: Span) -> None:
+        """Record an event of an action. The event of a SEND or RECV also holds the message, that of
+        an update on the host its thread."""
+        mark = self.streams.mark(action.stream)
+        if action.kind in (Kind.SEND, Kind.RECV):
+            self.messages.attach(mark)
+        if action.stream == HOST_UPDATE:
+            self.host_updates.attach(mark)
+        if is_local(name):
+            self.local[name] = mark
+        else:
+            self.events[name, span.micro_batch, span.chunk] = mark
+
+    def wait(self, action: Action, span: Span) -> None:
+        """Hold the action's stream until an event."""
+        mark = self.local.get(action.wait) or self.events.get(
+            (action.wait, span.micro_batch, span.chunk)
+        )
+        if mark is None:
+            raise ExecutionError(f"waits for {action.wait}, which nothing has recorded")
+        self.streams.wait(action.stream, mark)
+
+    # -- operators --------------------------------------------------------------------------------
+
+    def _call(self, action: Action, span: Span, found: Operands) -> Call:
+        """The call of the action's operator with the tensors that it reads."""
+        tensors: dict[str, Tensor] = {}
+        for name, storage, whole in found.reads:
+            value = self.memory[span.key(storage)]
+            tensors[name] = value.data if whole else value.rows(span.first, span.size)
+        return Call(self.model, found.unit, found.op, span, tensors, wanted=found.places)
+
+    def forward(self, action: Action, span: Span) -> None:
+        """Run an operator; its outputs are new storages, or rows of storages that exist."""
+        found = self.names.of(action, span.chunk)
+        call = self._call(action, span, found)
+        made = operators.FORWARD[action.op](call)
+        for output, (name, fresh) in found.places.items():
+            if fresh:
+                self._put(name, span, made[output])
+            else:
+                target = self.memory[span.key(name)].view(span.first, span.size)
+                target.copy_(made[output].view(target.shape))
+        if action.op == "loss":
+            self._loss_made(action, span, call, found.places["loss_saved"][0])
+
+    def recompute(self, action: Action, span: Span) -> None:
+        """Run a forward operator once more and count its FLOPs."""
+        before = self.model.flop
+        self.forward(action, span)
+        self.recompute_flop += self.model.flop - before
+
+    def _loss_made(self, action: Action, span: Span, call: Call, name: str) -> None:
+        self.counting[name] = action.kind is Kind.FORWARD
+        if call.op.reduce is None:
+            self._finish_loss(call, name, span, action.stream)
+
+    def _finish_loss(self, call: Call, name: str, span: Span, stream: str) -> None:
+        saved = {"loss_saved": self.memory[span.key(name)].rows(span.first, span.size)}
+        counts = self.counting.pop(name)
+
+        def work() -> None:
+            total = finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
+            if counts:
+                self.loss.add_(total)
+
+        self.streams.run(stream, work)
+
+    def all_reduce(self, action: Action, span: Span) -> None:
+        """Run a collective, or combine the statistics of the loss over vocabulary shards."""
+        if action.op == "loss":
+            call = self._call(action, span, self.names.of(action, span.chunk))
+            self._finish_loss(call, action.reads[0], span, action.stream)
+        else:
+            self.exchanges.all_reduce(action, span)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _backward_call(self, action: Action, span: Span, found: Operands) -> Call:
+        values = [self.memory[span.key(name)] for name in found.incoming]
+        grads = tuple(value.rows(span.first, span.size) for value in values)
+        views = all(value.blocks == 1 for value in values)
+        return self._call(action, span, found)._replace(grads=grads, grads_are_views=views)
+
+    def backward_input(self, action: Action, span: Span) -> None:
+        """Compute input gradients: new storages, or sums into gradients that exist.  Of qkv the
+        gradients of the outputs change in their storages (RoPE is undone there), so weight
+        gradients of the same rows follow, and no row comes twice."""
+        found = self.names.of(action, span.chunk)
+        made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
+        adding = iter(found.adding)
+        for name, gradient in made.items():
+            storage = found.fresh.get(name, found.part)
+            if storage is not None:
+                self._put(storage, span, gradient)
+            else:
+                target = self.memory[span.key(next(adding))].view(span.first, span.size)
+                target.add_(gradient.view(target.shape))
+
+    def backward_weight(self, action: Action, span: Span) -> None:
+        """Compute weight gradients and add them to their buffers."""
+        found = self.names.of(action, span.chunk)
+        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
+
+    def _put(self, name: str, span: Span, made: Tensor) -> None:
+        rows = (span.first, span.size) if made.dim() > 1 else (0, 0)
+        self.memory.put(span.key(name), Value(compact(made), *rows))
+
+    def update(self, action: Action, span: Span) -> None:
+        """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
+        parameters = list(self.model.parameters.values())
+        if action.part:
+            parameters = self.model.unit_parameters(span.chunk, action.part)
+        with _disable_current_modes():  # an observer of gradients is no part of the program
+            self.before_update(parameters)
+        rule, step = self.optimizer, self.step
+
+        def work() -> None:
+            for parameter in parameters:
+                parameter.update(rule, step)
+
+        if action.stream == HOST_UPDATE:
+            self.host_updates.start(work)
+        else:
+            work()

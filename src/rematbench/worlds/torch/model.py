@@ -1,0 +1,169 @@
+"""One rank's model: its chunks, their parameters, and the facts that its operators need."""
+
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from rematbench.costs.operators.ops import Activation
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.spec.shapes import Shapes, shapes
+from rematbench.worlds.records.refusals import refusals
+from rematbench.worlds.torch.arithmetic import rope_tables, wide
+from rematbench.worlds.torch.attention_backends import Shape
+from rematbench.worlds.torch.batch import MicroBatch, positions, slices
+from rematbench.worlds.torch.draws import Draws
+from rematbench.worlds.torch.groups import Coordinates, state_rank
+from rematbench.worlds.torch.parameters import (
+    Owner,
+    Parameter,
+    ParameterSpec,
+    build,
+    full_weight,
+    specs_by_name,
+    unit_specs,
+)
+
+Draw = Callable[[ParameterSpec], Tensor | None]
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class NotExecutable(ValueError):
+    """The torch runtime cannot execute a plan; the message names what the runtime lacks."""
+
+
+def require_executable(problem: Problem, plan: Plan) -> None:
+    """Raise NotExecutable with everything in a plan that the kernels and the executor lack."""
+    found = refusals(problem, plan)
+    if found:
+        raise NotExecutable(f"the torch runtime does not execute {', '.join(found)}")
+
+
+class RankModel:
+    """The chunks, parameters, RoPE tables and attention shape of one process."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        place: Coordinates,
+        device: torch.device,
+        seed: int,
+        *,
+        threads: int = 1,
+        drawn_here: bool = False,
+        parameters: dict[str, Parameter] | None = None,
+    ) -> None:
+        """Make the parameters; `threads` threads draw the weights, or (`drawn_here`) the device
+        itself, in a tenth of the time and with other bits.  `parameters`: those of another model of
+        the same kind on this device, which are shared."""
+        self.problem, self.place, self.device = problem, place, device
+        self.kind = problem.workload.model
+        self.dtype = DTYPES[problem.workload.precision]
+        lay, stage = problem.layout, place.pp
+        layers = plan.partition[stage]
+        self.update_in_backward = plan.state("optimizer").update == "backward"
+        self.optimizer_on_host = plan.state("optimizer").home == "host"
+        self.chunks = [
+            ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
+        ]
+        self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
+        self.parameters = dict(parameters or {})
+        draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
+        if drawn_here:
+            draw = partial(full_weight, seed=seed, device=device)
+        elif threads > 1 and not parameters:
+            draw = Draws(self._specs(), seed, threads).take
+        self.local = [{u.prefix: self._build(u, seed, draw) for u in c.units} for c in self.chunks]
+        where = positions(lay, place, problem.workload.seq_len)
+        self.where = where.repeat(lay.micro_batch).to(device)
+        self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        self.slices = slices(lay, place)
+        self.batches: list[MicroBatch] = []
+        self.flop = 0.0
+        """FLOPs of every kernel that has run, from the shapes that it ran with."""
+
+    def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
+        return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab)
+
+    @property
+    def _vocab(self) -> int:
+        return self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
+
+    def _specs(self) -> list[ParameterSpec]:
+        """Every parameter, in the order in which the parameters are made."""
+        places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
+        return list(specs_by_name(self.kind, places, self._vocab).values())
+
+    def _build(self, unit: Unit, seed: int, draw: Draw) -> dict[str, Parameter]:
+        lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order
+        sharded = lay.zero_stage >= 1 and lay.state_shards > 1
+        owner = Owner(
+            tp_rank=place.tp,
+            tp=lay.tp,
+            state_rank=state_rank(lay, order, place) if sharded else 0,
+            state_shards=lay.state_shards if sharded else 1,
+        )
+        found: dict[str, Parameter] = {}
+        for local, spec in self._locals(unit).items():
+            if spec.name not in self.parameters:
+                keeps = not self.update_in_backward
+                self.parameters[spec.name] = build(
+                    spec,
+                    owner,
+                    seed,
+                    self.dtype,
+                    self.device,
+                    gradients=keeps,
+                    full=draw(spec),
+                    on_host=self.optimizer_on_host,
+                )
+            found[local] = self.parameters[spec.name]
+        return found
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Sizes of tensors on one rank."""
+        return shapes(self.problem.workload, self.problem.layout, self.problem.system)
+
+    @property
+    def vocab_start(self) -> int:
+        """The first token of this rank's vocabulary shard."""
+        return self.place.tp * self.shapes.vocab
+
+    @cached_property
+    def attention(self) -> Shape:
+        """One rank's attention; under Ulysses whole sequences with a part of the heads."""
+        s, ranks = self.shapes, self.problem.layout.ulysses
+        rows = ranks * s.tokens // s.micro_batch
+        kv_heads = max(1, s.kv_heads // ranks)
+        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, self.kind.head_dim)
+
+    def dtype_of(self, tensor: Activation) -> torch.dtype:
+        """The element type of an activation."""
+        if tensor.name == "loss_saved" and self.problem.system.logits_fp32:
+            return wide(self.dtype)
+        return wide(self.dtype) if tensor.name == "lse" else self.dtype
+
+    def host_states(self) -> list[Tensor]:
+        """The optimizer's tensors in host memory."""
+        return [t for p in self.parameters.values() for t in p.host_tensors()]
+
+    def states(self) -> list[Tensor]:
+        """The tensors on the device that are not activations."""
+        found = [t for p in self.parameters.values() for t in p.tensors()]
+        found += [t for b in self.batches for t in (b.ids, b.labels)]
+        return [*found, self.where, self.cos, self.sin]
+
+    def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
+        """The parameters whose gradients are complete after a unit's backward. A projection that
+        shares its weight with an embedding on this rank is complete with the embedding."""
+        units, local = self.units[chunk], self.local[chunk]
+        shared: set[str] = set()
+        if units[prefix].table.part == "head":
+            ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
+            shared = {p.spec.name for end in ends for p in local[end].values()}
+        return [p for p in local[prefix].values() if p.spec.name not in shared]

@@ -1,0 +1,232 @@
+"""Actions that move storages and compute nothing: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.costs.operators.ops import Activation
+from rematbench.engine.program.action import (
+    GRADIENTS_DOWN,
+    WEIGHTS_UP,
+    Action,
+    Alloc,
+    identity,
+    is_gradient,
+    is_gradient_buffer,
+    place,
+)
+from rematbench.worlds.torch.arithmetic import wide
+from rematbench.worlds.torch.host_update import gradients_down, weights_up
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.storages import (
+    Block,
+    ExecutionError,
+    HostPool,
+    Key,
+    Memory,
+    Slots,
+    Span,
+    Value,
+    as_bytes,
+)
+from rematbench.worlds.torch.streams import Streams
+from rematbench.worlds.torch.tracker import Tracker
+
+
+class Form(NamedTuple):
+    """The dtype, shape and shard rows of a tensor that was split."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    first: int
+    size: int
+
+
+class Movers:
+    """Allocates, copies and frees the storages of one rank."""
+
+    def __init__(
+        self,
+        model: RankModel,
+        memory: Memory,
+        slots: Slots,
+        tracker: Tracker | None,
+        streams: Streams,
+    ) -> None:
+        self.model, self.memory, self.slots, self.tracker = model, memory, slots, tracker
+        self.streams = streams
+        self.host = HostPool(model.device)
+        self.forms: dict[Key, Form] = {}
+        self.offload_bytes = 0
+
+    def alloc(self, action: Action, span: Span) -> None:
+        """Allocate a tensor that is written, or a gradient that is summed, piece by piece."""
+        if action.op == "gradients":
+            self._alloc_gradients(action, span)
+            return
+        for alloc in action.allocs:
+            tensor = self._activation(alloc.name, span)
+            dtype = self.model.dtype_of(tensor)
+            make = torch.zeros if is_gradient(alloc.name) else torch.empty
+            shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
+            data = make(shape, dtype=dtype, device=self.model.device)
+            self.memory.put(span.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
+
+    def _alloc_gradients(self, action: Action, span: Span) -> None:
+        """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
+        buffer until it is freed after their update."""
+        (alloc,) = action.allocs
+        parameters = self.model.unit_parameters(span.chunk, action.part)
+        dtype = wide(self.model.dtype)
+        sizes = [parameter.flat.numel() for parameter in parameters]
+        if sum(sizes) * dtype.itemsize != alloc.nbytes:
+            raise ExecutionError(
+                f"{alloc.name} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
+            )
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
+        for parameter, part in zip(parameters, torch.split(buffer, sizes), strict=True):
+            parameter.grad_flat = part
+        self.memory.put(span.key(alloc.name), Value(buffer))
+
+    def _drop_gradients(self, key: Key) -> None:
+        """Drop the parameters' ranges of a gradient buffer that is being freed."""
+        if is_gradient_buffer(key[0]):
+            for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
+                parameter.grad_flat = parameter.grad_flat.new_empty(0)
+
+    def _activation(self, storage: str, span: Span) -> Activation:
+        part, name = place(identity(storage))
+        unit = self.model.units[span.chunk].get(part)
+        if unit is None:  # the chunk's output is the input of the layer after its last
+            return self.model.chunks[span.chunk].boundary
+        return unit.table.activations[name]
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def split(self, action: Action, span: Span) -> None:
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, else bytes."""
+        name = action.reads[0]
+        whole = self.memory[span.key(name)]
+        data = whole.data
+        self.forms[span.key(name)] = Form(data.dtype, data.shape, whole.first, whole.count)
+        total = sum(alloc.nbytes for alloc in action.allocs)
+        if total == data.numel() * data.element_size():
+            self._split_bytes(action.allocs, span, data)
+        else:
+            self._split_rows(action.allocs, span, whole)
+
+    def _split_bytes(self, allocs: tuple[Alloc, ...], span: Span, data: Tensor) -> None:
+        start, flat = 0, as_bytes(data)
+        for alloc in allocs:
+            part = flat[start : start + alloc.nbytes].clone()
+            self.memory.put(span.key(alloc.name), Value(part))
+            start += alloc.nbytes
+
+    def _split_rows(self, allocs: tuple[Alloc, ...], span: Span, whole: Value) -> None:
+        data, first = whole.data, whole.first
+        row_bytes = data.numel() * data.element_size() // whole.count
+        for alloc in allocs:
+            count, odd = divmod(alloc.nbytes, row_bytes)
+            if odd:
+                raise ExecutionError(f"{alloc.name} has {alloc.nbytes} bytes: no whole rows")
+            part = whole.view(first, count).reshape(-1, data.shape[-1]).clone()
+            self.memory.put(span.key(alloc.name), Value(part, first, count))
+            first += count
+
+    def join(self, action: Action, span: Span) -> None:
+        """Join the parts into the whole tensor."""
+        name = action.allocs[0].name
+        form = self.forms.pop(span.key(name))
+        data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
+        whole = Value(data, form.first, form.size)
+        parts = [self.memory[span.key(part)] for part in action.reads]
+        if all(part.count == 0 for part in parts):
+            torch.cat([part.data for part in parts], out=as_bytes(data))
+        else:
+            self._join_rows(whole, parts, name)
+        self.memory.put(span.key(name), whole)
+
+    def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
+        """Write the parts into the whole: rebuilt rows come last; kept rows overwrite them."""
+        for part in reversed(parts):
+            target = whole.view(part.first, part.count)
+            target.copy_(part.data.view(target.shape))
+        held = _rows_held(parts)
+        if held != whole.count:
+            raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
+
+    # -- host -------------------------------------------------------------------------------------
+
+    def to_host(self, action: Action, span: Span) -> None:
+        """Offload a storage into the host pool, or copy the gradients of a host update there."""
+        if action.op == GRADIENTS_DOWN:
+            gradients_down(self.model.parameters.values(), self.streams, action.stream)
+            return
+        source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
+        nbytes = source.data.numel() * source.data.element_size()
+        with self.tracker.on_host() if self.tracker else nullcontext():
+            block = self.host.take(span.key(alloc.name), nbytes)
+        self._count_pinned(block)
+        if block.free_at is not None:
+            self.streams.wait(action.stream, block.free_at)
+        data = source.data
+        copy = block.data[:nbytes].view(data.dtype).view(data.shape)
+        self.streams.run(action.stream, lambda: copy.copy_(data, non_blocking=True))
+        self.offload_bytes += nbytes
+        self.memory.put(span.key(alloc.name), Value(copy, source.first, source.count))
+
+    def _count_pinned(self, block: Block) -> None:
+        """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
+        if self.tracker is None or not self.host.pinned:
+            return
+        if block.fresh:
+            self.tracker.exclude([block.data])
+        self.tracker.lend(block.nbytes)
+
+    def to_device(self, action: Action, span: Span) -> None:
+        """Reload a storage into new memory or a staging slot, or copy updated weights."""
+        if action.op == WEIGHTS_UP:
+            weights_up(self.model.parameters.values(), self.streams, action.stream)
+            return
+        source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
+        if alloc.slot:
+            room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
+            data = room.view(source.data.dtype).view(source.data.shape)
+        else:
+            with self.streams.room():
+                data = torch.empty_like(source.data, device=self.model.device)
+        host = source.data
+        fresh = None if alloc.slot else data  # the last tenant of a slot may still be read
+        self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
+        self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
+
+    def enter_slots(self, action: Action, span: Span) -> None:
+        """Move an action's outputs into the staging slots that the plan names for them."""
+        for alloc in action.allocs:
+            if alloc.slot and span.key(alloc.name) not in self.slots.holder:
+                value = self.memory[span.key(alloc.name)]
+                room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
+                data = room.view(value.data.dtype).view(value.data.shape)
+                data.copy_(value.data)
+                value.data = data
+
+    def free(self, key: Key) -> None:
+        """Free a storage; a host block returns to its pool."""
+        self._drop_gradients(key)
+        self.memory.free(key)
+        self.slots.release(key)
+        if key in self.host.lent:
+            block = self.host.give(key, self.streams.mark("compute"))
+            if self.tracker is not None and self.host.pinned:
+                self.tracker.lend(-block.nbytes)
+
+
+def _rows_held(parts: list[Value]) -> int:
+    """The number of distinct rows in the parts, from their first rows and counts."""
+    held, end = 0, 0
+    for first, stop in sorted((part.first, part.first + part.count) for part in parts):
+        held += max(0, stop - max(first, end))
+        end = max(end, stop)
+    return held

@@ -1,0 +1,116 @@
+"""The storages that an action's operator reads and makes on a rank, by name.
+
+Every micro-batch and step has the same names. So the names are worked out once for each action of a
+chunk; afterwards the host only looks storages up and issues kernels.
+"""
+
+from itertools import takewhile
+from typing import NamedTuple
+
+from rematbench.costs.operators.ops import Op
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.program.action import Action, Kind, identity, is_gradient
+from rematbench.worlds.torch.model import RankModel
+
+
+class Read(NamedTuple):
+    """A tensor that an operator reads: its name in the operator and its storage. `whole`: the
+    operator reads the whole storage (a gathered copy) in place of the action's rows."""
+
+    name: str
+    storage: str
+    whole: bool = False
+
+
+class Operands(NamedTuple):
+    """The operator of one action on a chunk, and its storages.
+
+    `places`: output -> (storage, whether the storage is new). For a backward: `incoming` are the
+    gradients of the outputs, `fresh` the new storages of gradients by input, `part` the storage of
+    a gradient that is still to be summed over ranks, `adding` the gradients to add the other
+    gradients to, in order.
+    """
+
+    unit: Unit
+    op: Op
+    reads: tuple[Read, ...]
+    places: dict[str, tuple[str, bool]]
+    incoming: tuple[str, ...]
+    fresh: dict[str, str]
+    part: str | None
+    adding: tuple[str, ...]
+
+
+class Names:
+    """The operands by action and chunk, each worked out once."""
+
+    def __init__(self, model: RankModel) -> None:
+        self.model = model
+        self.known: dict[tuple[int, int], tuple[Action, Operands]] = {}
+
+    def of(self, action: Action, chunk: int) -> Operands:
+        """The operands of an action that runs an operator."""
+        known = self.known.get((id(action), chunk))
+        if known is None:  # kept with its action, so that the id stays unique
+            known = self.known[id(action), chunk] = action, self._found(action, chunk)
+        return known[1]
+
+    def _found(self, action: Action, chunk: int) -> Operands:
+        unit = self.model.units[chunk][action.part]
+        op = unit.table.op(action.op)
+        ops = self.model.chunks[chunk]
+        incoming = tuple(takewhile(is_gradient, action.reads))  # before the saved tensors
+        new = {identity(alloc.name): alloc.name for alloc in action.allocs}
+        part = new.get(f"{unit.prefix}.{op.name}.part")
+        there = {identity(name): name for name in action.reads}
+        inputs, outputs = (
+            {name: ops.storage(unit, name) for name in names} for names in (op.inputs, op.outputs)
+        )
+        return Operands(
+            unit=unit,
+            op=op,
+            reads=_reads(action, ops, unit, op),
+            places=_places(outputs, there, new, part),
+            incoming=incoming,
+            fresh={name: new[storage] for name, storage in inputs.items() if storage in new},
+            part=part,
+            adding=tuple(filter(is_gradient, action.reads[len(incoming) :])),
+        )
+
+
+def _wants(action: Action, op: Op) -> tuple[str, ...]:
+    """The activations that an action reads. A forward reads its inputs, a backward the saved
+    tensors; an all-reduce reads the statistics of the loss between vocabulary shards."""
+    if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+        return op.inputs
+    return op.saves if action.kind is not Kind.ALL_REDUCE else ("loss_saved",)
+
+
+def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
+    """The tensors that an action's operator reads. A gathered copy replaces a single input;
+    attention reads the copy beside its queries."""
+    there = {identity(name): name for name in action.reads if not is_gradient(name)}
+    names = _wants(action, op) or op.inputs
+    found = {
+        name: Read(name, there[storage])
+        for name in names
+        if (storage := ops.storage(unit, name)) in there
+    }
+    gathered = there.get(f"{unit.prefix}.{op.name}.full")
+    if gathered is not None:
+        key = "full" if op.name == "attention" else names[0]
+        found[key] = Read(key, gathered, whole=True)
+    return tuple(found.values())
+
+
+def _places(
+    made: dict[str, str], there: dict[str, str], new: dict[str, str], part: str | None
+) -> dict[str, tuple[str, bool]]:
+    """The storages of the outputs: new storages, or rows of storages that exist."""
+    places: dict[str, tuple[str, bool]] = {}
+    for output, storage in made.items():
+        if fresh := new.get(storage) or part:
+            places[output] = (fresh, True)
+        elif storage in there:
+            places[output] = (there[storage], False)
+    return places

@@ -1,0 +1,279 @@
+"""Weights from one seed, the same for every layout; gradient buffers; AdamW, sharded by ZeRO-1.
+
+Each parameter is drawn whole in float64 by a generator of its own (from seed and name), and the
+rank keeps its shard. Storages are flat and padded to a multiple of the state shards, so that a ZeRO
+shard is a contiguous range of every parameter.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.costs.operators.ops import Part
+from rematbench.workload import Model
+from rematbench.worlds.torch.arithmetic import fused, wide
+
+INIT_STD = 0.05
+PIECE = 1 << 22
+"""Elements of a gradient that are widened at one time."""
+
+
+class ParameterSpec(NamedTuple):
+    """A whole parameter. `split` is the dimension that tensor parallelism splits (None:
+    replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding), `norm`
+    whether a norm has it, `mean` the mean of its first values."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    rows: int = 0
+    norm: bool = False
+    mean: float = 0.0
+
+
+class AdamW(NamedTuple):
+    """The hyperparameters of torch.optim.AdamW."""
+
+    lr: float = 1e-2
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+LINEAR = AdamW(lr=1.0, eps=1.0)
+"""AdamW with an epsilon above every gradient, so that an update is linear in the gradient.  With a
+small epsilon the first update is the gradient's sign, and the rounding of a gradient near zero is a
+whole step of its weight."""
+
+
+def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, ParameterSpec]:
+    """The parameters of the embedding, the head or a layer, by local name. `vocab` is the padded
+    vocabulary."""
+    match part:
+        case "embedding":
+            return _embedding_specs(model, vocab)
+        case "head":
+            head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
+            norm = _norm_specs(model, "final_norm", "final_norm")
+            return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
+    return _layer_specs(model, f"layers.{layer}")
+
+
+def specs_by_name(
+    model: Model, places: Iterable[tuple[Part, int]], vocab: int
+) -> dict[str, ParameterSpec]:
+    """The parameters of (part, layer) places, each once, in the order in which they are made."""
+    found: dict[str, ParameterSpec] = {}
+    for part, layer in places:
+        for spec in unit_specs(model, part, layer, vocab).values():
+            found.setdefault(spec.name, spec)
+    return found
+
+
+def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
+    shape: tuple[int, ...] = (model.vocab, model.hidden)
+    specs = {"embedding": ParameterSpec("embedding.weight", shape, 0, vocab)}
+    if model.position == "learned":
+        shape = (model.max_positions, model.hidden)
+        specs["position"] = ParameterSpec("position.weight", shape)
+    return specs
+
+
+def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
+    specs = {local: ParameterSpec(f"{name}.weight", (model.hidden,), norm=True, mean=1.0)}
+    if model.norm == "layernorm":
+        specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (model.hidden,), norm=True)
+    return specs
+
+
+def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
+    hidden, q, kv, ffn = model.hidden, model.q_width, model.kv_width, model.ffn
+    specs: dict[str, ParameterSpec] = {}
+    norms = ["attn_norm", "mlp_norm"]
+    if model.post_norm:
+        norms += ["post_attn_norm", "post_mlp_norm"]
+    for norm in norms:
+        specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
+    columns = {"q": q, "k": kv, "v": kv, "up_out": ffn}
+    if model.gated:
+        columns["gate_out"] = ffn
+    for local, width in columns.items():
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", (width, hidden), 0)
+        if model.mlp_bias if local.endswith("_out") else model.qkv_bias:
+            specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (width,), 0)
+    for local, width, bias in (("proj", q, model.proj_bias), ("fc2", ffn, model.mlp_bias)):
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", (hidden, width), 1)
+        if bias:
+            specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (hidden,))
+    return specs
+
+
+def square_sum(values: Tensor) -> float:
+    """The sum of squares in float64, piece by piece: a whole copy would raise the peak."""
+    pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
+    return float(torch.stack(pieces).sum())
+
+
+def full_weight(spec: ParameterSpec, seed: int, device: str | torch.device = "cpu") -> Tensor:
+    """The whole parameter in float64, from a generator of its own, so that no layout changes it.
+    Each kind of device has its own bits."""
+    digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64, device=device)
+    noise.mul_(INIT_STD)
+    return noise.add_(spec.mean) if spec.mean else noise
+
+
+def _unknown(spec: ParameterSpec) -> Tensor:
+    """The whole parameter as a meta tensor, for traces, where no values are known."""
+    return torch.empty(spec.shape, dtype=torch.float64, device="meta")
+
+
+def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
+    """The tensor with zero rows up to the padded vocabulary."""
+    extra = spec.rows - full.shape[0] if spec.rows else 0
+    return torch.cat([full, full.new_zeros(extra, *full.shape[1:])]) if extra > 0 else full
+
+
+def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
+    """The part of a tensor-parallel rank."""
+    if spec.split is None or degree == 1:
+        return full
+    return full.chunk(degree, spec.split)[rank]
+
+
+class HostShard(NamedTuple):
+    """The gradients and weights of this rank's shard in host memory, for an update there."""
+
+    grad: Tensor
+    value: Tensor
+
+
+@dataclass
+class Parameter:
+    """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard. `host`:
+    given where that state is in host memory."""
+
+    spec: ParameterSpec
+    flat: Tensor
+    grad_flat: Tensor
+    shape: torch.Size
+    start: int
+    stop: int
+    master: Tensor
+    moment1: Tensor
+    moment2: Tensor
+    host: HostShard | None = None
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The compute copy, in the parameter's shape."""
+        return self.flat[: self.shape.numel()].view(self.shape)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, in the parameter's shape."""
+        return self.grad_flat[: self.shape.numel()].view(self.shape)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the parameter on the device."""
+        return [self.flat, self.grad_flat, *([] if self.host else self._state())]
+
+    def host_tensors(self) -> list[Tensor]:
+        """Every tensor of the parameter in host memory."""
+        return [*self._state(), *self.host] if self.host else []
+
+    def _state(self) -> list[Tensor]:
+        return [self.master, self.moment1, self.moment2]
+
+    def update(self, rule: AdamW, step: int) -> None:
+        """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
+        own = HostShard(self.grad_flat[self.start : self.stop], self.flat[self.start : self.stop])
+        grad, value = self.host or own
+        g = grad.to(self.master.dtype)
+        take = self._fused if fused(g) else self._written_out
+        take(g, rule, step)
+        value.copy_(self.master)
+
+    def _written_out(self, grad: Tensor, rule: AdamW, step: int) -> None:
+        """The step in torch operators."""
+        self.master.mul_(1.0 - rule.lr * rule.weight_decay)
+        self.moment1.lerp_(grad, 1.0 - rule.beta1)
+        self.moment2.mul_(rule.beta2).addcmul_(grad, grad, value=1.0 - rule.beta2)
+        root = (self.moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
+        self.master.addcdiv_(self.moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
+
+    def _fused(self, grad: Tensor, rule: AdamW, step: int) -> None:
+        """The step by torch's kernel, which reads and writes each state once."""
+        count = torch.full((), float(step), device=grad.device)
+        torch._fused_adamw_(
+            [self.master], [grad], [self.moment1], [self.moment2], [], [count],
+            lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2,
+            weight_decay=rule.weight_decay, eps=rule.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+class Owner(NamedTuple):
+    """The shards of the parameters that a rank holds."""
+
+    tp_rank: int
+    tp: int
+    state_rank: int
+    state_shards: int
+    """The number of ranks that share optimizer states: 1 without ZeRO."""
+
+
+def build(
+    spec: ParameterSpec,
+    owner: Owner,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gradients: bool = True,
+    full: Tensor | None = None,
+    on_host: bool = False,
+) -> Parameter:
+    """This rank's part of a parameter, with zero gradients and AdamW's state. `full`: the whole
+    parameter, if already drawn. Without `gradients` the gradient buffer is empty. The state is on
+    the device, or in host memory where `on_host`."""
+    if full is None:
+        full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
+    own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
+    size = -(-own.numel() // owner.state_shards)
+    flat = torch.zeros(size * owner.state_shards, dtype=dtype, device=device)
+    flat[: own.numel()].copy_(own.reshape(-1))
+    start = size * owner.state_rank if owner.state_shards > 1 else 0
+    stop = start + size
+    master = torch.zeros_like(flat, dtype=wide(dtype))
+    master[: own.numel()].copy_(own.reshape(-1))
+    master, host = master[start:stop].clone(), None
+    if on_host:
+        master = in_host_memory(master)
+        host = HostShard(in_host_memory(master), in_host_memory(flat[start:stop]))
+    return Parameter(
+        spec=spec,
+        flat=flat,
+        grad_flat=torch.zeros(flat.numel() * gradients, dtype=wide(dtype), device=device),
+        shape=own.shape,
+        start=start,
+        stop=stop,
+        master=master,
+        moment1=torch.zeros_like(master),
+        moment2=torch.zeros_like(master),
+        host=host,
+    )
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned for a GPU; a meta tensor gives a meta tensor."""
+    if tensor.device.type == "meta":
+        return tensor.clone()
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return made.copy_(tensor)

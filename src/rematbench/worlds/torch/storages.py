@@ -1,0 +1,213 @@
+"""Storages by name: the storages alive on a rank and their rows, staging slots, the host pool."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.engine.program.action import Action
+from rematbench.engine.program.program import RankProgram
+from rematbench.worlds.torch.streams import Mark
+
+Key = tuple[str, int, int]
+"""(name, micro-batch, chunk)."""
+
+
+class Span(NamedTuple):
+    """The rows that an action works on: its (micro-batch, chunk) and its shard rows."""
+
+    micro_batch: int
+    chunk: int
+    first: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last row."""
+        return self.first + self.size
+
+    def key(self, name: str) -> Key:
+        """The key of a storage of this (micro-batch, chunk)."""
+        return (name, self.micro_batch, self.chunk)
+
+
+class ExecutionError(RuntimeError):
+    """An action that cannot run as it stands; the message names the action and the tensor."""
+
+
+@dataclass(slots=True)
+class Value:
+    """A storage: rows x columns with the shard rows [first, first + count) of its tensor. A count
+    of 0 means bytes without rows."""
+
+    data: Tensor
+    first: int = 0
+    count: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of rows: one, or the ranks of a group that the rows come from."""
+        return self.data.shape[0] // self.count if self.count else 1
+
+    def view(self, first: int, count: int) -> Tensor:
+        """A view of some shard rows: blocks x count x columns. Rows of gathered tensors come in one
+        block for each rank of the group."""
+        start = first - self.first
+        if start < 0 or start + count > self.count:
+            raise ExecutionError(
+                f"rows [{first}, {first + count}) are not in "
+                f"[{self.first}, {self.first + self.count})"
+            )
+        whole = self.data.view(self.blocks, self.count, self.data.shape[-1])
+        return whole[:, start : start + count]
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Some shard rows, flat: the tensor itself where it has just these, else rows of `view`."""
+        if (first, count) == (self.first, self.count) or self.count == 0:
+            return self.data
+        return self.view(first, count).reshape(-1, self.data.shape[-1])
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor in a storage with exactly its bytes; a copy where its storage is larger."""
+    tensor = tensor.contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view of the bytes of a compact tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Memory:
+    """The storages that are alive, by key."""
+
+    def __init__(self) -> None:
+        self.values: dict[Key, Value] = {}
+
+    def __getitem__(self, key: Key) -> Value:
+        found = self.values.get(key)
+        if found is None:
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is not alive")
+        return found
+
+    def put(self, key: Key, value: Value) -> None:
+        """Add a storage; ExecutionError if its key is alive already."""
+        if key in self.values:
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is alive already")
+        self.values[key] = value
+
+    def free(self, key: Key) -> None:
+        """Free a storage; ExecutionError if its key is not alive."""
+        if self.values.pop(key, None) is None:
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
+
+
+class Room:
+    """Places inside one slot; a tensor goes into the first gap that holds it."""
+
+    ALIGN = 16
+
+    def __init__(self) -> None:
+        self.taken: dict[Key, tuple[int, int]] = {}
+        self.size = 0
+
+    def place(self, key: Key, nbytes: int) -> int:
+        """Place a tensor; the result is its start. The room grows to the furthest end so far."""
+        need, start = -(-nbytes // self.ALIGN) * self.ALIGN, 0
+        for other, length in sorted(self.taken.values()):
+            if other - start >= need:
+                break
+            start = other + length
+        self.taken[key] = (start, need)
+        self.size = max(self.size, start + need)
+        return start
+
+
+class Slots:
+    """Staging slots: one arena per slot, sized by placing the tensors of the whole program once."""
+
+    def __init__(self, program: RankProgram, device: torch.device) -> None:
+        self.rooms: dict[str, Room] = {}
+        self.holder: dict[Key, str] = {}
+        for action, micro_batch, chunk in program.actions():
+            for alloc in action.allocs:
+                if alloc.slot:
+                    self._place(alloc.slot, (alloc.name, micro_batch, chunk), alloc.nbytes)
+            for name in action.frees:
+                self.release((name, micro_batch, chunk))
+        self.arenas = {
+            name: torch.empty(room.size, dtype=torch.uint8, device=device)
+            for name, room in self.rooms.items()
+        }
+
+    def _place(self, slot: str, key: Key, nbytes: int) -> int:
+        self.holder[key] = slot
+        return self.rooms.setdefault(slot, Room()).place(key, nbytes)
+
+    def take(self, slot: str, key: Key, nbytes: int) -> Tensor:
+        """Bytes of a slot for a tensor."""
+        start = self._place(slot, key, nbytes)
+        return self.arenas[slot][start : start + nbytes]
+
+    def release(self, key: Key) -> None:
+        """Take a tensor out of its slot, if it is in a slot."""
+        slot = self.holder.pop(key, None)
+        if slot is not None:
+            del self.rooms[slot].taken[key]
+
+
+class Block(NamedTuple):
+    """Host memory and how many of its bytes are lent. `free_at`: the mark after the last use of a
+    spare block; `fresh`: just allocated."""
+
+    data: Tensor
+    nbytes: int
+    free_at: Mark | None = None
+    fresh: bool = False
+
+
+def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
+    """New host memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+class HostPool:
+    """Host memory for offloaded tensors. On CUDA blocks are pinned, kept and reused by best fit; on
+    a CPU they are plain and released. `pinned_bytes` are all bytes that the pool has pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self.spare: list[Block] = []
+        self.lent: dict[Key, Block] = {}
+        self.pinned_bytes = 0
+
+    def take(self, key: Key, nbytes: int) -> Block:
+        """Lend the smallest spare block that is large enough, or a new block. A copy into the block
+        must wait for `free_at`."""
+        fitting = [block for block in self.spare if block.data.numel() >= nbytes]
+        if fitting:
+            found = min(fitting, key=lambda block: block.data.numel())
+            self.spare = [other for other in self.spare if other is not found]
+            found = found._replace(nbytes=nbytes, fresh=False)
+        else:
+            found = Block(host_bytes(nbytes, pinned=self.pinned), nbytes, fresh=True)
+            self.pinned_bytes += nbytes * self.pinned
+        self.lent[key] = found
+        return found
+
+    def give(self, key: Key, free_at: Mark) -> Block:
+        """Take a block back, not to be written before the mark; a CPU's block is released."""
+        block = self.lent.pop(key)
+        if self.pinned:
+            self.spare.append(block._replace(free_at=free_at))
+        return block
+
+
+def describe(action: Action, micro_batch: int, chunk: int) -> str:
+    """An action in the words of an error message."""
+    where = ".".join(word for word in (action.part, action.op) if word)
+    return f"{action.kind.value}{micro_batch}.{chunk} {where} {','.join(action.reads)}".strip()

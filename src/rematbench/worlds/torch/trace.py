@@ -1,0 +1,71 @@
+"""The traced world: the executor itself on fake (meta) tensors and a fake process group.
+
+It runs one rank of a job of any size in one CPU process. Every operator, view, copy and collective
+is issued as in the executed world, storages have sizes but no memory, and the same tracker counts
+them. Nothing that depends on values is known: no losses, no gradients.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
+from rematbench.worlds.torch.batch import MicroBatch
+from rematbench.worlds.torch.case import RankResult
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Coordinates, Groups, coordinates
+from rematbench.worlds.torch.meta import MetaMode
+from rematbench.worlds.torch.model import RankModel, require_executable
+from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.worker import empty_result, note_bytes
+
+
+@contextmanager
+def fake_job(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group that sends nothing, destroyed at the end in any case."""
+    store = FakeStore()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_at(layout: Layout, order: tuple[str, ...], stage: int) -> int:
+    """The first rank of a pipeline stage: its tensor-, context- and data-parallel peers are like
+    it."""
+    wanted = Coordinates(tp=0, cp=0, dp=0, pp=stage)
+    return next(r for r in range(layout.gpus) if coordinates(r, layout, order) == wanted)
+
+
+def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
+    """One optimizer step of a stage's first rank: bytes after every action, and peaks. Raises
+    NotExecutable for what the runtime does not do, ExecutionError for actions that cannot run."""
+    require_executable(problem, plan)
+    program = lower(plan, problem).ranks[stage]
+    lay, order = problem.layout, problem.system.rank_order
+    rank = rank_at(lay, order, stage)
+    device = torch.device("meta")
+    with fake_job(rank, lay.gpus), device, MetaMode():
+        groups = Groups(lay, order, rank)
+        model = RankModel(problem, plan, groups.place, device, seed=0)
+        executor = Executor(program, model, groups, tracker=Tracker())
+        result = empty_result(groups, executor)
+        model.batches = _batches(model)
+        executor.issue_step()
+        note_bytes(executor, result)
+    return result
+
+
+def _batches(model: RankModel) -> list[MicroBatch]:
+    """Micro-batches with the right number of tokens; fake tensors have no values."""
+    lay, tokens = model.problem.layout, model.shapes.tokens
+    scale = 1.0 / (lay.global_batch * model.problem.workload.seq_len)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    return [MicroBatch(ids, ids, scale) for _ in range(lay.num_micro_batches)]

@@ -1,0 +1,264 @@
+"""One process of a launch: it joins its peers, runs the cases and writes their results."""
+
+import gc
+import math
+import multiprocessing as mp
+import os
+import threading
+import traceback
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
+from rematbench.worlds.torch.batch import (
+    Batch,
+    make_batch,
+    micro_batches,
+    standard_library,
+    text_batch,
+)
+from rematbench.worlds.torch.case import Case, GradientShard, RankResult
+from rematbench.worlds.torch.devices import (
+    choose_device,
+    empty_pinned,
+    forget_peaks,
+    pin_exactly,
+    pinned_peak,
+    prepare,
+    require_gpus,
+    set_segments,
+)
+from rematbench.worlds.torch.draws import threads_for
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.failures import NotFinite, failure
+from rematbench.worlds.torch.gather import is_sharded
+from rematbench.worlds.torch.groups import Groups, default_backend
+from rematbench.worlds.torch.messages import overtaken, used_channels
+from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
+from rematbench.worlds.torch.parameters import Parameter, square_sum
+from rematbench.worlds.torch.threads import ThreadStreams
+from rematbench.worlds.torch.tracker import Tracker
+
+
+def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
+    """Entry point of a process. Each result goes to `folder` as <case>.<rank>.pt, a failure as
+    <case>.<rank>.error."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    prepare(cases[0].device)
+    try:
+        require_gpus(cases[0].device, world_size)
+        device = choose_device(cases[0].device, rank)
+        dist.init_process_group(
+            default_backend(device),
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except BaseException as error:
+        _end_with(folder / f"0.{rank}.error", error)
+    known: dict[tuple[object, ...], Groups] = {}
+    for number, case in enumerate(cases):
+        try:
+            result = run_case(case, rank, device, known)
+        except BaseException as error:
+            _end_with(folder / f"{number}.{rank}.error", error)
+        partial = folder / f"{number}.{rank}.part"
+        torch.save(result, partial)
+        partial.rename(folder / f"{number}.{rank}.pt")
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended for any reason. Without a parent no process would
+    read the results, or end this process while it waits for a peer."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _end_with(path: Path, error: BaseException) -> NoReturn:
+    """Write the reason to a file and end; only an unforeseen error prints its traceback."""
+    status, reason = failure(error)
+    path.write_text("\n".join([status, reason, traceback.format_exc()]))
+    if status == "failed" and not isinstance(error, NotExecutable):
+        traceback.print_exc()
+    raise SystemExit(1)
+
+
+def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
+    """The process groups for the case's degrees, made once per process."""
+    lay, order = case.problem.layout, case.problem.system.rank_order
+    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
+    if degrees not in known:
+        known[degrees] = Groups(lay, order, rank)
+    return known[degrees]
+
+
+def run_case(
+    case: Case, rank: int, device: torch.device, known: dict[tuple[object, ...], Groups]
+) -> RankResult:
+    """Train the case's steps on this rank."""
+    problem, plan = case.problem, case.plan
+    require_executable(problem, plan)
+    lowered = case.program or lower(plan, problem)
+    if device.type == "cuda":
+        _start_on_gpu(case, lowered, device)
+    groups = _groups(case, rank, known)
+    groups.connect(device, used_channels(lowered, problem.layout))
+    threads, here = threads_for(device), case.drawn_here
+    model = RankModel(
+        problem, plan, groups.place, device, case.seed, threads=threads, drawn_here=here
+    )
+    program = lowered.ranks[groups.place.pp]
+    delayed = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
+    tracker = Tracker(device) if case.measure and delayed is None else None
+    executor = Executor(
+        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=delayed
+    )
+    if device.type == "cuda":
+        forget(device)  # peaks of drawing weights are no part of training
+    result = empty_result(groups, executor)
+    if case.shards:
+        executor.before_update = lambda parameters: result.gradients[-1].update(
+            _shards(case, parameters)
+        )
+    for step in range(case.steps):
+        _step(case, executor, result, step)
+        if device.type == "cuda":
+            executor.stop_tracking()
+    if device.type == "cuda":
+        _time(case, executor, result)
+    if delayed is not None:
+        delayed.close()
+    return result
+
+
+def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
+    """Reset the device after earlier cases. Their storages are collected (a case's objects are
+    cycles), the caches emptied and the peaks reset."""
+    wrong = overtaken(program, case.problem.layout)
+    if wrong:
+        raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
+    if torch.are_deterministic_algorithms_enabled() != case.deterministic:
+        torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
+    # The stream that allocates an action's outputs is not the stream that writes them.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    forget(device)
+    pin_exactly()
+    set_segments(expandable=case.problem.system.expandable_segments)
+
+
+def forget(device: torch.device) -> None:
+    """Release unused memory and reset the allocators' peaks. cuBLAS keeps a workspace for each
+    stream that it ever ran on, also for those of earlier cases."""
+    gc.collect()
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear_workspaces is not None:
+        clear_workspaces()
+    torch.cuda.empty_cache()
+    empty_pinned()
+    forget_peaks(device)
+
+
+def empty_result(groups: Groups, executor: Executor) -> RankResult:
+    """A result with the rank's place and the bytes of its states, without any steps."""
+    states = {t.untyped_storage()._cdata: t for t in executor.states()}
+    return RankResult(
+        place=groups.place,
+        losses=[],
+        gradients=[],
+        bytes_after=[],
+        device_peak_bytes=0,
+        host_peak_bytes=0,
+        state_bytes=sum(t.untyped_storage().nbytes() for t in states.values()),
+        offload_bytes=0,
+        recompute_flop=0.0,
+        step_s=[],
+    )
+
+
+def _load(case: Case, executor: Executor, step: int) -> Batch:
+    """The batch of a step, after loading this rank's micro-batches of it into the model."""
+    batch, model = _batch(case, step), executor.model
+    place = executor.groups.place
+    model.batches = micro_batches(batch, case.problem.layout, place, model.device)
+    return batch
+
+
+def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None:
+    batch = _load(case, executor, step)
+    if case.shards:
+        result.gradients.append({})
+    loss = executor.run_step() / batch.counted
+    if not math.isfinite(loss):
+        raise NotFinite(f"loss of step {step} is {loss}")
+    result.losses.append(loss)
+    note_bytes(executor, result)
+
+
+def _time(case: Case, executor: Executor, result: RankResult) -> None:
+    """Time further steps by events. Meanwhile no tracker counts bytes, no code looks at gradients,
+    and the host reads nothing until a step is over."""
+    executor.before_update = lambda parameters: None
+    for step in range(case.steps, case.steps + case.timed_steps):
+        _load(case, executor, step)
+        seconds = executor.streams.clock()
+        executor.issue_step()
+        result.step_s.append(seconds())
+
+
+@cache
+def _text(limit_bytes: int) -> torch.Tensor:
+    return standard_library(limit_bytes)[0]
+
+
+def _batch(case: Case, step: int) -> Batch:
+    """The global batch of a step, the same on every rank of every layout."""
+    work, sequences = case.problem.workload, case.problem.layout.global_batch
+    if case.text_bytes:
+        shape = (sequences, work.seq_len)
+        return text_batch(_text(case.text_bytes), shape, case.seed, step)
+    return make_batch(work, sequences, case.seed, step, case.ignored)
+
+
+def note_bytes(executor: Executor, result: RankResult) -> None:
+    """Note the executor's counts in the result: peak and moved bytes, and recomputation FLOPs."""
+    result.offload_bytes = executor.movers.offload_bytes
+    result.recompute_flop = executor.recompute_flop
+    result.bytes_after = result.bytes_after or list(executor.bytes_after)
+    for device_bytes, host_bytes in executor.bytes_after:
+        result.device_peak_bytes = max(result.device_peak_bytes, device_bytes)
+        result.host_peak_bytes = max(result.host_peak_bytes, host_bytes)
+    if executor.tracker is not None:
+        result.peak_bytes = executor.tracker.device_peak_bytes
+    result.pinned_bytes = executor.movers.host.pinned_bytes
+    if executor.model.device.type == "cuda":
+        result.pinned_bytes = max(result.pinned_bytes, pinned_peak())
+        result.allocated_bytes = torch.cuda.max_memory_allocated(executor.model.device)
+        result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
+
+
+def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
+    """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
+    found = {}
+    for parameter in parameters:
+        whole = parameter.grad_flat
+        if is_sharded(case.problem.layout):
+            whole = whole[parameter.start : parameter.stop]
+        found[parameter.spec.name] = GradientShard(
+            spec=parameter.spec,
+            shape=tuple(parameter.shape),
+            square_sum=square_sum(whole),
+            values=whole.detach().cpu().clone() if case.gradients else None,
+        )
+    return found
