@@ -17,9 +17,9 @@ from rematbench.choose.judged import Order, judge, lines, run_band
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.outcome import Outcome, make_problem, run_method
+from rematbench.evidence.bands import Band, leaving_reserve
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
-from rematbench.published.bands import Band, leaving_reserve
 from rematbench.search.answer import judged, line
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob

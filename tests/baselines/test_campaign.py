@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="cells are executed with torch")
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from tests.campaigns import campaign
 from tests.installed import needs
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.worlds.records.cell import cell_names
 from rematbench.worlds.records.suite import load_suite
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.published.bands import reserve_bytes
+from rematbench.evidence.bands import reserve_bytes
 from rematbench.search.arms import Arm, arms_of
 from rematbench.search.halves import in_one_process
 from rematbench.search.job import Asked, SearchJob

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from rematbench.cost.fit import is_fit, with_values
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.outcome import make_problem
-from rematbench.published.accuracy import MORE, SPEED, load_accuracy, members
-from rematbench.published.predict import predict_rows
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.accuracy import MORE, SPEED, load_accuracy, members
+from rematbench.evidence.fit import is_fit, with_values
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration

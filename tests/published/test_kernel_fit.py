@@ -11,11 +11,16 @@ import yaml
 
 from rematbench.costs.kernel_seconds import attention_share
 from rematbench.costs.operators.kernels import Attention
-from rematbench.published import kernel_attention
-from rematbench.published.kernel_attention import attention_fraction
-from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit
-from rematbench.published.kernel_rows import Match, attention_flop, measured, read_kernel_rows
-from rematbench.published.kernel_sources import (
+from rematbench.evidence.kernels import kernel_attention
+from rematbench.evidence.kernels.kernel_attention import attention_fraction
+from rematbench.evidence.kernels.kernel_fit import as_text, curve_table, fit_share, refit
+from rematbench.evidence.kernels.kernel_rows import (
+    Match,
+    attention_flop,
+    measured,
+    read_kernel_rows,
+)
+from rematbench.evidence.kernels.kernel_sources import (
     TOLERANCE,
     Array,
     KernelFitError,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.published.kernel_rows import (
+from rematbench.evidence.kernels.kernel_rows import (
     KernelRow,
     KernelRowError,
     Match,
@@ -14,7 +14,7 @@ from rematbench.published.kernel_rows import (
     parse_shape,
     read_kernel_rows,
 )
-from rematbench.published.kernel_sources import load_sources, unclaimed
+from rematbench.evidence.kernels.kernel_sources import load_sources, unclaimed
 from rematbench.spec.kernel_rates import SOURCES
 from rematbench.spec.paths import data_dir
 

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from rematbench.evidence.published.rows import RowError, read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plugins.discover import discover
-from rematbench.published.rows import RowError, read_case
-from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, names
 from rematbench.spec.paths import data_dir

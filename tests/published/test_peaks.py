@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from rematbench.published.predict import predict_case
-from rematbench.published.rows import read_case
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.predict import predict_case
+from rematbench.evidence.published.rows import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 

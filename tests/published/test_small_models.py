@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from rematbench.cli.sheet import predict
-from rematbench.cost.fit import is_fit
+from rematbench.evidence.accuracy import MORE, Accuracy, Group, Row, load_accuracy, members
+from rematbench.evidence.fit import is_fit
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.validate import validate
 from rematbench.host.table import write_sheet
-from rematbench.published.accuracy import MORE, Accuracy, Group, Row, load_accuracy, members
-from rematbench.published.predict import predict_rows
-from rematbench.published.sheets import read_sheet
-from rematbench.published.validate import validate
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

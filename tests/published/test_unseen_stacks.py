@@ -3,8 +3,8 @@
 from functools import cache
 from statistics import fmean
 
-from rematbench.published.predict import predict_rows
-from rematbench.published.sheets import Cell, read_sheet
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import Cell, read_sheet
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 

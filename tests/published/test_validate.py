@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
-from rematbench.published.accuracy import MORE, load_accuracy
-from rematbench.published.predict import predict_rows
-from rematbench.published.sheets import read_sheet
-from rematbench.published.validate import Report, validate
+from rematbench.evidence.accuracy import MORE, load_accuracy
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.validate import Report, validate
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 

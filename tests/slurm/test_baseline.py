@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from tests.campaigns import suite_text, tiny
 from tests.installed import needs
 from tests.slurm.conftest import Cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from tests.slurm.conftest import Cluster
 from tests.slurm.fragile import write_suite
 from tests.slurm.slow import leave_methods

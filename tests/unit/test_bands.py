@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.published.bands import (
+from rematbench.evidence.bands import (
     LEAST_SOURCES,
     LEVEL,
     bands_of,
@@ -19,8 +19,8 @@ from rematbench.published.bands import (
     shipped,
     speed_errors,
 )
-from rematbench.published.coverage import coverage, pooled, ratio_coverage
-from rematbench.published.evidence import Job, Known, covered, known_cells
+from rematbench.evidence.coverage import coverage, pooled, ratio_coverage
+from rematbench.evidence.job_evidence import Job, Known, covered, known_cells
 
 
 def job(**changes: Any) -> Job:

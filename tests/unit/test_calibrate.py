@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.cost.fit import PRIORS, fit_rows, with_values
-from rematbench.published.accuracy import SPEED, load_accuracy
-from rematbench.published.calibrate import StepModel, _lowered, _seconds, without_source
-from rematbench.published.left_out import (
+from rematbench.evidence.accuracy import SPEED, load_accuracy
+from rematbench.evidence.calibrate import StepModel, _lowered, _seconds, without_source
+from rematbench.evidence.fit import PRIORS, fit_rows, with_values
+from rematbench.evidence.left_out import (
     REFITTED,
     joined,
     left_out_errors,
@@ -16,9 +16,9 @@ from rematbench.published.left_out import (
     log_error,
     out_of_source,
 )
-from rematbench.published.predict import predict_rows
-from rematbench.published.rows import read_case
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.rows import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

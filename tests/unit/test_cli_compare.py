@@ -16,10 +16,10 @@ from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import Ranking, ShownTable, runnable
 from rematbench.costs.estimators import fujii_estimate
 from rematbench.evaluate.breakdown import PARTS
+from rematbench.evidence.published.closed_forms import closed_form
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plan import Plan, Unsupported
-from rematbench.published.closed_forms import closed_form
 from rematbench.published.rule80 import rule_table, scored_cells
-from rematbench.published.sheets import read_sheet
 from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods, plan_of
 from tests.typed import typed

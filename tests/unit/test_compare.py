@@ -27,9 +27,9 @@ from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
 from rematbench.evaluate.outcome import run_method
 from rematbench.evaluate.reserved import same_plan
+from rematbench.evidence.bands import Band
 from rematbench.host.workers import Pool
 from rematbench.problem import Problem
-from rematbench.published.bands import Band
 from rematbench.spec.layout import Layout
 from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods, make_problem

@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from rematbench.published.accuracy import Accuracy, regret, sweeps
-from rematbench.published.decisions import (
+from rematbench.evidence.accuracy import Accuracy, regret, sweeps
+from rematbench.evidence.decisions import (
     constant_mfu_regret,
     decisions,
     formula_share,
     rank_correlation,
     summary,
 )
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.validate import validate
 from rematbench.published.scores import decision_table, score_tables
-from rematbench.published.sheets import read_sheet
-from rematbench.published.validate import validate
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cost.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
+from rematbench.evidence.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
 from rematbench.spec.constants import (
     Calibration,
     FitRule,

@@ -14,9 +14,9 @@ from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.outcome import run_plan
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem
-from rematbench.published.sheets import read_sheet
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.published.bands import band_of
+from rematbench.evidence.bands import band_of
 from rematbench.spec.configfile import ConfigError, read_mapping
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import Kind, calibration, load_cluster, load_model, load_system, names

@@ -11,6 +11,9 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
+from rematbench.evidence.bands import ratio_band, reserve_bytes, shipped
+from rematbench.evidence.job_evidence import methods_of
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.matrix.best import (
     ANSWERED,
@@ -28,9 +31,6 @@ from rematbench.matrix.best import (
 from rematbench.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.matrix.tables import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
-from rematbench.published.bands import ratio_band, reserve_bytes, shipped
-from rematbench.published.evidence import methods_of
-from rematbench.published.sheets import read_sheet
 from rematbench.search.arms import arms_of
 from rematbench.search.shared import Shared
 from rematbench.search.trial import tried_plan

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.load import load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.system import System

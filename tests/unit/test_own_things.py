@@ -15,11 +15,11 @@ import rematbench
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.names import ACTIVATIONS
 from rematbench.evaluate.outcome import run_method
+from rematbench.evidence.predict import predict_rows
 from rematbench.host.table import write_sheet
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition
-from rematbench.published.predict import predict_rows
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model, load_system

@@ -8,11 +8,11 @@ import pytest
 
 from rematbench.cli.sheet import predict as predict_sheet
 from rematbench.cli.targets import read
+from rematbench.evidence.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
+from rematbench.evidence.published.rows import PublishedCase, RowError, read_case, recompute_method
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
-from rematbench.published.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
-from rematbench.published.rows import PublishedCase, RowError, read_case, recompute_method
-from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
@@ -119,7 +119,7 @@ def test_a_crash_inside_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None
     def crash(*_: object) -> None:
         raise RuntimeError("no\nluck")
 
-    monkeypatch.setattr("rematbench.published.predict.run_method", crash)
+    monkeypatch.setattr("rematbench.evidence.predict.run_method", crash)
     out = predict_case(case(), REGISTRY)
     assert (out["pred_status"], out["pred_reason"]) == ("failed", "RuntimeError: no luck")
 

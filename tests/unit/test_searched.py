@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from rematbench.cli.app import command_line
-from rematbench.published.rows import read_case
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.rows import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.search import questions
 from rematbench.search.against import asked_of
 from rematbench.search.halves import Progress, rounds

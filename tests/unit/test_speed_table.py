@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rematbench.cli.tables import speeds
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
-from rematbench.published.sheets import read_sheet
 from rematbench.tables.speed import speed_table
 from tests.campaigns import ROOT
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from rematbench.cli.app import command_line
 from rematbench.evaluate.assumptions import assumed
 from rematbench.evaluate.outcome import system_variant
+from rematbench.evidence.bands import band_of
+from rematbench.evidence.job_evidence import published_stack, unlike_shipped
 from rematbench.problem import Problem
-from rematbench.published.bands import band_of
-from rematbench.published.evidence import published_stack, unlike_shipped
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout

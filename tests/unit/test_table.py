@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from rematbench.cli.targets import rich_table
+from rematbench.evidence.published.sheets import all_cells, bundle_of, bundles, layouts, read_sheet
 from rematbench.host.table import Column, Printed, Table, gib, signed_percent, write_sheet
-from rematbench.published.sheets import all_cells, bundle_of, bundles, layouts, read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.suite import bundles as suite_bundles

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rematbench.cost.fit import is_fit
-from rematbench.published.accuracy import load_accuracy
-from rematbench.published.accuracy import sweeps as published_sweeps
-from rematbench.published.decisions import Decision
-from rematbench.published.evidence import Job, Known, known_cells
-from rematbench.published.left_out import left_out_by_source, left_out_errors, out_of_source
+from rematbench.evidence.accuracy import load_accuracy
+from rematbench.evidence.accuracy import sweeps as published_sweeps
+from rematbench.evidence.decisions import Decision
+from rematbench.evidence.fit import is_fit
+from rematbench.evidence.job_evidence import Job, Known, known_cells
+from rematbench.evidence.left_out import left_out_by_source, left_out_errors, out_of_source
 from rematbench.published.scores import out_of_source_means
 from rematbench.published.trust import ALL, NOTHING, evidence_table, regret_table
 from rematbench.spec.load import calibration

@@ -12,15 +12,13 @@ import yaml
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import predict
 from rematbench.cli.show import trust
-from rematbench.cost.fit import with_values
-from rematbench.host.console import CommandError
-from rematbench.host.table import write_sheet
-from rematbench.published.accuracy import SPEED, load_accuracy
-from rematbench.published.bands import band_of
-from rematbench.published.calibrate import SCALES, SLOW_HOST, leave_one_out, tangents
-from rematbench.published.left_out import LATE_STEP, slope_column
-from rematbench.published.predict import predict_rows
-from rematbench.published.protocol import (
+from rematbench.evidence.accuracy import SPEED, load_accuracy
+from rematbench.evidence.bands import band_of
+from rematbench.evidence.calibrate import SCALES, SLOW_HOST, leave_one_out, tangents
+from rematbench.evidence.fit import with_values
+from rematbench.evidence.left_out import LATE_STEP, slope_column
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.protocol import (
     COUNTS,
     band_after,
     band_of_rows,
@@ -28,8 +26,8 @@ from rematbench.published.protocol import (
     prior,
     stacks,
 )
-from rematbench.published.sheets import read_sheet
-from rematbench.published.user_fit import (
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.user_fit import (
     SPREADS,
     Array,
     MeasuredRows,
@@ -42,6 +40,8 @@ from rematbench.published.user_fit import (
     solved,
     suspects,
 )
+from rematbench.host.console import CommandError
+from rematbench.host.table import write_sheet
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_system
@@ -194,7 +194,7 @@ def test_tangents_out_of_source_are_those_of_the_constants_that_predicted(
     def refitted(rows: Any, *_: Any) -> Any:
         yield "vTrain", predict_rows(rows, processes=1, constants=blind), blind
 
-    monkeypatch.setattr("rematbench.published.calibrate.left_out_rows", refitted)
+    monkeypatch.setattr("rematbench.evidence.calibrate.left_out_rows", refitted)
     (line,) = leave_one_out({"runs.csv": [], "runs_more.csv": [asked]}, told, load_accuracy(), 1)
     assert float(line[slope_column("host")]) < 0.1 < tangents(asked, told)[slope_column("host")]
     assert float(line[LATE_STEP]) == pytest.approx(tangents(asked, blind)[LATE_STEP], abs=1e-3)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.published.accuracy import (
+from rematbench.evidence.accuracy import (
     LEAST_OOMS,
     Accuracy,
     Group,
@@ -16,9 +16,9 @@ from rematbench.published.accuracy import (
     load_accuracy,
     members,
 )
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.validate import by_source, validate
 from rematbench.published.scores import promise_table
-from rematbench.published.sheets import read_sheet
-from rematbench.published.validate import by_source, validate
 from rematbench.spec.constants import FitRule, ShapedBy
 from rematbench.spec.paths import data_dir
 from tests.problems import calibration

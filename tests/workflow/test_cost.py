@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.workflow import checkout, run, table, write
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.worlds.slurm.cells import CampaignSuite
 from tests.workflow.checkout import ROOT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from tests.slurm.local_slurm import TOOLS
 from tests.workflow.checkout import ROOT, Checkout
 

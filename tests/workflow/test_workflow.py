@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_sheet
 from tests.slurm.slow import leave_methods
 from tests.workflow.checkout import ROOT, Checkout
 

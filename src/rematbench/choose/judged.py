@@ -11,10 +11,10 @@ from rematbench.choose.entry import Compared, Entry
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.reserved import same_plan
+from rematbench.evidence.bands import Band, band_of, fits_word, ratio_band
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.spec.configfile import ConfigError, wrong_field
 from rematbench.worlds.packages.flags import Engines
 

@@ -14,9 +14,9 @@ from rematbench.choose.would_fit import would_fit
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.ranking import Ranking, ShownTable
 from rematbench.cli.targets import Json, need_file
+from rematbench.evidence.bands import shipped
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.published.bands import shipped
 from rematbench.tables.comparison_plot import FORMATS, write_plot
 from rematbench.worlds.packages.flags import Engines
 

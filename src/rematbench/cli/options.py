@@ -17,12 +17,12 @@ from typer import Argument, BadParameter, Option
 
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.outcome import make_problem
+from rematbench.evidence.bands import leaving_reserve
 from rematbench.host.console import GIB, CommandError
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.published.bands import leaving_reserve
 from rematbench.spec.problemspec import ProblemSpec, flag
 from rematbench.worlds.packages.process import baselines
 

@@ -11,12 +11,11 @@ from rich.console import Console
 
 from rematbench.cli.sheet import predicted
 from rematbench.cli.targets import read
-from rematbench.host.console import CommandError, console, grid, percent, plain
-from rematbench.published.accuracy import SPEED, ratio_error
-from rematbench.published.calibrate import SCALES, tangents
-from rematbench.published.left_out import PEAK
-from rematbench.published.protocol import COUNTS, band_after, band_of_rows, prior
-from rematbench.published.user_fit import (
+from rematbench.evidence.accuracy import SPEED, ratio_error
+from rematbench.evidence.calibrate import SCALES, tangents
+from rematbench.evidence.left_out import PEAK
+from rematbench.evidence.protocol import COUNTS, band_after, band_of_rows, prior
+from rematbench.evidence.user_fit import (
     Array,
     left_one_by_one,
     measured,
@@ -24,6 +23,7 @@ from rematbench.published.user_fit import (
     solved,
     suspects,
 )
+from rematbench.host.console import CommandError, console, grid, percent, plain
 from rematbench.spec.load import calibration, claim_of_row, load_system, located, names
 from rematbench.spec.system import Scales
 

@@ -21,6 +21,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.outcome import Outcome, run_method
 from rematbench.evaluate.perfetto import write_timeline
+from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.host.console import (
     CommandError,
     console,
@@ -33,7 +34,6 @@ from rematbench.host.console import (
     show_whole,
 )
 from rematbench.plan import Phase, Plan, Unsupported
-from rematbench.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.worlds.records.record import make_record, read_record, write_record
 from rematbench.worlds.records.reopen import Replay, replay, replay_plan
 

@@ -12,8 +12,8 @@ from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
 from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
+from rematbench.evidence.bands import Band, peak_band, ratio_band
 from rematbench.host.console import GIB, gib, percent, plain, rounded
-from rematbench.published.bands import Band, peak_band, ratio_band
 from rematbench.worlds.packages.flags import Engines
 
 WIDE = 150

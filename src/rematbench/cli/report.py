@@ -8,12 +8,12 @@ from typer import Argument, Option
 
 from rematbench import __version__
 from rematbench.cli.matrix import SUITE, declared, lines_of
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES, equal_terms
 from rematbench.matrix.verdicts import outcome
 from rematbench.plugins.discover import discover
-from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import require_known
 from rematbench.spec.load import calibration
 from rematbench.tables.expected import check, load_artifact

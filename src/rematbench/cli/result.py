@@ -9,7 +9,7 @@ from rematbench.choose.judged import run_band
 from rematbench.cli.options import Request
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.outcome import Outcome, Retries, retries
-from rematbench.published.bands import Band, fits_word
+from rematbench.evidence.bands import Band, fits_word
 
 
 class ShownRun(Struct, frozen=True, kw_only=True):

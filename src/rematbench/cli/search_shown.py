@@ -9,6 +9,7 @@ from rich.console import Console
 from rematbench import __version__
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.evaluate.assumptions import assumed
+from rematbench.evidence.bands import ratio_band
 from rematbench.host.console import (
     GIB,
     CommandError,
@@ -20,7 +21,6 @@ from rematbench.host.console import (
     rounded,
     show_whole,
 )
-from rematbench.published.bands import ratio_band
 from rematbench.search.answer import Found, difference, line, simplest
 from rematbench.search.halves import Progress
 from rematbench.search.job import SearchJob

@@ -10,12 +10,12 @@ from typer import Argument, Option
 from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.options import Within
 from rematbench.cli.targets import Output, need_file
+from rematbench.evidence.accuracy import SPEED
+from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, read_sheet
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import best_lines
-from rematbench.published.accuracy import SPEED
-from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet
 from rematbench.search.against import against
 from rematbench.search.spaces import load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps

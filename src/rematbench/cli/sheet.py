@@ -8,12 +8,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, read
+from rematbench.evidence.predict import COLUMNS, predict_rows
+from rematbench.evidence.published.rows import ASSUMED
+from rematbench.evidence.published.sheets import Cell
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
-from rematbench.published.predict import COLUMNS, predict_rows
-from rematbench.published.rows import ASSUMED
-from rematbench.published.sheets import Cell
 from rematbench.spec.configfile import closest
 from rematbench.spec.constants import Calibration
 from rematbench.spec.constants import instant_hosts as instant

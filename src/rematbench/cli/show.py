@@ -14,9 +14,9 @@ from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
 from rematbench.evaluate.outcome import Retries
 from rematbench.evaluate.proof import Proof
+from rematbench.evidence.bands import Band, peak_band
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.problem import Problem
-from rematbench.published.bands import Band, peak_band
 from rematbench.solve.memory_plan import FEW_TENSORS, placed
 
 HOST_SHARE = 0.01

@@ -21,19 +21,19 @@ from rematbench.cli.targets import (
     rich_table,
 )
 from rematbench.engine.lowering.lower import lower
+from rematbench.evidence.accuracy import load_accuracy
+from rematbench.evidence.left_out import left_out_errors, out_of_source
+from rematbench.evidence.published.sheets import TABLED, all_cells, bundles, read_sheet
+from rematbench.evidence.validate import validate as score
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import Column, Table, gib, write_sheet
 from rematbench.matrix.tables import matrix_tables as tables_of
 from rematbench.matrix.verdicts import judged, outcome
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.published.accuracy import load_accuracy
-from rematbench.published.left_out import left_out_errors, out_of_source
 from rematbench.published.paper import paper_tables
 from rematbench.published.rule80 import rule_table
 from rematbench.published.scores import score_tables
-from rematbench.published.sheets import TABLED, all_cells, bundles, read_sheet
-from rematbench.published.validate import validate as score
 from rematbench.runs.collect import measurement_lines, method_table, read_records, run_lines
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

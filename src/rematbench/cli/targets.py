@@ -9,15 +9,15 @@ from typing import Annotated
 from rich.table import Table as RichTable
 from typer import Argument, Option
 
-from rematbench.host.console import CommandError, grid, left, plain
-from rematbench.host.table import Table, repeats
-from rematbench.published.sheets import (
+from rematbench.evidence.published.sheets import (
     CONFIGURATION,
     SCORED,
     Sheet,
     check_numbers,
     read_sheet,
 )
+from rematbench.host.console import CommandError, grid, left, plain
+from rematbench.host.table import Table, repeats
 from rematbench.spec.configfile import ConfigError
 
 Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]

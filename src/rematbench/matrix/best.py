@@ -14,11 +14,11 @@ from msgspec import Struct, structs
 
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.programs import Programs
+from rematbench.evidence.accuracy import Row, number
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.published.accuracy import Row, number
 from rematbench.search.arms import Arm as MethodArm
 from rematbench.search.arms import arms_of, chooses
 from rematbench.search.frontier import Search

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rematbench.evaluate.breakdown import busiest
+from rematbench.evidence.accuracy import Row
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
 from rematbench.matrix.cell import ArmTried, Numbers, tried
 from rematbench.plugins.registry import Registry
-from rematbench.published.accuracy import Row
 from rematbench.search.shared import Shared
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 

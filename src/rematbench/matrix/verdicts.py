@@ -9,11 +9,11 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.evaluate.outcome import make_problem
+from rematbench.evidence.accuracy import number
+from rematbench.evidence.bands import Band, band_of, fits_word, ratio_band
 from rematbench.matrix.best import BEST, CELL, OPEN
 from rematbench.matrix.sweep import LAYOUT
 from rematbench.problem import Problem
-from rematbench.published.accuracy import number
-from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 Line = dict[str, Any]

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.outcome import make_problem
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir

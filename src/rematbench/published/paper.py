@@ -3,9 +3,15 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rematbench.evidence.accuracy import number
+from rematbench.evidence.published.sheets import (
+    LAYOUTS,
+    LEDGER_ALPHA,
+    PAPER_ALPHA,
+    PUBLISHED,
+    WATERFALL,
+)
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.published.accuracy import number
-from rematbench.published.sheets import LAYOUTS, LEDGER_ALPHA, PAPER_ALPHA, PUBLISHED, WATERFALL
 
 Row = Mapping[str, Any]
 Line = dict[str, Any]

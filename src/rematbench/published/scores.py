@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.published.accuracy import (
+from rematbench.evidence.accuracy import (
     LEAST_OOMS,
     Accuracy,
     Row,
@@ -16,14 +15,15 @@ from rematbench.published.accuracy import (
     ratio_error,
     split_of,
 )
-from rematbench.published.bands import LEVEL, peak_band, ratio_band, ratio_errors, speed_errors
-from rematbench.published.coverage import coverage, pooled, ratio_coverage, shipped_coverage
-from rematbench.published.decisions import Decision, decisions, mean_lines
-from rematbench.published.evidence import Known, known_cells
-from rematbench.published.left_out import left_out_by_source
-from rematbench.published.protocol import calibrated_table
+from rematbench.evidence.bands import LEVEL, peak_band, ratio_band, ratio_errors, speed_errors
+from rematbench.evidence.coverage import coverage, pooled, ratio_coverage, shipped_coverage
+from rematbench.evidence.decisions import Decision, decisions, mean_lines
+from rematbench.evidence.job_evidence import Known, known_cells
+from rematbench.evidence.left_out import left_out_by_source
+from rematbench.evidence.protocol import calibrated_table
+from rematbench.evidence.validate import Report, Verdicts
+from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.published.trust import evidence_table, regret_table
-from rematbench.published.validate import Report, Verdicts
 from rematbench.spec.constants import Calibration
 from rematbench.spec.kernel_rates import fitted_parameters
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from rematbench.evidence.bands import LEVEL, Errors, bands_of, by_source, quantile
+from rematbench.evidence.decisions import Decision, mean_lines, summary
+from rematbench.evidence.job_evidence import Known, covered
 from rematbench.host.table import Column, Table, percent, whole
-from rematbench.published.bands import LEVEL, Errors, bands_of, by_source, quantile
-from rematbench.published.decisions import Decision, mean_lines, summary
-from rematbench.published.evidence import Known, covered
 
 NOTHING, ALL = "nothing", "all rows"
 KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)

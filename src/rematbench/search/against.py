@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
 from rematbench.evaluate.outcome import run_method
+from rematbench.evidence.accuracy import Row
+from rematbench.evidence.predict import method_of
+from rematbench.evidence.published.rows import PublishedCase, RowError, read_case, text
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.published.accuracy import Row
-from rematbench.published.predict import method_of
-from rematbench.published.rows import PublishedCase, RowError, read_case, text
 from rematbench.search.answer import judged, line
 from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked, SearchJob

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import PARTS, losses, parts_of
 from rematbench.evaluate.job import WORDS, Job
+from rematbench.evidence.bands import Band, band_of, fits_word, ratio_band
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
-from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice, partitions
 from rematbench.search.trial import Tried, tried_plan

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import load_compare
 from rematbench.evaluate.outcome import hosting, make_problem
 from rematbench.evaluate.programs import Programs
+from rematbench.evidence.bands import leaving_reserve
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.published.bands import leaving_reserve
 from rematbench.search.arms import Arm, Single, singles
 from rematbench.search.cut import key
 from rematbench.search.fits import AnyFit

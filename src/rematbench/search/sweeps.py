@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rematbench.evidence.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
+from rematbench.evidence.bands import reserve_bytes
+from rematbench.evidence.published.rows import RowError, read_case
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.published.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
-from rematbench.published.bands import reserve_bytes
-from rematbench.published.rows import RowError, read_case
 from rematbench.search.against import asked_of
 from rematbench.search.answer import best_line
 from rematbench.search.halves import MINUTE, rounds

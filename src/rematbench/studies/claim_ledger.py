@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rematbench.evaluate.outcome import Status
+from rematbench.evidence.accuracy import number
+from rematbench.evidence.published.sheets import LAYOUTS, PUBLISHED
 from rematbench.host.table import Column, Table, signed_percent
 from rematbench.plugins.discover import discover
-from rematbench.published.accuracy import number
 from rematbench.published.rule80 import scored_cells
-from rematbench.published.sheets import LAYOUTS, PUBLISHED
 from rematbench.studies.answers import Number, StudyAnswer
 from rematbench.studies.claims import (
     Claim,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rematbench.evidence.kernels.kernel_bytes import seconds as bytes_seconds
+from rematbench.evidence.kernels.kernel_rows import KernelRow, measured, read_kernel_rows
+from rematbench.evidence.kernels.kernel_sources import Sources, load_sources
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.published.kernel_bytes import seconds as bytes_seconds
-from rematbench.published.kernel_rows import KernelRow, measured, read_kernel_rows
-from rematbench.published.kernel_sources import Sources, load_sources
 from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds

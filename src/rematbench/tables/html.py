@@ -6,10 +6,10 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import GIB, LONG, Printed, repeats
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
-from rematbench.published.sheets import read_sheet
 from rematbench.tables.page import Page
 
 Row = Mapping[str, str]

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from rematbench.evidence.accuracy import LEAST_OOMS
+from rematbench.evidence.bands import LEVEL
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import Printed
-from rematbench.published.accuracy import LEAST_OOMS
-from rematbench.published.bands import LEVEL
-from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rematbench.evaluate.job import WORDS
+from rematbench.evidence.accuracy import Row, number
 from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
-from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated
 from rematbench.search.space import DEGREES
 

@@ -16,12 +16,12 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from rematbench.evaluate.outcome import Variant, system_variant
+from rematbench.evidence.accuracy import LAYOUT, SWEEP, Row, number
+from rematbench.evidence.left_out import log_error, out_of_source
+from rematbench.evidence.published.sheets import bundle_of
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
-from rematbench.published.accuracy import LAYOUT, SWEEP, Row, number
-from rematbench.published.left_out import log_error, out_of_source
-from rematbench.published.sheets import bundle_of
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.load import claim_of_row, load_cluster, load_system, names

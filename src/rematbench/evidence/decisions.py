@@ -17,12 +17,12 @@ from rematbench.costs.estimators import (
     korthikanti_activation_bytes,
 )
 from rematbench.costs.states import state_bytes
+from rematbench.evidence.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
+from rematbench.evidence.published.closed_forms import fujii_refusal
+from rematbench.evidence.published.rows import RowError, read_case
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem, rank_parameters
-from rematbench.published.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
-from rematbench.published.closed_forms import fujii_refusal
-from rematbench.published.rows import RowError, read_case
 from rematbench.spec.configfile import ConfigError
 
 RECOMPUTED: dict[str, Recomputation] = {

@@ -11,7 +11,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from rematbench.published.accuracy import (
+from rematbench.evidence.accuracy import (
     SPEED,
     Accuracy,
     Row,
@@ -21,7 +21,7 @@ from rematbench.published.accuracy import (
     number,
     split_of,
 )
-from rematbench.published.sheets import Cell, read_sheet
+from rematbench.evidence.published.sheets import Cell, read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration
 from rematbench.spec.paths import data_dir

@@ -19,10 +19,10 @@ from itertools import combinations
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.evidence.accuracy import Row
+from rematbench.evidence.job_evidence import Job, Known, Range, covered, job_of, known_cells
+from rematbench.evidence.left_out import PEAK, log_error, out_of_source
 from rematbench.problem import Problem
-from rematbench.published.accuracy import Row
-from rematbench.published.evidence import Job, Known, Range, covered, job_of, known_cells
-from rematbench.published.left_out import PEAK, log_error, out_of_source
 
 LEVEL = 0.8
 """Share of published rows that a band promises to hold."""

@@ -11,8 +11,15 @@ import msgspec
 import numpy as np
 
 from rematbench.costs.kernel_seconds import attention_share, head_dim_factor
-from rematbench.published.kernel_rows import PASSES, KernelRow, measured
-from rematbench.published.kernel_sources import Array, Rows, Sources, evidence, rounded, solve
+from rematbench.evidence.kernels.kernel_rows import PASSES, KernelRow, measured
+from rematbench.evidence.kernels.kernel_sources import (
+    Array,
+    Rows,
+    Sources,
+    evidence,
+    rounded,
+    solve,
+)
 from rematbench.spec.kernel_rates import (
     REFERENCE_HEAD_DIM,
     AttentionPass,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, zip_longest
 from pathlib import Path
 
+from rematbench.evidence.published.rows import RowError, recompute_method, text, whole
 from rematbench.plugins.registry import Registry
-from rematbench.published.rows import RowError, recompute_method, text, whole
 from rematbench.spec.configfile import ConfigError, require_unique
 
 Cell = dict[str, str]

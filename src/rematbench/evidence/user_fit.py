@@ -7,7 +7,7 @@ one at a slow host, with S the slopes d ln(step) / d ln(scale).  With e = ln(pre
 speed) the log scales are the MAP of e = max(b + S theta) + noise, theta ~ N(0, spreads^2).  For
 fixed active tangents the MAP is a ridge regression in closed form (Hoerl and Kennard 1970), which
 is repeated until the active tangents no longer change, from one start for each tangent.  The
-spreads are the prior spreads of the same kinds of constants in a refit (cost/fit.py).  The noise is
+spreads are the prior spreads of the same kinds of constants in a refit (evidence/fit.py).  The noise is
 learnt from published stacks, each of the same weight, by expectation maximisation.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.cost.fit import PRIORS, ROW_SPREAD
+from rematbench.evidence.accuracy import SPEED, Row, number
+from rematbench.evidence.calibrate import SCALES, SLOW_HOST
+from rematbench.evidence.fit import PRIORS, ROW_SPREAD
+from rematbench.evidence.left_out import LATE_STEP, log_error, slope_column
+from rematbench.evidence.published.rows import read_case
 from rematbench.plugins.discover import discover
-from rematbench.published.accuracy import SPEED, Row, number
-from rematbench.published.calibrate import SCALES, SLOW_HOST
-from rematbench.published.left_out import LATE_STEP, log_error, slope_column
-from rematbench.published.rows import read_case
 
 Array: TypeAlias = NDArray[np.float64]
 

@@ -15,7 +15,12 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
-from rematbench.cost.fit import (
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.evidence.accuracy import SPEED, Accuracy
+from rematbench.evidence.fit import (
     PRIORS,
     Concerns,
     FitReport,
@@ -27,16 +32,7 @@ from rematbench.cost.fit import (
     value_of,
     with_values,
 )
-from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.program import Program
-from rematbench.engine.simulate.max_plus import simulate_chunks
-from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.host.workers import collect_rarely
-from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
-from rematbench.problem import Problem
-from rematbench.published.accuracy import SPEED, Accuracy
-from rematbench.published.left_out import (
+from rematbench.evidence.left_out import (
     LATE_STEP,
     REFITTED,
     SHEETS,
@@ -44,9 +40,13 @@ from rematbench.published.left_out import (
     line_of,
     slope_column,
 )
-from rematbench.published.predict import predict_rows, run_case
-from rematbench.published.rows import PublishedCase, read_case
-from rematbench.published.sheets import Cell
+from rematbench.evidence.predict import predict_rows, run_case
+from rematbench.evidence.published.rows import PublishedCase, read_case
+from rematbench.evidence.published.sheets import Cell
+from rematbench.host.workers import collect_rarely
+from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
+from rematbench.problem import Problem
 from rematbench.spec.constants import Calibration
 from rematbench.spec.load import load_cluster, load_system
 

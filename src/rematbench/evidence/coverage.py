@@ -10,8 +10,8 @@ from statistics import fmean, median
 
 from msgspec import Struct
 
-from rematbench.published.accuracy import SPEED, Row, number
-from rematbench.published.bands import (
+from rematbench.evidence.accuracy import SPEED, Row, number
+from rematbench.evidence.bands import (
     Errors,
     bands_of,
     by_source,
@@ -19,8 +19,8 @@ from rematbench.published.bands import (
     quantile,
     ratio_errors,
 )
-from rematbench.published.evidence import Known
-from rematbench.published.left_out import log_error
+from rematbench.evidence.job_evidence import Known
+from rematbench.evidence.left_out import log_error
 
 
 class Coverage(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.published.kernel_rows import KernelRow, Match
+from rematbench.evidence.kernels.kernel_rows import KernelRow, Match
 from rematbench.spec.kernel_rates import Evidence, Outlier
 
 Array: TypeAlias = NDArray[np.float64]

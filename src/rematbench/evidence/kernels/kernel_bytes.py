@@ -11,8 +11,13 @@ import msgspec
 import numpy as np
 
 from rematbench.costs.kernel_seconds import bytes_s, gemm_s, unfused_attention_s
-from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
-from rematbench.published.kernel_sources import (
+from rematbench.evidence.kernels.kernel_rows import (
+    KernelRow,
+    KernelRowError,
+    attention_flop,
+    measured,
+)
+from rematbench.evidence.kernels.kernel_sources import (
     Array,
     ByteRows,
     KernelFitError,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.published.accuracy import (
+from rematbench.evidence.accuracy import (
     MORE,
     OVER_ERRORS,
     OVER_ROWS,
@@ -23,7 +23,7 @@ from rematbench.published.accuracy import (
     split_of,
     statistic,
 )
-from rematbench.published.bands import fits_word
+from rematbench.evidence.bands import fits_word
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration, FitRule
 from rematbench.spec.load import load_cluster, load_system

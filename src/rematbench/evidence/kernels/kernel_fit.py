@@ -1,6 +1,6 @@
 """Refit config/kernels/ from results/published/kernels.csv: GEMM, shares of rates, and the files.
 
-`python -m rematbench.published.kernel_fit` writes the files and prints which files changed; a test
+`python -m rematbench.evidence.kernels.kernel_fit` writes the files and prints which files changed; a test
 compares the committed files with a refit.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import yaml
 
 from rematbench.costs.kernel_seconds import gemm_share
-from rematbench.published.kernel_attention import fit_attention, fit_half_waves
-from rematbench.published.kernel_bytes import fit_operators
-from rematbench.published.kernel_rows import KernelRow, Match, measured, read_kernel_rows
-from rematbench.published.kernel_sources import (
+from rematbench.evidence.kernels.kernel_attention import fit_attention, fit_half_waves
+from rematbench.evidence.kernels.kernel_bytes import fit_operators
+from rematbench.evidence.kernels.kernel_rows import KernelRow, Match, measured, read_kernel_rows
+from rematbench.evidence.kernels.kernel_sources import (
     Array,
     KernelFitError,
     Rows,
@@ -47,7 +47,7 @@ TILE_ROWS, TILE_COLUMNS = 128.0, 256.0
 TILE_SOURCE = "tiles: 128 x 256 of cuBLAS and CUTLASS, NVIDIA DU-09798"
 NEAR = 0.03
 """Logarithmic deviation at which a GEMM row's weight starts to fall (soft L1)."""
-HEADER = """# Written by `python -m rematbench.published.kernel_fit` from sources.yaml and
+HEADER = """# Written by `python -m rematbench.evidence.kernels.kernel_fit` from sources.yaml and
 # results/published/kernels.csv: `fitted` names what was fitted to those rows, `source` says where
 # the rest is from.  Outliers: rows further than 10 % off, by line of kernels.csv.
 """

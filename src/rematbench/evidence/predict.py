@@ -13,13 +13,13 @@ from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.outcome import Outcome, run_method
+from rematbench.evidence.bands import band_of
+from rematbench.evidence.published.rows import PublishedCase, Row, RowError, read_case
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
-from rematbench.published.bands import band_of
-from rematbench.published.rows import PublishedCase, Row, RowError, read_case
 from rematbench.spec.constants import Calibration
 
 COLUMNS = (

@@ -13,13 +13,11 @@ import numpy as np
 from msgspec import Struct
 
 from rematbench.costs.flops import model_flop_per_token
-from rematbench.host.table import Column, Table, percent, whole
-from rematbench.plugins.discover import discover
-from rematbench.published.accuracy import SPEED, Row, number
-from rematbench.published.bands import own_quantile, quantile
-from rematbench.published.left_out import out_of_source
-from rematbench.published.rows import read_case
-from rematbench.published.user_fit import (
+from rematbench.evidence.accuracy import SPEED, Row, number
+from rematbench.evidence.bands import own_quantile, quantile
+from rematbench.evidence.left_out import out_of_source
+from rematbench.evidence.published.rows import read_case
+from rematbench.evidence.user_fit import (
     Array,
     MeasuredRows,
     ScalePrior,
@@ -29,7 +27,9 @@ from rematbench.published.user_fit import (
     mean_error,
     solved,
 )
-from rematbench.published.user_fit import measured as of_rows
+from rematbench.evidence.user_fit import measured as of_rows
+from rematbench.host.table import Column, Table, percent, whole
+from rematbench.plugins.discover import discover
 
 COUNTS = (1, 3, 5)
 DRAWS = 20

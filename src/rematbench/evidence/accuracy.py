@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from rematbench.cost.fit import is_fit, matches
+from rematbench.evidence.fit import is_fit, matches
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration, FitRule
 from rematbench.spec.paths import data_dir

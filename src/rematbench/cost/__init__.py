@@ -1,1 +1,0 @@
-"""Costs in seconds and bytes: the only arithmetic on FLOPs and link rates in the project."""

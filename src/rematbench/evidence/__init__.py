@@ -1,0 +1,1 @@
+"""Published rows, the constants fitted to them, errors and bands."""

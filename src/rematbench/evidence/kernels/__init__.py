@@ -1,0 +1,1 @@
+"""Kernel rates refitted from published tables."""

@@ -1,0 +1,1 @@
+"""Published cells as problems and methods."""
