@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.plan import Plan
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import Choice
 from rematbench.spec.problemspec import ProblemSpec
 
 SEED, LAYOUTS, SHOWN = 7, 6, 6

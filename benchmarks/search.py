@@ -26,17 +26,17 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
+from rematbench.advise.search.arms import KEEP, Arm
+from rematbench.advise.search.bounds import Bounds
+from rematbench.advise.search.cut import key
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.probe import Probe
+from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
 from rematbench.cli.matrix import declared
 from rematbench.matrix.best import WITHIN, Line, Task, Worker
-from rematbench.search.arms import KEEP, Arm
-from rematbench.search.bounds import Bounds
-from rematbench.search.cut import key
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.probe import Probe
-from rematbench.search.shard import Shard
-from rematbench.search.space import Choice
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 

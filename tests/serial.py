@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from rematbench.choose.bench import Bench, Task
-from rematbench.choose.candidates import load_compare
-from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Compared, Entry
+from rematbench.advise.compare.bench import Bench, Task
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.entry import Compared, Entry
 from rematbench.problem import Problem
 
 

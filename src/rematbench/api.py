@@ -11,19 +11,19 @@ from pathlib import Path
 import pandas as pd
 from msgspec import Struct
 
-from rematbench.choose.candidates import load_compare
-from rematbench.choose.compare import Comparing
-from rematbench.choose.judged import Order, judge, lines, run_band
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.judged import Order, judge, lines, run_band
+from rematbench.advise.search.answer import judged, line
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.outcome import Outcome, make_problem, run_method
 from rematbench.evidence.bands import Band, leaving_reserve
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
-from rematbench.search.answer import judged, line
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import Fixed
 from rematbench.spec.configfile import ConfigError, convert
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import Engines

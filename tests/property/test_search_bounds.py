@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import pytest
 
+from rematbench.advise.search.arms import KEEP, Arm, Single
+from rematbench.advise.search.bounds import Bounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.probe import Probe, Refused
+from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.space import Choice, Fixed
+from rematbench.advise.search.tree import Tree
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.plan import PlanError, Unsupported
-from rematbench.search.arms import KEEP, Arm, Single
-from rematbench.search.bounds import Bounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.probe import Probe, Refused
-from rematbench.search.shard import Shard
-from rematbench.search.space import Choice, Fixed
-from rematbench.search.tree import Tree
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import (
+from rematbench.advise.compare.candidates import (
     KINDS,
     Candidate,
     Made,

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from rematbench.choose.candidates import load_compare
-from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Compared
-from rematbench.choose.judged import Judged, judge
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.entry import Compared
+from rematbench.advise.compare.judged import Judged, judge
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import Ranking, ShownTable, runnable
 from rematbench.costs.estimators import fujii_estimate

@@ -12,12 +12,12 @@ import pytest
 from typer import BadParameter
 from typer.testing import CliRunner
 
+from rematbench.advise.search import questions
+from rematbench.advise.search.halves import Progress
+from rematbench.advise.search.job import Asked
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
-from rematbench.search import questions
-from rematbench.search.halves import Progress
-from rematbench.search.job import Asked
 from rematbench.spec.paths import data_dir
 
 RUN = CliRunner()

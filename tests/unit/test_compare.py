@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.bench import Bench
-from rematbench.choose.candidates import (
+from rematbench.advise.compare.bench import Bench
+from rematbench.advise.compare.candidates import (
     Candidate,
     CompareConfig,
     load_compare,
 )
-from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Compared, Entry
-from rematbench.choose.judged import Judged, tied
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.entry import Compared, Entry
+from rematbench.advise.compare.judged import Judged, tied
 from rematbench.cli.options import Request
 from rematbench.cli.ranking import ShownTable, safest, texts, verdict
 from rematbench.engine.lowering.lower import lower

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.search.probe import Prober
 from rematbench.costs.collectives import network_bytes
 from rematbench.costs.copies import ALONE, Crowd, crowded_bytes_per_s
 from rematbench.engine.lowering.lower import lower
@@ -15,7 +16,6 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
-from rematbench.search.probe import Prober
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system

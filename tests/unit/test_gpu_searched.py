@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked
 from rematbench.cli.gpu import searched_plans
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan
 from rematbench.runs.gpu_lines import Searched, Turn, append_line, read_lines
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu_runtime import checks_table

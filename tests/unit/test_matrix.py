@@ -10,6 +10,9 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from rematbench.advise.search.arms import arms_of
+from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.trial import tried_plan
 from rematbench.cli.app import command_line
 from rematbench.evidence.bands import ratio_band, reserve_bytes, shipped
 from rematbench.evidence.job_evidence import methods_of
@@ -31,9 +34,6 @@ from rematbench.matrix.best import (
 from rematbench.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.matrix.tables import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
-from rematbench.search.arms import arms_of
-from rematbench.search.shared import Shared
-from rematbench.search.trial import tried_plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.studies.front import pareto_table

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rematbench.choose.candidates import load_compare
-from rematbench.choose.compare import Comparing
-from rematbench.choose.judged import Order, judge, lines
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.judged import Order, judge, lines
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, ShownTable, kept
 from rematbench.evaluate.job import Job

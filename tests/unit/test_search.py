@@ -10,18 +10,18 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from rematbench.advise.search import answer, questions
+from rematbench.advise.search.events import Turns, in_order
+from rematbench.advise.search.frontier import SHOWN
+from rematbench.advise.search.halves import Progress, distinct, rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.space import Choice, Fixed, partitions
+from rematbench.advise.search.trial import Tried, tried_plan
 from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
-from rematbench.search import answer, questions
-from rematbench.search.events import Turns, in_order
-from rematbench.search.frontier import SHOWN
-from rematbench.search.halves import Progress, distinct, rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import Choice, Fixed, partitions
-from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import Engines
@@ -141,13 +141,13 @@ def test_processes_share_the_work_and_find_the_same() -> None:
 def test_after_the_proof_few_rounds_look_for_more_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand plans are not there, and the rounds after the proof are counted."""
     one = replace(asked(), within=0.5)
-    monkeypatch.setattr("rematbench.search.halves.WORK", 20)
+    monkeypatch.setattr("rematbench.advise.search.halves.WORK", 20)
 
     def proved() -> int:
         return sum(at.gap <= one.within for at in rounds(one, shown=1000, processes=1))
 
     for later in (1, 3):
-        monkeypatch.setattr("rematbench.search.halves.LATER", later)
+        monkeypatch.setattr("rematbench.advise.search.halves.LATER", later)
         assert proved() == later + 1
 
 

@@ -12,26 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rematbench.advise.search import walk
+from rematbench.advise.search.arms import Arm, Single
+from rematbench.advise.search.bounds import Bounds
+from rematbench.advise.search.contention import least_crowd, stages
+from rematbench.advise.search.events import NONE, Copies, Turns, events, shortened
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.passes import behind_embedding, further
+from rematbench.advise.search.probe import Probe, Prober, Refused
+from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.small import Measured
+from rematbench.advise.search.space import Fixed
+from rematbench.advise.search.trial import planned_at
+from rematbench.advise.search.walk import Beside, Pieces, Rules, walked, walked_beside
 from rematbench.costs.copies import ALONE, Crowd
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.evaluate.programs import Programs
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
-from rematbench.search import walk
-from rematbench.search.arms import Arm, Single
-from rematbench.search.bounds import Bounds
-from rematbench.search.contention import least_crowd, stages
-from rematbench.search.events import NONE, Copies, Turns, events, shortened
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.passes import behind_embedding, further
-from rematbench.search.probe import Probe, Prober, Refused
-from rematbench.search.shard import Shard
-from rematbench.search.shared import Shared
-from rematbench.search.small import Measured
-from rematbench.search.space import Fixed
-from rematbench.search.trial import planned_at
-from rematbench.search.walk import Beside, Pieces, Rules, walked, walked_beside
 from rematbench.spec.problemspec import ProblemSpec
 
 

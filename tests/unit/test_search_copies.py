@@ -7,6 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from rematbench.advise.search import trial
+from rematbench.advise.search.arms import Arm, Scalar, Single
+from rematbench.advise.search.bounds import Bounds
+from rematbench.advise.search.events import FETCH, FREE, Copies, Turns, events
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.pinned import Pinned
+from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.space import Choice, Fixed
+from rematbench.advise.search.trial import planned_at
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate import outcome
@@ -14,16 +24,6 @@ from rematbench.evaluate.programs import Programs
 from rematbench.evaluate.reserved import Lowered
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
-from rematbench.search import trial
-from rematbench.search.arms import Arm, Scalar, Single
-from rematbench.search.bounds import Bounds
-from rematbench.search.events import FETCH, FREE, Copies, Turns, events
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.pinned import Pinned
-from rematbench.search.shard import Shard
-from rematbench.search.shared import Shared
-from rematbench.search.space import Choice, Fixed
-from rematbench.search.trial import planned_at
 from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
 

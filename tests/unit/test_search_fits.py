@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.advise.search import questions, trial
+from rematbench.advise.search.arms import Arm
+from rematbench.advise.search.fits import leaner
+from rematbench.advise.search.frontier import Search
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.least import LeastBytes
+from rematbench.advise.search.space import Fixed
+from rematbench.advise.search.trial import Tried, planned_at
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.reserved import Reserved, weighed
-from rematbench.search import questions, trial
-from rematbench.search.arms import Arm
-from rematbench.search.fits import leaner
-from rematbench.search.frontier import Search
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.least import LeastBytes
-from rematbench.search.space import Fixed
-from rematbench.search.trial import Tried, planned_at
 from rematbench.spec.problemspec import ProblemSpec
 
 GIB = 2**30

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.search import frontier
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.queue import Queue
-from rematbench.search.space import Choice, Fixed
+from rematbench.advise.search import frontier
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.queue import Queue
+from rematbench.advise.search.space import Choice, Fixed
 from rematbench.spec.problemspec import ProblemSpec
 
 GIB = 2**30

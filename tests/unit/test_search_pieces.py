@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.search.arms import KEEP, Arm
-from rematbench.search.follow import Follow
-from rematbench.search.frontier import Search
-from rematbench.search.job import SearchJob
-from rematbench.search.least import LeastBytes
-from rematbench.search.place import Item, Place
-from rematbench.search.probe import Floor
-from rematbench.search.shard import Shard
-from rematbench.search.space import Fixed
-from rematbench.search.trial import tried_plan
+from rematbench.advise.search.arms import KEEP, Arm
+from rematbench.advise.search.follow import Follow
+from rematbench.advise.search.frontier import Search
+from rematbench.advise.search.job import SearchJob
+from rematbench.advise.search.least import LeastBytes
+from rematbench.advise.search.place import Item, Place
+from rematbench.advise.search.probe import Floor
+from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.space import Fixed
+from rematbench.advise.search.trial import tried_plan
 from tests.unit.test_search_fits import GIB, asked, everything
 
 

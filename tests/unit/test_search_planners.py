@@ -9,14 +9,14 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.planners import MOST_LAYOUTS, Planned, solved
+from rematbench.advise.search.space import Fixed
+from rematbench.advise.search.trial import Tried
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.plugins.registry import MethodError
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.planners import MOST_LAYOUTS, Planned, solved
-from rematbench.search.space import Fixed
-from rematbench.search.trial import Tried
 from rematbench.spec.problemspec import ProblemSpec
 
 RUN = CliRunner()

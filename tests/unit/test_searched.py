@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
+from rematbench.advise.search import questions
+from rematbench.advise.search.halves import Progress, rounds
+from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.rows import read_case
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.search import questions
 from rematbench.search.against import asked_of
-from rematbench.search.halves import Progress, rounds
-from rematbench.search.job import Asked, SearchJob
 from rematbench.search.spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
 from rematbench.spec.cluster import Cluster

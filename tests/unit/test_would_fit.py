@@ -5,10 +5,10 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from rematbench.choose.bench import Bench
-from rematbench.choose.candidates import Candidate
-from rematbench.choose.entry import Entry
-from rematbench.choose.would_fit import GIB, MIB, STEP_BYTES, would_fit
+from rematbench.advise.compare.bench import Bench
+from rematbench.advise.compare.candidates import Candidate
+from rematbench.advise.compare.entry import Entry
+from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
 from rematbench.evaluate.outcome import run_plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout

@@ -75,7 +75,10 @@ WORKFLOW = (
 """Commands that Snakemake rules, `./bench` and Slurm jobs call, and `examples`, which the help's
 last lines name.  Only --help-all lists them."""
 GROUP = "baseline"
-WORKERS = {"compare": "rematbench.choose.bench", "search": "rematbench.search.halves"}
+WORKERS = {
+    "compare": "rematbench.advise.compare.bench",
+    "search": "rematbench.advise.search.halves",
+}
 """Modules that a command's worker processes import; this import starts before the command."""
 
 

@@ -7,10 +7,10 @@ import msgspec
 import typer
 from typer import Option
 
-from rematbench.choose.candidates import load_compare
-from rematbench.choose.compare import Comparing
-from rematbench.choose.judged import Order, judge, lines
-from rematbench.choose.would_fit import would_fit
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.judged import Order, judge, lines
+from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.ranking import Ranking, ShownTable
 from rematbench.cli.targets import Json, need_file

@@ -8,10 +8,8 @@ from msgspec import Struct
 from rich.console import Console
 from typer import Exit
 
-from rematbench.cli.search_shown import where
-from rematbench.host.console import GIB, CommandError, grid, plain
-from rematbench.search.job import Asked
-from rematbench.search.questions import (
+from rematbench.advise.search.job import Asked
+from rematbench.advise.search.questions import (
     Answer,
     Question,
     fewest_gpus,
@@ -20,7 +18,9 @@ from rematbench.search.questions import (
     longest_context,
     prices,
 )
-from rematbench.search.trial import Tried
+from rematbench.advise.search.trial import Tried
+from rematbench.cli.search_shown import where
+from rematbench.host.console import GIB, CommandError, grid, plain
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 

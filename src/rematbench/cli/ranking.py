@@ -8,8 +8,8 @@ from rich.console import Console, ConsoleDimensions, JustifyMethod
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.entry import Compared, Entry
-from rematbench.choose.judged import Judged, Order
+from rematbench.advise.compare.entry import Compared, Entry
+from rematbench.advise.compare.judged import Judged, Order
 from rematbench.cli.options import Request
 from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
 from rematbench.evidence.bands import Band, peak_band, ratio_band

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from rematbench.choose.judged import run_band
+from rematbench.advise.compare.judged import run_band
 from rematbench.cli.options import Request
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.outcome import Outcome, Retries, retries

@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from rematbench.advise.search.halves import Progress, rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.space import Fixed
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS, Within, percents
@@ -17,9 +20,6 @@ from rematbench.cli.search_told import Told
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.search.halves import Progress, rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import Fixed
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import AttentionChoice, Home
 from rematbench.workload import Precision

@@ -7,6 +7,11 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
+from rematbench.advise.search.answer import Found, difference, line, simplest
+from rematbench.advise.search.halves import Progress
+from rematbench.advise.search.job import SearchJob
+from rematbench.advise.search.planners import Planned
+from rematbench.advise.search.space import DEGREES, Choice
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.evaluate.assumptions import assumed
 from rematbench.evidence.bands import ratio_band
@@ -21,11 +26,6 @@ from rematbench.host.console import (
     rounded,
     show_whole,
 )
-from rematbench.search.answer import Found, difference, line, simplest
-from rematbench.search.halves import Progress
-from rematbench.search.job import SearchJob
-from rematbench.search.planners import Planned
-from rematbench.search.space import DEGREES, Choice
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),

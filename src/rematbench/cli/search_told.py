@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from rematbench.advise.search.answer import Found, judged, line, with_engines
+from rematbench.advise.search.halves import Progress
+from rematbench.advise.search.job import SearchJob
+from rematbench.advise.search.planners import solved
+from rematbench.advise.search.questions import would_fit
 from rematbench.cli.inverse import told
 from rematbench.cli.search_shown import assumed_of, notes, planner_line, show_plans
 from rematbench.host.console import plain
-from rematbench.search.answer import Found, judged, line, with_engines
-from rematbench.search.halves import Progress
-from rematbench.search.job import SearchJob
-from rematbench.search.planners import solved
-from rematbench.search.questions import would_fit
 
 
 class Told:

@@ -12,6 +12,14 @@ from typing import Any
 
 from msgspec import Struct, structs
 
+from rematbench.advise.search.arms import Arm as MethodArm
+from rematbench.advise.search.arms import arms_of, chooses
+from rematbench.advise.search.frontier import Search
+from rematbench.advise.search.halves import LIMIT_S, MINUTE_OF_ONE, distinct, in_one_process
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
+from rematbench.advise.search.trial import Tried, tried_plan
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.programs import Programs
 from rematbench.evidence.accuracy import Row, number
@@ -19,14 +27,6 @@ from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.search.arms import Arm as MethodArm
-from rematbench.search.arms import arms_of, chooses
-from rematbench.search.frontier import Search
-from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, distinct, in_one_process
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.shared import Shared
-from rematbench.search.space import Choice, Fixed, may_host, partitions
-from rematbench.search.trial import Tried, tried_plan
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.worlds.records.matrix_spec import Arm, MatrixSpec, Work

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rematbench.advise.search.shared import Shared
 from rematbench.evaluate.breakdown import busiest
 from rematbench.evidence.accuracy import Row
 from rematbench.host.console import CommandError
@@ -15,7 +16,6 @@ from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
 from rematbench.matrix.cell import ArmTried, Numbers, tried
 from rematbench.plugins.registry import Registry
-from rematbench.search.shared import Shared
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 
 TABLES = (SAME, BEST)

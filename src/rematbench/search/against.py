@@ -10,6 +10,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.advise.search.answer import judged, line
+from rematbench.advise.search.halves import MINUTE, Progress, rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.space import DEGREES
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
 from rematbench.evaluate.outcome import run_method
@@ -19,10 +23,6 @@ from rematbench.evidence.published.rows import PublishedCase, RowError, read_cas
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.search.answer import judged, line
-from rematbench.search.halves import MINUTE, Progress, rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import DEGREES
 from rematbench.spec.load import Kind, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from rematbench.advise.search.answer import best_line
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.plan import Fraction
-from rematbench.search.answer import best_line
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked, SearchJob
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.worlds.records.suite import NamedProblem
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rematbench.advise.search.answer import best_line
+from rematbench.advise.search.halves import MINUTE, rounds
+from rematbench.advise.search.job import SearchJob
+from rematbench.advise.search.trial import Tried
 from rematbench.evidence.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.evidence.published.rows import RowError, read_case
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.search.against import asked_of
-from rematbench.search.answer import best_line
-from rematbench.search.halves import MINUTE, rounds
-from rematbench.search.job import SearchJob
-from rematbench.search.trial import Tried
 
 MOST_ROUNDS = 10 * MINUTE
 """Rounds after which the search of a sweep ends with the gap that is proved by then."""

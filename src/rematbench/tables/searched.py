@@ -8,11 +8,11 @@ second time before a table is made.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rematbench.advise.search.answer import simulated
+from rematbench.advise.search.space import DEGREES
 from rematbench.evaluate.job import WORDS
 from rematbench.evidence.accuracy import Row, number
 from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
-from rematbench.search.answer import simulated
-from rematbench.search.space import DEGREES
 
 FILLED = ("layouts", "spaces")
 """Searches whose plans may fill the device, as published plans do."""

@@ -13,15 +13,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.advise.search.halves import rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.trial import Tried
 from rematbench.evaluate.outcome import make_problem
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
 from rematbench.runs.gpu_lines import Searched, Turn, by_cell
-from rematbench.search.halves import rounds
-from rematbench.search.job import Asked, SearchJob
-from rematbench.search.trial import Tried
 from rematbench.spec.configfile import (
     ConfigError,
     convert,

@@ -1,0 +1,1 @@
+"""Advice: which method, which layout."""

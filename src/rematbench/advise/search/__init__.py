@@ -1,0 +1,1 @@
+"""Methods on every layout, with a proved gap."""

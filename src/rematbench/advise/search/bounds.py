@@ -1,0 +1,309 @@
+"""Lower bounds of the step and of the peak bytes of many layouts at once, in closed form.
+
+For each rank of a 1F1B or interleaved pipeline, a step takes no less than the seconds before the
+rank's first pass, the seconds of the rank's passes, and the seconds after its last pass (Narayanan
+et al. 2021, arXiv 2104.04473, section 2.2, with stages of different length).  A device holds no
+less than its states and, before a backward, the activations kept by all passes in flight.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.advise.search.columns import Array, Columns
+from rematbench.advise.search.passes import ChunkCost, combined
+from rematbench.advise.search.probe import Facts, Line
+from rematbench.plan import Transfers
+
+ROUNDING_BYTES = 1 << 20
+"""A chunk's share of bytes is rounded up to a multiple of this."""
+
+ROUNDED_BYTES = 64
+"""Shards of layers' states are whole numbers: what a further layer adds is one of two, which differ
+by a few bytes a layer at most."""
+
+
+class Bounds:
+    """Lower bounds for each layout, [steps of the arm's line, layouts]: bytes of the fullest
+    device, host bytes of the fullest node, and seconds of a step, which `step_s` gives."""
+
+    def __init__(self, peak_bytes: Array, host_bytes: Array, step_s: Callable[[], Array]) -> None:
+        self.peak_bytes, self.host_bytes, self._step_s = peak_bytes, host_bytes, step_s
+
+    @cached_property
+    def step_s(self) -> Array:
+        """Seconds of a step."""
+        return self._step_s()
+
+
+class Total:
+    """The total costs of `count` chunks that have `layers` layers in all: seconds and bytes, as
+    arrays over layouts and shares, each made when a bound first asks for it."""
+
+    def __init__(self, line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> None:
+        self.base, self.slope, self.count = line.base, line.slope, count
+        self.more = layers - count * line.layers
+
+    def _at(self, value: Any, step: Any) -> Array:
+        return np.asarray(self.count * value + self.more * step, dtype=float)
+
+    @cached_property
+    def passes_s(self) -> Array:
+        """Seconds of compute in a forward and a backward."""
+        base, slope = self.base, self.slope
+        return self._at(
+            base.forward.compute_s + base.backward.compute_s,
+            slope.forward.compute_s + slope.backward.compute_s,
+        )
+
+    @cached_property
+    def host_s(self) -> Array:
+        """Seconds of the host in a forward and a backward."""
+        base, slope = self.base, self.slope
+        return self._at(
+            base.forward.host_s + base.backward.host_s, slope.forward.host_s + slope.backward.host_s
+        )
+
+    @cached_property
+    def out_bytes(self) -> Array:
+        """Bytes of copies of activations to the host."""
+        return np.maximum(0.0, self._at(self.base.out_bytes, self.slope.out_bytes))
+
+    @cached_property
+    def kept_bytes(self) -> Array:
+        """Device bytes between forward and backward."""
+        return self._at(self.base.kept_bytes, self.slope.kept_bytes)
+
+    @cached_property
+    def crossing_bytes(self) -> Array:
+        """Bytes that a GPU sends to other nodes in collectives of forwards."""
+        found = self._at(self.base.crossing_bytes, self.slope.crossing_bytes)
+        return np.maximum(0.0, found)
+
+    @cached_property
+    def recrossing_bytes(self) -> Array:
+        """Bytes that a GPU sends to other nodes in collectives of backwards."""
+        found = self._at(self.base.recrossing_bytes, self.slope.recrossing_bytes)
+        return np.maximum(0.0, found)
+
+    @cached_property
+    def copied_bytes(self) -> Array:
+        """Device bytes that are freed after their copy to the host."""
+        return self._at(self.base.released_bytes, self.slope.released_bytes)
+
+    @cached_property
+    def host_bytes(self) -> Array:
+        """Bytes in host memory."""
+        return self._at(self.base.host_bytes, self.slope.host_bytes)
+
+    @cached_property
+    def pool_bytes(self) -> Array:
+        """Bytes of the staging pools of the chunk's rank."""
+        return self._at(self.base.pool_bytes, self.slope.pool_bytes)
+
+    @cached_property
+    def high_bytes(self) -> Array:
+        """The highest point of a backward above its entry.  A further layer may lower it: the
+        highest point may be at the backward's end, after the layer's bytes were freed."""
+        fall = np.minimum(0.0, self.slope.backward.high_bytes)
+        found = self._at(self.base.backward.high_bytes, fall)
+        return np.where(self.more < 0, 0.0, found)
+
+    @cached_property
+    def forward_high_bytes(self) -> Array:
+        """The highest point of a forward above its entry.  A further layer raises it by the lower
+        slope of the bytes that the forward leaves and of its highest point, and by no less than
+        0."""
+        forward = self.slope.forward
+        growth = np.maximum(0.0, np.minimum(forward.net_bytes, forward.high_bytes))
+        found = self._at(self.base.forward.high_bytes, growth)
+        return np.where(self.more < 0, 0.0, found)
+
+
+def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0) -> Array:
+    """Seconds that each layout's step takes at least: the largest of the bounds of the first rank,
+    an inner rank and the last rank.  `waits_s`: seconds by which compute of the first rank waits
+    for copies beside its passes."""
+    c, m, v = columns, columns.count, columns.vpp
+    first, middle, last = facts
+    opening = Total(first, c.opening)
+    ending = Total(last, c.ending)
+    several = c.pp > 1
+    rest_first = Total(middle, c.first - c.opening, v - 1)
+    rest_last = Total(middle, c.last - c.ending, v - 1)
+    inner = Total(middle, c.inner_work, v)
+
+    def work(one: Total, other: Total | None = None, waits_s: Any = 0.0) -> Array:
+        passes_s, host_s = one.passes_s, one.host_s
+        if other is not None:
+            passes_s, host_s = passes_s + other.passes_s, host_s + other.host_s
+        return np.asarray(np.maximum(m * passes_s + waits_s, m * host_s))
+
+    def around(layers: Any, ranks: Any) -> Array:
+        """Seconds before a rank's first pass and after its last: the passes and messages of the
+        ranks before it."""
+        between = Total(middle, layers - c.opening, np.maximum(ranks - 1, 0))
+        passes_s = opening.passes_s + between.passes_s
+        return np.where(ranks > 0, passes_s + 2 * ranks * send_s, 0.0)
+
+    at_first = work(opening, rest_first, waits_s=waits_s)
+    at_inner = work(inner) + around(c.inner_before, c.inner_rank)
+    at_last = work(ending, rest_last) + around(c.before_last, c.pp - 1)
+    found = np.where(c.pp > 2, np.maximum(at_first, at_inner), at_first)
+    return np.where(several, np.maximum(found, at_last), at_first)
+
+
+class Waiting(NamedTuple):
+    """Bytes of a pass of the model's last chunk, where its backward waits: kept on the device, and
+    copied to the host."""
+
+    kept_bytes: Any
+    copied_bytes: Any
+
+
+MOVES = Transfers()
+"""The transfers of a plan that copies nothing."""
+
+
+def peak_bound(
+    columns: Columns, facts: Facts, moves: Transfers = MOVES, waiting: Waiting | None = None
+) -> Array:
+    """Device bytes that each layout needs at least: the largest of the first, the second and the
+    last rank's bytes, during the pass that brings the most passes in flight and the backward after
+    it.  The device holds the copied tensors of a forward until `moves` releases them, and staging
+    pools: of whole chunks where a second micro-batch comes; of layers as many slots as the fewest
+    layers use, but with one micro-batch a pipeline's last layers of a chunk stay in them.
+    `waiting`: the model's last chunk where all its passes are in flight at once; None: it keeps
+    no less than the smallest other chunk."""
+    c = columns
+    flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
+    first, middle, last = facts
+    opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
+    rest = Total(middle, c.fewest)
+    least = np.maximum(rest.kept_bytes, 0.0)
+    waiting = waiting or Waiting(np.minimum(least, ending.kept_bytes), 0.0)
+    final, more_bytes = _of_last(c, ending.kept_bytes, waiting.kept_bytes, least)
+    others, still = np.minimum(least, final), _still(facts)
+    lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
+
+    def peak(rank: int, chunk: Total, others: Array, own: Array) -> Array:
+        """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
+        are being copied, and the highest point of the running pass."""
+        high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
+        inside = states[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
+        if still:
+            backward = own + np.maximum(0.0, high)
+            return np.asarray(inside + np.maximum(backward, chunk.forward_high_bytes))
+        copying = holding[rank]
+        each = (
+            np.minimum(chunk.copied_bytes, inner.copied_bytes) if rank < 2 else inner.copied_bytes
+        )
+        copied = np.where(c.count > c.pp, chunk.copied_bytes, 0.0)
+        if rank < 2:  # the last rank's last forward copies nothing
+            copied = np.where(c.count > c.pp, np.maximum(copied, copying * each), 0.0)
+        pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
+        by_layer = moves.granularity == "layer"
+        if by_layer:
+            pools = np.where(_fills_slots(c, chunk), chunk.base.pool_bytes, 0.0)
+        if rank == 2 and c.waits.any():
+            filled = np.minimum(moves.reload_slots, c.count)
+            copying = np.where(c.waits, np.minimum(copying, c.count - filled), copying)
+            each = np.where(c.waits, waiting.copied_bytes, each)
+            copied = np.where(c.waits, _copied_beside(c, copying) * each, copied)
+            slots = _rest_pool_bytes(rest) if by_layer else filled * waiting.copied_bytes
+            pools = np.where(c.waits, slots, pools)
+            high = high - np.where(c.waits & by_layer, chunk.base.pool_bytes, 0.0)
+        if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
+            high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
+        backward = own + copied + np.maximum(0.0, high)
+        passing = np.maximum(backward, copying * each + chunk.forward_high_bytes)
+        return np.asarray(inside + pools + passing)
+
+    ends = np.maximum(peak(0, opening, lower, lower), peak(2, ending, others, final) + more_bytes)
+    most = np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes))
+    return np.where(c.pp > 2, most, ends) - ROUNDED_BYTES
+
+
+def _of_last(columns: Columns, kept: Any, waiting: Any, least: Array) -> tuple[Array, Array]:
+    """Bytes that a pass of the model's last chunk keeps, and by how much those of all its other
+    passes exceed `least`, where these wait.  `kept`: by its probe; `waiting`: where it waits."""
+    c = columns
+    if not c.waits.any():
+        return kept, 0.0 * c.count
+    final = np.where(c.waits, np.maximum(0.0, waiting), kept)
+    return final, np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - least), 0.0)
+
+
+def _still(facts: Facts) -> bool:
+    """Whether no device bytes wait for a copy, and staging pools hold none."""
+    costs = [cost for line in facts for cost in (line.base, line.slope)]
+    numbers = [number for cost in costs for number in (cost.released_bytes, cost.pool_bytes)]
+    return not any(isinstance(number, np.ndarray) or number for number in numbers)
+
+
+def _fills_slots(columns: Columns, chunk: Total) -> NDArray[np.bool_]:
+    """Whether a chunk's layers use the slots of a probe's chunk."""
+    known: NDArray[np.bool_] = (chunk.more >= 0) & ((columns.count > 1) | (columns.pp == 1))
+    return known
+
+
+def _copied_beside(columns: Columns, copying: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Passes of the model's waiting last chunk that are still being copied beside the first
+    backward: neither its own nor the next one, which come back."""
+    found: NDArray[np.int64] = np.minimum(copying, np.maximum(0, columns.count - 2))
+    return found
+
+
+def _rest_pool_bytes(rest: Total) -> Array:
+    """Bytes of the slots that layers of the smallest chunk use.  The model's last layers stay in
+    slots only where their backward comes at once."""
+    return np.where(rest.more >= 0, rest.base.pool_bytes, 0.0)
+
+
+def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> Array:
+    """Host bytes that the ranks of the first node, or of the first node without the first stage,
+    pin at least, for passes in flight.  `more`: the bytes by which the pinned blocks of a chunk
+    exceed its tensors, by the chunk's layers."""
+    c = columns
+    nothing = np.zeros(len(c.choices)) * more(c.opening)
+    if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
+        return nothing
+    opening, alike = Total(facts.first, c.opening), Total(facts.middle, c.opening)
+    each = np.minimum(opening.host_bytes, np.where(c.vpp > 1, alike.host_bytes, np.inf))
+    found = []
+    pinned: dict[int, Array] = {}  # by stage
+    for node in c.nodes:
+        total = nothing
+        for stage, passes in node.items():
+            if stage not in pinned:
+                layers = c.layers_of(stage) if stage else c.opening
+                chunk_bytes = Total(facts.middle, layers).host_bytes if stage else each
+                pinned[stage] = np.maximum(0.0, chunk_bytes) + more(layers)
+            total = total + passes * pinned[stage]
+        found.append(total)
+    # The model's last layers may stay on the device; with two ranks the first rank may have some.
+    moving = np.where((c.vpp > 1) & (c.pp < 3), 1.0 - 1.0 / c.vpp, 1.0)
+    return np.asarray(moving * np.maximum(*found))
+
+
+def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
+    """Facts at a share (or an array of shares) between two ends: every number is linear in the
+    share, except that a highest point is the lower of the ends' two."""
+    lines = (
+        Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
+        for a, b in zip(at_zero, at_one, strict=True)
+    )
+    return Facts._make(lines)
+
+
+def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
+    found = combined(a, b, lambda x, y: x if x == y else x + (y - x) * share)
+    forward = min(a.forward.high_bytes, b.forward.high_bytes)
+    backward = min(a.backward.high_bytes, b.backward.high_bytes)
+    return found._replace(
+        forward=found.forward._replace(high_bytes=forward),
+        backward=found.backward._replace(high_bytes=backward),
+    )

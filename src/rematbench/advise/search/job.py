@@ -1,0 +1,283 @@
+"""A search from plain inputs: its layouts, their shards, and the arms to try."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+from functools import cached_property, partial
+from itertools import islice
+from math import inf
+from pathlib import Path
+from typing import Any
+from weakref import proxy
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.search.arms import Arm, Single, singles
+from rematbench.advise.search.cut import key
+from rematbench.advise.search.fits import AnyFit
+from rematbench.advise.search.frontier import Search
+from rematbench.advise.search.probe import Probe
+from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.site import Site
+from rematbench.advise.search.space import Choice, Fixed, Space, space
+from rematbench.advise.search.tree import Given, Tree, rebuilds
+from rematbench.evaluate.outcome import hosting, make_problem
+from rematbench.evaluate.programs import Programs
+from rematbench.evidence.bands import leaving_reserve
+from rematbench.plan import Plan, PlanError
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY, MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.load import load_cluster, load_model
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import Model, Workload
+from rematbench.worlds.packages.flags import Engines
+from rematbench.worlds.packages.process import baselines
+
+GIB = 2**30
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """What to search: a problem whose degrees are open except the `fixed` ones.  `only`: methods to
+    compose plans of, at least one a plan (empty: all, or none), and planners for the end;
+    `folders`: folders with files of more methods; `engine`: keep only plans that this package (or
+    `ours`) has options for; `reserve_gib`: device memory that plans leave free (None: the usual
+    reserve); `within`: the gap to prove, a share of the best step.  With `faster_than_s` the search
+    counts the layouts that have a plan with a shorter step, each with the first such plan, and
+    proves no best plan.  With `any_fit` it looks for any plan that fits, and bounds no step."""
+
+    spec: ProblemSpec
+    fixed: Fixed = Fixed()
+    only: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    engine: str = ""
+    reserve_gib: float | None = None
+    within: float = 0.005
+    faster_than_s: float = inf
+    any_fit: bool = False
+
+
+class SearchJob:
+    """One search, ready to run.  `shared`: what searches of the same model and length on other
+    clusters have lowered.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
+
+    def __init__(self, asked: Asked, shared: Shared | None = None) -> None:
+        self.asked, self.shared = asked, shared or Shared({})
+        self._shards: dict[int, Shard] = {}
+        spec = asked.spec
+        self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
+        cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
+        self.cluster = cluster
+        self.system = hosting(spec.system, spec.optimizer)
+        if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
+            why = f"{cluster.name} has no host_update_parameters_per_s, so no step has seconds"
+            raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
+        self.registry = _registry(asked)
+
+    @cached_property
+    def space(self) -> Space:
+        """The layouts of the job; LayoutError where no layout is possible."""
+        work = Workload(
+            model=self.model, seq_len=self.asked.spec.seq_len, precision=self.asked.spec.precision
+        )
+        found = space(self.asked.spec, self.asked.fixed, work, self.cluster, self.system)
+        if not found.choices:
+            reasons = [f"{count} fall to: {rule}" for rule, count in found.refused.items()]
+            raise LayoutError(f"no layout of {self.asked.spec.gpus} GPUs: {'; '.join(reasons)}")
+        return found
+
+    def ready(self) -> "SearchJob":
+        """The job itself, after checks that raise its errors here and not in a worker process."""
+        self.problem(self.space.choices[0])
+        _ = self.singles
+        return self
+
+    @cached_property
+    def singles(self) -> list[Single]:
+        """The methods to try, alone and composed; with an engine only the methods that the engine
+        has options for on at least one of three sample layouts.  Where it has none there for the
+        plan that keeps everything, the sample is a layout of the first kind where it has some."""
+        found = singles(self.registry, load_compare(), self._only)
+        if not self.asked.engine:
+            return found
+        choices = self.space.choices
+        alone = [choice for choice in choices if choice.layout.pp == 1]
+        some = (*alone[:1], choices[len(choices) // 2], choices[-1])
+        engines = [Engines(self.problem(one), self.asked.engine) for one in some]
+        if not self._runs(IDENTITY, engines):
+            kinds = {_kind(choice): choice for choice in choices}.values()
+            others = (Engines(self.problem(one), self.asked.engine) for one in kinds)
+            engines = list(islice((one for one in others if self._runs(IDENTITY, [one])), 1))
+        if not engines:
+            name = self.asked.engine
+            raise MethodError(
+                f"engine {name} has no options for stack {self.system.name} on any layout here"
+            )
+        return [one for one in found if self._runs(one.at(1), engines)]
+
+    @cached_property
+    def planners(self) -> tuple[str, ...]:
+        """The planners that enter at the end: those asked for, or all of them."""
+        if self.asked.only:
+            return tuple(name for name in self.asked.only if name not in self._only)
+        return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
+
+    @cached_property
+    def _only(self) -> tuple[str, ...]:
+        """The methods asked for that are no planners."""
+        return tuple(name for name in self.asked.only if not _planned(self.registry, name))
+
+    def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
+        for one in engines:
+            try:
+                plan = self.registry.resolve(method, None, one.problem).plan(one.problem)
+            except (PlanError, LayoutError):
+                continue
+            if isinstance(plan, Plan) and one.of(plan):
+                return True
+        return False
+
+    def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
+        """The search of every `parts`-th shard, from shard `part` on; `lists`: more plans than the
+        fastest are asked for."""
+        asked, shards = self.asked, [self._shard(index) for index in self._own(part, parts)]
+        keeping = not asked.only or IDENTITY in asked.only
+        most, exact = load_compare().most_methods, asked.within == 0 and not asked.any_fit
+        tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
+        kind = AnyFit if asked.any_fit else Search
+        return kind(
+            shards,
+            tree,
+            self.registry,
+            engine=asked.engine,
+            within=asked.within,
+            faster_than_s=asked.faster_than_s,
+            lists=lists,
+        )
+
+    def _own(self, part: int, parts: int) -> list[int]:
+        """The shards of one part.  A search for any plan that fits has layouts that differ in the
+        micro-batch alone in one part."""
+        if not self.asked.any_fit:
+            return list(range(part, len(self._cuts), parts))
+        alike = [key(cut[0])._replace(micro_batch=1) for cut in self._cuts]
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(alike))}
+        return [index for index, one in enumerate(alike) if numbers[one] % parts == part]
+
+    def search_of(self, arms: Sequence[Arm], least_pp: int = 1) -> Search:
+        """The search for the best layout of given arms, of those with `least_pp` pipeline ranks."""
+        shards = [self._shard(index) for index in range(len(self._cuts))]
+        within = self.asked.within
+        return Search(shards, Given(arms), self.registry, within=within, least_pp=least_pp)
+
+    @cached_property
+    def _cuts(self) -> list[list[Choice]]:
+        """The layouts of each shard."""
+        groups: dict[object, list[Choice]] = defaultdict(list)
+        for choice in self.space.choices:
+            groups[key(choice)].append(choice)
+        return list(groups.values())
+
+    def _samples(self) -> list[dict[Single, Probe]]:
+        """Probes of every method by itself on one shard, and of the methods that only rebuild on up
+        to three: those with the least, the middle and the most tensor parallelism, with a pipeline
+        and room for the states where the space has any."""
+
+        cuts = self._cuts
+
+        def order(index: int) -> tuple[int, int]:
+            return cuts[index][0].layout.tp, cuts[index][0].layout.micro_batch
+
+        every = range(len(cuts))
+        deep = [index for index in every if cuts[index][0].layout.pp > 1] or list(every)
+        ordered = sorted(deep, key=order)
+        middle = len(ordered) // 2
+        nearest = (ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1])
+        chosen = [
+            next((index for index in indices if self._shard(index).has_room), indices[0])
+            for indices in nearest
+        ]
+        found: list[dict[Single, Probe]] = []
+        for shard in map(self._shard, dict.fromkeys(chosen)):
+            again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
+            probes = {single: shard.probe(Arm((single,))) for single in again}
+            found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+        return found
+
+    def _shard(self, index: int) -> Shard:
+        if index not in self._shards:
+            choices = self._cuts[index]
+            problem = self.problem(choices[0])
+            self._shards[index] = Shard(
+                choices,
+                problem,
+                self.registry,
+                self.shared,
+                partial(_reserving, self.asked.reserve_gib),
+            )
+        return self._shards[index]
+
+    def site(self, choice: Choice) -> Site:
+        """What the job's searches know of a layout."""
+        cut = next(index for index, one in enumerate(self._cuts) if key(one[0]) == key(choice))
+        return self._shard(cut).site(self._cuts[cut].index(choice))
+
+    def spec(self, choice: Choice) -> ProblemSpec:
+        """The job's problem at one layout, with the given names of model, cluster and system."""
+        asked = self.asked.spec
+        names = ("seq_len", "attention", "precision", "hbm_bytes", "optimizer")
+        others: dict[str, Any] = {name: getattr(asked, name) for name in names}
+        others |= {"optimizer": "host"} if choice.hosted else {}
+        things = {"model": asked.model, "cluster": asked.cluster, "system": asked.system}
+        return ProblemSpec.at(choice.layout, **things, **others)
+
+    def problem(self, choice: Choice) -> Problem:
+        """The Problem at one layout, with its reserve; ConfigError for a reserve that is as large
+        as the device."""
+        loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
+        problem = make_problem(replace(self.spec(choice), **loaded))
+        if self.shared.programs:  # a problem and its costs hold each other, but no programs
+            weigher = partial(Programs.weigh, proxy(self.shared.programs))
+            problem = replaced(problem, weigher=weigher)
+        return _reserving(self.asked.reserve_gib, problem)
+
+
+def _kind(choice: Choice) -> tuple[object, ...]:
+    """What of a layout decides whether a package has options for it."""
+    lay = choice.layout
+    degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
+    above = [degree > 1 for degree in degrees]
+    return (*above, lay.zero_stage, choice.even, choice.hosted)
+
+
+def _reserving(reserve_gib: float | None, problem: Problem) -> Problem:
+    if reserve_gib is None:
+        return leaving_reserve(problem)
+    reserve = round(reserve_gib * GIB)
+    if reserve >= problem.usable_bytes:
+        most = f"the device has {problem.usable_bytes / GIB:.2f} GiB"
+        raise ConfigError("", "reserve_gib", f"{reserve_gib:g}: {most}")
+    return replaced(problem, reserve_bytes=reserve)
+
+
+def _registry(asked: Asked) -> Registry:
+    engines = (*baselines(), "ours")
+    if asked.engine and asked.engine not in engines:
+        raise MethodError(f"unknown engine {asked.engine!r} (known: {', '.join(engines)})")
+    registry = discover(asked.folders)
+    planned = [_planned(registry, name) for name in asked.only]
+    if planned and all(planned):
+        why = "a planner enters at the layouts of other methods' plans: name one of these too"
+        raise MethodError(f"{asked.only[0]}: {why}, or see compare")
+    return registry
+
+
+def _planned(registry: Registry, name: str) -> bool:
+    """Whether a method, as it is typed, is a planner or is composed with one."""
+    return registry.has_planner(method.name for method in registry.resolve(name).methods)

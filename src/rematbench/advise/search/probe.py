@@ -1,0 +1,316 @@
+"""Lower bounds of the cost of a plan's passes, read from a program of one or two layers.
+
+A chunk of n layers repeats its layers, so the seconds and bytes of its passes are linear in n.  The
+line is read from blocks of `lower`, at two numbers of layers, on a pipeline of four ranks (or of
+one) that has the same tensor- and context-parallel groups and the same micro-batch, and no
+data-parallel traffic.  No cost rule is written twice, and a user's own method has bounds too.
+
+All numbers are lower bounds of what the simulator finds for the same plan at any depth, width of
+data parallelism and number of micro-batches: streams beside compute are left out, and each copy has
+its link to itself.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import floor
+from typing import NamedTuple, TypeVar
+
+from rematbench.advise.search.floor import copies, pinned
+from rematbench.advise.search.kernels import compute_cost
+from rematbench.advise.search.passes import ChunkCost, behind_embedding, further
+from rematbench.advise.search.pinned import Pinned
+from rematbench.advise.search.small import Known, Measured, Small, small_problem
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.plan import Plan, PlanError, Transfers, Unsupported
+from rematbench.plugins.registry import Composition
+from rematbench.problem import Problem
+from rematbench.spec.layout import LayoutError
+
+STEPS = 1024
+"""Numbers of a crowd are rounded down to a multiple of 1 / STEPS."""
+
+MORE_LAYERS = (3, 4)
+"""Layers of a method's further probes, after a probe with fewer layers gave no plan."""
+
+
+class Line(NamedTuple):
+    """The costs of a chunk of `layers` layers (`base`), and what each further layer adds."""
+
+    layers: int
+    base: ChunkCost
+    slope: ChunkCost
+
+
+class Facts(NamedTuple):
+    """Lines of the chunk of the first, a middle and the last rank; all equal for one rank."""
+
+    first: Line
+    middle: Line
+    last: Line
+
+
+class Probe:
+    """The kinds of change of a method's plan, the plan's transfers, what an inner chunk copies to
+    the host, and what the model's end keeps.  `lines`: gives the method's lines, with or without
+    seconds."""
+
+    def __init__(
+        self, made: Measured, pinned: Pinned, lines: Callable[[Crowd | None], Facts]
+    ) -> None:
+        self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
+        self._made, self._lines = made, lines
+
+    @property
+    def copies(self) -> bool:
+        """Whether the plan may copy activations to the host."""
+        return copies(self._made.plan)
+
+    @cached_property
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
+        any schedule: none where copies may reach the head, as a method may copy the last chunk
+        under some schedules only."""
+        return self._made.end_bytes()
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The method's lines."""
+        return self._lines(ALONE)
+
+    def beside(self, crowd: Crowd) -> Facts:
+        """The method's lines where all copies are beside `crowd`, rounded down, so that layouts
+        often share it."""
+        return self._lines(Crowd._make(floor(STEPS * number) / STEPS for number in crowd))
+
+    @cached_property
+    def nbytes(self) -> Facts:
+        """The method's lines without seconds, which a plan that does not fit needs not."""
+        return self._lines(None)
+
+
+class Floor(NamedTuple):
+    """Lines of a method without its passes: of the bytes that chunks keep on the device and in host
+    memory, and the tensors that an inner chunk copies there."""
+
+    nbytes: Facts
+    pinned: Pinned
+
+
+class Refused(NamedTuple):
+    """Why a method has no plan for a probe; `layers`: the number of layers to try the method with,
+    where it is known."""
+
+    reason: str
+    layers: int = 0
+
+
+Found = TypeVar("Found")
+
+
+class Prober:
+    """Measures the passes of methods on small problems, which are made once for all methods.
+    `layers`: the number of layers measured so far."""
+
+    def __init__(self, problem: Problem, known: Known) -> None:
+        self.problem, self.known = problem, known
+        self.single = problem.layout.pp == 1
+        self.smalls: dict[tuple[int, ...], Small] = {}
+        self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
+        self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
+        self._least: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods
+        self.layers = 0
+
+    def __call__(self, method: Composition) -> Probe | Refused:
+        """A method's Probe."""
+        return self._of_layers(self._one_rank if self.single else self._pipeline, method)
+
+    def floor(self, method: Composition) -> Floor | Refused:
+        """A method's Floor, for which nothing is lowered."""
+        try:
+            return self._of_layers(self._floor_of_one if self.single else self._floor, method)
+        except PlanError as error:
+            return Refused(str(error))
+
+    def _of_layers(
+        self, measure: Callable[[Composition, int], Found | Refused], method: Composition
+    ) -> Found | Refused:
+        """What `measure` finds of a method.  Some methods have no plan for one or two layers, and
+        copies by layer repeat only after a few layers: such a method is measured with more, at once
+        where the methods needed so many with other settings."""
+        names = tuple(each.name for each in method.methods)
+        least = self._least.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        found = measure(method, least)
+        for layers in MORE_LAYERS:
+            if not isinstance(found, Refused):
+                break
+            if max(layers, found.layers) > least:
+                least = max(layers, found.layers)
+                found = measure(method, least)
+        if not isinstance(found, Refused):
+            self._least[names] = least
+        return found
+
+    def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
+        made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
+        if isinstance(made, Refused) or isinstance(more, Refused):
+            return made if isinstance(made, Refused) else Refused(str(more))
+
+        def lines(crowd: Crowd | None) -> Facts:
+            base = made.cost(0, crowd)
+            line = Line(least, base, further(more.cost(0, crowd), base))
+            return Facts(line, line, line)
+
+        return Probe(made, made.pinned.further(more.pinned), lines)
+
+    def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
+        sizes = _sizes(least)
+        ends = sizes[-1]
+        same = self._same_end(method, sizes)
+        made = self._measured(method, sizes, end=same is None)
+        if isinstance(made, Refused):
+            return made
+        ended = made
+        if same is None and _spares_end(made):
+            more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
+            if isinstance(more, Refused):
+                return more
+            ended = more
+
+        def lines(crowd: Crowd | None) -> Facts:
+            middle, deeper = (made.cost(rank, crowd) for rank in (1, 2))
+            last = (same or made).cost(3, crowd)
+            if 0 in made.ranks:
+                first = made.cost(0, crowd)
+            else:
+                keep = self._keeping
+                first = behind_embedding(middle, keep.cost(0, crowd), keep.cost(1, crowd))
+            slope = ending = further(deeper, middle)
+            if same is not None:
+                ending = further(same.cost(2, crowd), same.cost(1, crowd))
+            elif ended is not made:  # no copies of the last rank's chunk
+                ending = further(ended.cost(3, crowd), last)
+            return Facts(
+                Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
+            )
+
+        return Probe(made, made.pinned, lines)
+
+    def _same_end(self, method: Composition, sizes: tuple[int, ...]) -> Measured | None:
+        """The plan that a method's last part was added to, where the part copies chunks but changes
+        nothing of the last rank's: then both plans have equal blocks there."""
+        plan, before = self._planned(method, sizes), Composition(method.methods[:-1])
+        if isinstance(plan, Refused) or plan.transfers.granularity != "chunk" or not copies(plan):
+            return None
+        base = self._planned(before, sizes)
+        if isinstance(base, Refused) or not self._small(sizes).ends_alike(plan, base):
+            return None
+        found = self._measured(before, sizes)
+        return None if isinstance(found, Refused) else found
+
+    def _floor_of_one(self, method: Composition, least: int) -> Floor | Refused:
+        made, more = (self._planned(method, (layers,)) for layers in (least, least + 1))
+        if isinstance(made, Refused) or isinstance(more, Refused):
+            return made if isinstance(made, Refused) else Refused(str(more))
+        (base,), (longer,) = (
+            self._small((layers,)).stored(plan)
+            for layers, plan in ((least, made), (least + 1, more))
+        )
+        line = Line(least, base.cost, further(longer.cost, base.cost))
+        moved = pinned(made, least, base).further(pinned(more, least + 1, longer))
+        return Floor(Facts(line, line, line), moved)
+
+    def _floor(self, method: Composition, least: int) -> Floor | Refused:
+        """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
+        has no floor."""
+        sizes = _sizes(least)
+        plan = self._planned(method, sizes)
+        if isinstance(plan, Refused):
+            return plan
+        found = self._small(sizes).stored(plan)
+        first, middle, deeper, last = (chunk.cost for chunk in found)
+        slope, nothing = further(deeper, middle), compute_cost(0.0, 0.0)
+        ending = (nothing, nothing) if copies(plan) else (last, slope)
+        lines = (Line(least, first, slope), Line(least, middle, slope), Line(sizes[-1], *ending))
+        return Floor(Facts._make(lines), pinned(plan, least, found[1]))
+
+    @cached_property
+    def _keeping(self) -> Measured:
+        """The plan that keeps everything, in a pipeline."""
+        small = self._small((1, 1, 2, 1))
+        return Measured(small, small.base, small.ranks)
+
+    def _small(self, sizes: tuple[int, ...]) -> Small:
+        if sizes not in self.smalls:
+            self.smalls[sizes] = small_problem(self.problem, sizes, self.known)
+        return self.smalls[sizes]
+
+    def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
+        """A method's plan with `sizes` layers on the ranks."""
+        key = (method.text, sizes)
+        if key not in self.plans:
+            self.plans[key] = self._plan(method, sizes)
+        return self.plans[key]
+
+    def _plan(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:
+        try:
+            plan = self._on_plan_before(method, sizes)
+        except (PlanError, LayoutError) as error:
+            return Refused(str(error))
+        if isinstance(plan, Unsupported):
+            return Refused(plan.reason)
+        least = sizes[0]
+        if least < (layers := _rhythm(plan.transfers)):
+            return Refused(f"copies by layer have no rhythm yet after {least}", layers)
+        return plan
+
+    def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:
+        """A method's plan.  The plan that its last part changes is made once for all such parts."""
+        before, small = Composition(method.methods[:-1]), self._small(sizes)
+        if not before.methods:
+            return method.plan(small.problem, small.base)
+        key = (before.text, sizes)
+        if key not in self._before:
+            self._before[key] = self._on_plan_before(before, sizes)
+        base = self._before[key]
+        last = Composition(method.methods[-1:])
+        return base if isinstance(base, Unsupported) else last.plan(small.problem, base)
+
+    def _measured(
+        self,
+        method: Composition,
+        sizes: tuple[int, ...],
+        ranks: Sequence[int] = (),
+        *,
+        end: bool = True,
+    ) -> Measured | Refused:
+        """A method's plan with `sizes` layers on the ranks.  Of a pipeline's ranks the given ones
+        are lowered, else all but a first rank that is like the second but for the embedding; with
+        `end` False not the last one either."""
+        small, plan = self._small(sizes), self._planned(method, sizes)
+        if isinstance(plan, Refused):
+            return plan
+        if not ranks:
+            spared = not self.single and plan != small.base and small.alike(plan)
+            ranks = small.ranks[int(spared) : None if end else -1]
+        self.layers += sum(sizes[rank] for rank in ranks)
+        try:
+            return Measured(small, plan, ranks)
+        except (PlanError, LayoutError) as error:
+            return Refused(str(error))
+
+
+def _spares_end(made: Measured) -> bool:
+    """Whether a plan copies chunks, but not that of the last rank."""
+    copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
+    return made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
+
+
+def _sizes(least: int) -> tuple[int, ...]:
+    """Layers of the ranks of a probe's pipeline."""
+    return least, least, least + 1, min(least, 3)
+
+
+def _rhythm(moves: Transfers) -> int:
+    """Layers after which a further layer waits for the copies of an earlier one: copies by layer
+    have it once every reload slot is in use.  Passes of more layers take no less for each."""
+    return moves.reload_slots + 1 if moves.granularity == "layer" else 1

@@ -1,0 +1,299 @@
+"""Inverse questions and price tags: a series of searches, each no longer than its answer needs."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from math import inf
+from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.advise.search.halves import MINUTE, Progress, rounds
+from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.trial import Tried
+from rematbench.plugins.registry import MethodError
+from rematbench.solve.search import brackets, middle, twice
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.load import load_cluster
+
+Question = Literal["gpus", "context", "batch", "memory"]
+
+GIB = 2**30
+GRANULE = 1024
+"""Tokens; sequence lengths that are tried are multiples of this."""
+
+FINE = 16
+"""The longest length, the largest batch and the least memory are found to one part in FINE."""
+
+MOST_ROUNDS, HALVINGS = MINUTE, 3
+"""Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
+A plan that is found fits; where the search finds no plan, a plan may still exist."""
+
+LOOK = 1
+"""Rounds of a short look for a plan that fits."""
+
+MORE_GIB = (1, 4, 16)
+RATES = {
+    "PCIe": "pcie_bytes_per_s",
+    "NVLink": "nvlink_bytes_per_s",
+    "NIC": "nic_bytes_per_s",
+    "host DRAM": "dram_bytes_per_s",
+}
+FASTER = 1.1
+
+
+class Answer(Struct, frozen=True):
+    """A tried value, and a plan that reaches the goal at that value; None where no plan does."""
+
+    value: int
+    tried: Tried | None
+
+
+class Change(Struct, frozen=True):
+    """A change in words, and a plan that fits after the change."""
+
+    change: str
+    tried: Tried
+
+
+class Price(Struct, frozen=True):
+    """A change of the machine, and the fastest step after the change."""
+
+    change: str
+    step_s: float
+
+
+def reached(
+    asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
+) -> Tried | None:
+    """A plan whose step takes at most `step_s`; None where the search proves that no plan does, or
+    finds none in `most_rounds`.  Of a step that may take any time no seconds are bounded: any plan
+    that fits will do."""
+    asked = replace(asked, any_fit=step_s == inf, within=0.0)
+    if not _has_layout(asked):  # else the error would be in a worker
+        return None
+    going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
+    with closing(going) as found:
+        for at in found:
+            if at.found and at.best_s <= step_s:
+                return at.found[0]
+            if at.bound_s > step_s:
+                return None
+    return None
+
+
+def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[Answer]:
+    """An answer for 1, 2, 4, ... GPUs, up to the problem's, until all GPUs together reach
+    `tokens_per_s`; then for every whole number of nodes (inside a node: of GPUs) between the last
+    two that has a layout, until one reaches it."""
+    spec = asked.spec
+
+    def reach(gpus: int) -> Answer:
+        return Answer(gpus, reached(_with_gpus(asked, gpus), step_s, processes))
+
+    step_s = spec.global_batch * spec.seq_len / tokens_per_s
+    counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
+    for before, gpus in pairwise((0, *counts, spec.gpus)):
+        enough = reach(gpus)
+        yield enough
+        if enough.tried is None:
+            continue
+        for fewer in _between(asked, before, gpus):
+            answer = reach(fewer)
+            yield answer
+            if answer.tried:
+                break
+        return
+
+
+def _between(asked: Asked, before: int, gpus: int) -> Iterator[int]:
+    """Whole numbers of nodes (inside a node: of GPUs) between two numbers of GPUs that have a
+    layout, from the least on."""
+    node = _cluster(asked).gpus_per_node
+    for count in range(before + 1, gpus):
+        if count % (node if count > node else 1) == 0 and _has_layout(_with_gpus(asked, count)):
+            yield count
+
+
+def _with_gpus(asked: Asked, gpus: int) -> Asked:
+    return replace(asked, spec=replace(asked.spec, gpus=gpus))
+
+
+def _has_layout(asked: Asked) -> bool:
+    try:
+        SearchJob(asked).ready()
+    except (LayoutError, MethodError):  # no layout, or no options of the engine there
+        return False
+    return True
+
+
+def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
+    """Answers for sequence lengths from the problem's on: doubled until no plan fits, then
+    bisected.  Of the lengths without a plan only the shortest has a proof and an answer: until then
+    a length on which a short look finds no plan is taken to have none, and asked again where the
+    proof finds a plan."""
+
+    def fits(seq_len: int, most_rounds: int | None = None) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, seq_len=seq_len))
+        return reached(there, inf, processes, most_rounds)
+
+    known: dict[int, Tried | None] = {}
+
+    def look(seq_len: int) -> Tried | None:
+        if seq_len not in known:
+            known[seq_len] = fits(seq_len, LOOK)
+        return known[seq_len]
+
+    said: set[int] = set()
+    while True:
+        short = inf
+        for answer in _largest(look, asked.spec.seq_len, GRANULE):
+            if answer.tried is None:
+                short = min(short, answer.value)
+            elif answer.value not in said:
+                said.add(answer.value)
+                yield answer
+        known[int(short)] = fits(int(short))
+        if known[int(short)] is None:
+            yield Answer(int(short), None)
+            return
+
+
+def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answer]:
+    """Answers for multiples of the problem's global batch; a plan's step takes at most `step_s`."""
+    batch = asked.spec.global_batch
+
+    def quick(global_batch: int) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, global_batch=global_batch))
+        return reached(there, step_s, processes)
+
+    yield from _largest(quick, batch, batch)
+
+
+def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
+    """Answers for bytes of device memory, bisected from the device's own.  A plan's step may be
+    longer than the best step with all the memory by the share `lose`."""
+    hbm = asked.spec.hbm_bytes or _cluster(asked).hbm_bytes
+    best = fastest(asked, processes)
+    yield Answer(hbm, best)
+    if best is None:
+        return
+
+    def quick(hbm_bytes: int) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, hbm_bytes=hbm_bytes))
+        try:
+            return reached(there, best.step_s * (1.0 + lose), processes)
+        except ConfigError:  # the memory is smaller than the reserve
+            return None
+
+    def between(short: int, enough: int) -> int | None:
+        return middle(short, enough) if enough - short > max(GIB // 4, enough // FINE) else None
+
+    yield from _answers(quick, 0, hbm, between=between)
+
+
+def fastest(asked: Asked, processes: int) -> Tried | None:
+    """The fastest plan, to within the gap of `asked`; None where no plan fits."""
+    *_, end = rounds(asked, shown=1, processes=processes)
+    return end.found[0] if end.found else None
+
+
+def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
+    """Answers on the way to the largest value that `reach` finds a plan for: doubled, then
+    bisected to a multiple of `granule`."""
+
+    def between(low: int, high: int) -> int | None:
+        wide = low and high - low > max(granule, low // FINE)  # low is 0: none at the start
+        return (low + high) // 2 // granule * granule if wide else None
+
+    yield from _answers(reach, 0, start, largest=True, further=twice, between=between)
+
+
+def _answers(
+    reach: Any, low: int, high: int, *, largest: bool = False, **how: Any
+) -> Iterator[Answer]:
+    """The answer for each value that `brackets` asks on the way to the least value that `reach`
+    finds a plan for, or to the largest; `how` goes to `brackets`."""
+    tried: list[Answer] = []
+
+    def turns(value: int) -> bool:
+        tried.append(Answer(value, reach(value)))
+        return (tried[-1].tried is None) == largest
+
+    for _ in brackets(turns, low, high, **how):
+        yield tried[-1]
+
+
+def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
+    """Changes with which a plan fits where none did: more device memory, more host memory if a plan
+    lacked host memory, and more GPUs; of each the smallest tried change that has a plan."""
+
+    def fits(**changes: Any) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, **changes))
+        return reached(there, inf, processes, MOST_ROUNDS)
+
+    spec, cluster = asked.spec, _cluster(asked)
+    hbm = spec.hbm_bytes or cluster.hbm_bytes
+    if at.short_bytes < inf:  # else no plan lacked device memory
+        more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
+        if more.tried:
+            yield Change(
+                f"with {more.value / GIB:.1f} GiB more on each device, or less", more.tried
+            )
+    if any(reason.startswith("host") and count for reason, count in at.fell.items()):
+        larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
+        if found := fits(cluster=larger):
+            yield Change(f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found)
+    for times in (2, 4):
+        if found := fits(gpus=times * spec.gpus):
+            yield Change(f"on {times * spec.gpus} GPUs, or fewer", found)
+            return
+
+
+def _enough(reach: Any, least: float, most: int) -> Answer:
+    """The fewest further bytes with which `reach` finds a plan: doubled until a plan is found or
+    `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes."""
+    halvings, best = iter(range(HALVINGS)), Answer(0, None)
+
+    def between(short: int, enough: int) -> int | None:
+        return None if next(halvings, None) is None else middle(short, enough)
+
+    low, high = int(least), 2 * max(int(least), GIB // 8)
+    for answer in _answers(reach, low, high, further=twice, most=most, between=between):
+        best = answer if answer.tried else best
+    return best
+
+
+def prices(asked: Asked, processes: int) -> Iterator[Price]:
+    """The fastest step on the machine as it is, then with more memory and with faster links."""
+    yield Price("as it is", _step_s(asked, processes))
+    for change, cluster in _changes(asked):
+        there = replace(asked, spec=replace(asked.spec, cluster=cluster, hbm_bytes=None))
+        yield Price(change, _step_s(there, processes))
+
+
+def _step_s(asked: Asked, processes: int) -> float:
+    found = fastest(asked, processes)
+    return found.step_s if found else inf
+
+
+def _changes(asked: Asked) -> Iterator[tuple[str, Cluster]]:
+    cluster = _cluster(asked)
+    if asked.spec.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=asked.spec.hbm_bytes)
+    for name, field in (("device", "hbm_bytes"), ("host", "host_bytes")):
+        for more in MORE_GIB:
+            larger = {field: getattr(cluster, field) + more * GIB}
+            yield f"+{more} GiB of {name} memory", replace(cluster, **larger)
+    for name, field in RATES.items():
+        rate = getattr(cluster, field)
+        if rate is not None:
+            yield f"+10 % of {name}", replace(cluster, **{field: FASTER * rate})
+
+
+def _cluster(asked: Asked) -> Cluster:
+    given = asked.spec.cluster
+    return given if isinstance(given, Cluster) else load_cluster(given)

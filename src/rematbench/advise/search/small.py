@@ -1,0 +1,246 @@
+"""Small problems that probes lower, and the costs of the chunks of a plan there."""
+
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, get_args
+
+from msgspec.json import encode
+from msgspec.structs import replace
+
+from rematbench.advise.compare.candidates import changed_kinds
+from rematbench.advise.search.floor import Stored, copies, stored
+from rematbench.advise.search.kernels import placed_alike
+from rematbench.advise.search.passes import Chunk, ChunkCost
+from rematbench.advise.search.pinned import Pinned, leaves, pinned_of
+from rematbench.costs.copies import ALONE, Crowd
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.profile import program_profiles
+from rematbench.engine.program.program import Program
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.reserved import same_plan
+from rematbench.plan import Phase, Plan
+from rematbench.problem import Problem
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout
+
+MICRO_BATCHES = 5
+"""Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
+
+
+class Lowered:
+    """A plan's program for a probe, and the chunk of each of its ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        profiles = program_profiles(program)
+        self.chunks = [Chunk(program, rank, own) for rank, own in enumerate(profiles)]
+
+
+Content = tuple[bytes, Sequence[int]]
+"""What a lowered program is known by: `same_plan`, and the ranks that are lowered.  Rules that
+match something on the first rank match it on the second too, where only the first is left out."""
+
+
+class Plans(NamedTuple):
+    """What is known of the plans of a small problem, whatever its cluster is: lowered programs by
+    their content, and what layers store by `same_plan`."""
+
+    lowered: dict[Content, Lowered]
+    stored: dict[bytes, list[Stored]]
+
+
+Known = dict[bytes, Plans]
+"""What is known of small problems, by the encoded problem without its cluster."""
+
+
+def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
+    """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
+    and enough copies of the model to fill whole nodes, each with the micro-batches of a probe."""
+    micro_batches = MICRO_BATCHES if pp > 1 else 2
+    if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
+        count = micro_batches * layout.replicas * layout.micro_batch
+        return replace(layout, global_batch=count)
+    for models in range(1, gpus_per_node + 1):
+        dp = layout.ulysses * models
+        gpus = layout.tp * layout.cp * pp * dp
+        if gpus <= gpus_per_node or gpus % gpus_per_node == 0:
+            break
+    return replace(
+        layout,
+        pp=pp,
+        vpp=1,
+        dp=dp,
+        zero_stage=1,
+        global_batch=micro_batches * models * layout.micro_batch,
+    )
+
+
+class Small(NamedTuple):
+    """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
+    copies are beside, what is known of its plans, and by plan, rank and crowd the costs of a chunk
+    with seconds."""
+
+    problem: Problem
+    base: Plan
+    costs: dict[Crowd, ActionCosts]
+    known: Plans
+    chunks: dict[tuple[bytes, int, Crowd], ChunkCost]
+
+    def stored(self, plan: Plan) -> list[Stored]:
+        """What each rank's first chunk stores under a plan; PlanError as in `stored`."""
+        content = same_plan(plan)
+        if content not in self.known.stored:
+            self.known.stored[content] = stored(self.problem, plan)
+        return self.known.stored[content]
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(len(self.base.partition))
+
+    def alike(self, plan: Plan) -> bool:
+        """Whether a plan treats the chunks of the first and the second rank alike, so that they
+        differ by the embedding alone, which then keeps nothing and is part of no traffic."""
+        if plan.orders or plan.states != self.base.states or self.problem.system.optimizer_on_host:
+            return False
+        if self.problem.embedding.saved or plan.partition != self.base.partition:
+            return False
+        layers = [plan.partition[rank][0] for rank in (0, 1)]
+        reached = [
+            covered(plan.rules, ChunkPlace(stage=rank, chunk=0, layers=own))
+            for rank, own in enumerate(layers)
+        ]
+        return len(layers[0]) == len(layers[1]) and reached[0] == reached[1]
+
+    def last_chunk(self, plan: Plan) -> ChunkOps:
+        """The model's last chunk under a plan."""
+        layers, pieces = plan.partition[-1][-1], plan.mini_sequences
+        return ChunkOps.of(self.problem, len(self.ranks) - 1, 0, layers, pieces, plan.held)
+
+    def ends_alike(self, plan: Plan, base: Plan) -> bool:
+        """Whether a plan differs from its base in rules and copies alone, and neither copies
+        anything of the last rank's chunk, whose fates are equal under both."""
+        if replace(plan, rules=base.rules, transfers=base.transfers, fit=base.fit) != base:
+            return False
+        rules = (*plan.rules, *base.rules)
+        if copies(base) or any(rule.select.micro_batches is not None for rule in rules):
+            return False
+        chunk = self.last_chunk(plan)
+        return all(
+            chunk.fates(plan, phase, 0)[0] == chunk.fates(base, phase, 0)[0]
+            for phase in (get_args(Phase) if phased(rules) else ("steady",))
+        )
+
+
+NO_COMMUNICATION = 1e-9
+"""Factor on the seconds of a probe's collectives, where a probe's groups may lie worse on nodes
+than a layout's groups: a bound may not count them."""
+
+
+def _same_copies(problem: Problem) -> Cluster:
+    """The cluster, on which copies run at the problem's rates with any number of ranks: a probe has
+    other ranks on a node, which would share links and DRAM otherwise."""
+    alone, both = problem.cost.copy_bytes_per_s(), ALONE._replace(both=1.0)
+    return replace(
+        problem.cluster,
+        pcie_bytes_per_s=alone,
+        pcie_gpus_per_link=1,
+        dram_bytes_per_s=None,
+        d2h_beside_h2d=problem.cost.copy_bytes_per_s("d2h", both) / alone,
+        h2d_beside_d2h=problem.cost.copy_bytes_per_s("h2d", both) / alone,
+    )
+
+
+def _leaves_nodes(problem: Problem) -> bool:
+    """Whether tensor- or context-parallel groups lie on several nodes."""
+    lay = problem.layout
+    return lay.tp * lay.cp * lay.ulysses > problem.cluster.gpus_per_node
+
+
+def small_problem(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
+    """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
+    model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
+    model = problem.workload.model
+    windows = sorted(
+        set(model.attention_window), key=lambda window: window or problem.workload.seq_len
+    )
+    work = replace(
+        problem.workload,
+        model=replace(
+            model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)
+        ),
+    )
+    system = replace(
+        problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
+    )
+    if not placed_alike(problem):
+        scales = replace(system.scales, communication=NO_COMMUNICATION)
+        system = replace(system, scales=scales)
+    small = replaced(
+        problem,
+        workload=work,
+        cluster=_same_copies(problem),
+        system=system,
+        layout=alone(problem.layout, problem.cluster.gpus_per_node, len(sizes)),
+        _memo={},
+        _weights={},
+    )
+    ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
+    base = replace(small.base_plan, partition=partition)
+    same = encode((work, system, small.layout, small.attention, sizes))
+    return Small(small, base, {}, known.setdefault(same, Plans({}, {})), {})
+
+
+class Measured:
+    """A plan of a small problem with some of its ranks lowered: its kinds of change, its transfers,
+    and what the chunk of the second rank (or of the only one) copies to the host."""
+
+    def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
+        self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
+        content = (self.same, tuple(ranks))
+        if content not in small.known.lowered:
+            few = ranks[0] > 1 or ranks[-1] < small.ranks[-1]
+            program = lower(plan, small.problem, ranks, partly=few)
+            small.known.lowered[content] = Lowered(program)
+        self._lowered = small.known.lowered[content]
+        self.kinds, self.transfers = changed_kinds(small.base, plan), plan.transfers
+
+    @cached_property
+    def pinned(self) -> Pinned:
+        """What the chunk of the second rank (or of the only one) copies to the host."""
+        return pinned_of(self.plan, self._lowered.program)
+
+    def end_bytes(self) -> tuple[int, ...]:
+        """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
+        pass; none where copies may reach the head."""
+        selects = [rule.select for rule in self.plan.rules]
+        reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
+        if any(parts is None or "head" in parts for parts in reach):
+            return (0,)
+        if any(select.phases or select.micro_batches for select in selects):
+            return (0,)  # other passes may keep less
+        chunk = self.small.last_chunk(self.plan)
+        last, (fates, _) = chunk.layers, chunk.fates(self.plan, "steady", 0)
+        kept = [0] * (len(last) + 1)  # of the head, and of the layers from the last one on
+        for (part, layer, _), fate in fates.items():
+            kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
+        return tuple(accumulate(kept))
+
+    def cost(self, rank: int, crowd: Crowd | None) -> ChunkCost:
+        """The costs of a rank's chunk, with seconds where copies are beside `crowd`, or without
+        seconds."""
+        small, chunk = self.small, self._lowered.chunks[rank]
+        if crowd is None:
+            return chunk.nbytes
+        key = (self.same, rank, crowd)
+        if key not in small.chunks:
+            if crowd not in small.costs:
+                small.costs[crowd] = ActionCosts(small.problem, crowd=crowd)
+            crossing = placed_alike(small.problem) and _leaves_nodes(small.problem)
+            small.chunks[key] = chunk.timed(small.costs[crowd], crossing=crossing)
+        return small.chunks[key]
