@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rematbench.host.gpu_state import GpuState, gpu_state
-from rematbench.torch.spent import Stamp, between
+from rematbench.measure.torch.action_seconds import Stamp, between
 from rematbench.worlds.torch import attention_backends
 from rematbench.worlds.torch.streams import stamp
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.runs.gpu_lines import STEP, Prediction, Rate, Spent, Turn, read_lines
+from rematbench.measure.records import STEP, Prediction, Rate, Spent, Turn, read_lines
 from rematbench.spec.paths import data_dir
 from tests.campaigns import suite_text, tiny
 from tests.stand_in.conftest import Run

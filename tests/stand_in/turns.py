@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from rematbench.host.gpu_state import GpuState
+from rematbench.measure.parts.searched import searched_cells
+from rematbench.measure.predictions import predict
+from rematbench.measure.torch.turns import Turns
 from rematbench.plan import Plan
-from rematbench.torch.turns import Turns
-from rematbench.worlds.predicted import predict
-from rematbench.worlds.searched import searched_cells
 from rematbench.worlds.torch.devices import prepared_device
 
 

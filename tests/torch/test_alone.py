@@ -16,7 +16,7 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
 from rematbench.host.gpu_state import GpuState
-from rematbench.torch.turns import Turns
+from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.first_rank import Alone
 from rematbench.worlds.torch.model import NotExecutable

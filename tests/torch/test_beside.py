@@ -9,9 +9,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.runs.by_hand import Means
-from rematbench.torch import beside
-from rematbench.torch.plain import PlainLoop
+from rematbench.measure.hand_written import Means
+from rematbench.measure.torch import hand_written
+from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
@@ -103,10 +103,10 @@ def test_other_models_are_refused_by_name() -> None:
 
 def test_every_timing_runs() -> None:
     case = cases.case("one", "keep", precision="bf16")
-    steps = beside.step_times(case.problem, case.plan, CPU, rounds=2)
+    steps = hand_written.step_times(case.problem, case.plan, CPU, rounds=2)
     assert [len(x) for x in (steps.executor_s, steps.by_hand_s, steps.issue_s)] == [2, 2, 2]
     assert steps.ratio > 0.0
-    copies = beside.copy_times(CPU, size=64, nbytes=1 << 16, rounds=2)
+    copies = hand_written.copy_times(CPU, size=64, nbytes=1 << 16, rounds=2)
     assert min(copies.d2h_s, copies.h2d_s, copies.compute_s, copies.together_s) > 0.0
     assert copies.products >= 1
     assert copies.slowdown > 0.0

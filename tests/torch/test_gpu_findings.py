@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
+from rematbench.measure.parts import checks, run
+from rematbench.measure.parts.checks import Finding, Planned, Ran, findings
 from rematbench.spec.paths import data_dir
-from rematbench.worlds import executed, gpu, gpu_checks
+from rematbench.worlds import executed
 from rematbench.worlds.executed import How, outcome_of, run_cells
-from rematbench.worlds.gpu_checks import Finding, Planned, Ran, findings
 from rematbench.worlds.records.measured import Comparison, Measured, largest
 from rematbench.worlds.records.record import Record, keep_record, read_record, write_record
 from tests.torch.test_measure_gpu import CELLS, suite
@@ -66,11 +67,11 @@ def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
     """By the summary, of the parts that have ended and the cells that were asked for."""
     large(tmp_path)
     path = suite(tmp_path, "lossless-fp32", "large")
-    asked = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=())
+    asked = run.GpuAsked(suite=path, output=tmp_path, device="cpu", only=())
     ended = Ran(part="large", status="ok", seconds=1.0)
     alone = replace(ended, only=("large.keep_all",))
-    one = {f.claim: f.holds for f in gpu.summarize((alone,), asked, "").findings}
-    every = gpu.summarize((ended,), asked, "")
+    one = {f.claim: f.holds for f in run.summarize((alone,), asked, "").findings}
+    every = run.summarize((ended,), asked, "")
     assert (one[PEAKS], one[BYTES]) == (True, True)
     found = {finding.claim: finding for finding in every.findings}
     assert found[PEAKS].holds is None
@@ -84,7 +85,7 @@ def test_a_part_with_a_folder_begins_with_an_empty_one(part: str, tmp_path: Path
     for path in (tmp_path / part / "old.json", kept):
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    gpu.forget(part, tmp_path)
+    run.forget(part, tmp_path)
     assert [path.name for path in (tmp_path / part).iterdir()] == []
     assert kept.exists()
 
@@ -137,11 +138,11 @@ def test_the_error_that_is_judged_is_the_one_that_is_said(tmp_path: Path) -> Non
     """In bf16 the first step's; an H200 had 0.0115 there and 0.065 over all steps."""
     first = replace(comparison(first_gradient_error=2e-6, gradient_error=0.5), first_only=True)
     assert (first.judged_error, first.lossless) == (2e-6, True)
-    assert gpu_checks._verdict(first) == "2.0e-06 of 1e-05 (the first step)"
+    assert checks._verdict(first) == "2.0e-06 of 1e-05 (the first step)"
     every = comparison(gradient_error=0.5)
     assert (every.judged_error, every.lossless) == (0.5, False)
-    assert gpu_checks._verdict(every) == "5.0e-01 of 1e-05 (all steps)"
-    assert gpu_checks._verdict(replace(every, bitwise=True)) == "bitwise"
+    assert checks._verdict(every) == "5.0e-01 of 1e-05 (all steps)"
+    assert checks._verdict(replace(every, bitwise=True)) == "bitwise"
 
 
 def test_no_error_that_is_no_number_is_passed_over() -> None:
@@ -156,7 +157,7 @@ def test_a_cell_that_cannot_be_compared_has_a_record(
     wrong = comparison(gradient_error=math.nan)
     monkeypatch.setattr(executed, "compared", lambda *_: wrong)
     path = suite(tmp_path, "lossless-fp32")
-    found = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells(
+    found = run.GpuAsked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells(
         "lossless"
     )
     for one, record in run_cells(found, 100.0, How(steps=1)):
@@ -170,14 +171,14 @@ def test_a_summary_keeps_the_parts_of_earlier_commands_on_the_same_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that were run one by one: the last command's summary had only its own part."""
-    monkeypatch.setattr(gpu, "_run", lambda part, asked, say: Ran(
+    monkeypatch.setattr(run, "_run", lambda part, asked, say: Ran(
         part=part, status="ok", seconds=1.0, only=asked.only
     ))  # fmt: skip
-    asked = gpu.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("large.keep_all",))
+    asked = run.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("large.keep_all",))
 
     def parts(*names: str, **changes: Any) -> list[str]:
-        found = gpu.measure(names, replace(asked, **changes), lambda text: None)
-        assert found == gpu_checks.read_summary(tmp_path / gpu_checks.SUMMARY)
+        found = run.measure(names, replace(asked, **changes), lambda text: None)
+        assert found == checks.read_summary(tmp_path / checks.SUMMARY)
         peaks = next(f for f in found.findings if "allocator's peak" in f.claim)
         assert "keep_all.0 missing" in peaks.text
         assert "memo" not in peaks.text  # `large` was asked for one cell
@@ -186,8 +187,8 @@ def test_a_summary_keeps_the_parts_of_earlier_commands_on_the_same_device(
     assert parts("large") == ["large"]
     assert parts("steps", only=()) == ["large", "steps"]
     assert parts("large", "copies") == ["steps", "large", "copies"]
-    other = replace(gpu_checks.read_summary(tmp_path / gpu_checks.SUMMARY), device="another")
-    (tmp_path / gpu_checks.SUMMARY).write_bytes(msgspec.json.encode(other))
+    other = replace(checks.read_summary(tmp_path / checks.SUMMARY), device="another")
+    (tmp_path / checks.SUMMARY).write_bytes(msgspec.json.encode(other))
     assert parts("large") == ["large"]
-    (tmp_path / gpu_checks.SUMMARY).write_text("{")
+    (tmp_path / checks.SUMMARY).write_text("{")
     assert parts("large") == ["large"]

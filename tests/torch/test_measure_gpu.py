@@ -10,10 +10,10 @@ from msgspec.structs import replace
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.real import timing, verdict
+from rematbench.measure.parts.checks import Planned, Ran, Summary, findings
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import agreement
 from rematbench.worlds.agreement import agreement_names, agreement_records
-from rematbench.worlds.gpu_checks import Planned, Ran, Summary, findings
 from rematbench.worlds.packages.process import BaselineError
 from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, read_record, write_record

@@ -11,12 +11,12 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.host.gpu_state import GpuState
-from rematbench.runs.gpu_lines import Repeated, read_lines
-from rematbench.torch.repetitions import repeat, same_bits
-from rematbench.torch.turns import Turns
-from rematbench.worlds import repetitions
+from rematbench.measure.parts import repetitions
+from rematbench.measure.parts.checks import Planned, findings
+from rematbench.measure.records import Repeated, read_lines
+from rematbench.measure.torch.repetitions import repeat, same_bits
+from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.executed import How, _case, run_cells
-from rematbench.worlds.gpu_checks import Planned, findings
 from rematbench.worlds.records.cell import cells
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.torch import arithmetic, parameters

@@ -12,12 +12,12 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.runs.gpu_lines import STEP, Prediction, Spent, read_lines
+from rematbench.measure.layer_suite import layer_names, load_layers
+from rematbench.measure.parts import actions
+from rematbench.measure.records import STEP, Prediction, Spent, read_lines
+from rematbench.measure.torch.action_seconds import WITHOUT_WORK, TimedExecutor, between, by_key
+from rematbench.measure.torch.turns import Turns
 from rematbench.tables.gpu_runtime import actions_table
-from rematbench.torch.spent import WITHOUT_WORK, TimedExecutor, between, by_key
-from rematbench.torch.turns import Turns
-from rematbench.worlds import spent
-from rematbench.worlds.layer_suite import layer_names, load_layers
 from tests.campaigns import suite_text, tiny
 from tests.torch import cases
 
@@ -56,7 +56,7 @@ def test_the_part_has_a_line_for_each_kind_of_action_and_the_whole_step(tmp_path
     )
     path.write_text(text)
     suite = load_layers(path)
-    spent.measure_actions(suite, (), out, "cpu", 60.0)
+    actions.measure_actions(suite, (), out, "cpu", 60.0)
     lines = read_lines(out, Spent)
     steps = Counter(line.cell for line in lines if line.kind == STEP)
     assert steps == {"one.full_recompute.0": 1, "one.keep_all.0": 1}  # what is usual
@@ -70,7 +70,7 @@ def test_the_part_has_a_line_for_each_kind_of_action_and_the_whole_step(tmp_path
     assert "without waits: one.full_recompute.0 " in table.full_note
     assert "seconds mean nothing" in table.full_note
     late = tmp_path / "late.jsonl"
-    spent.measure_actions(suite, ("one.memo",), late, "cpu", -1.0)
+    actions.measure_actions(suite, ("one.memo",), late, "cpu", -1.0)
     assert not late.exists()
 
 
@@ -88,7 +88,7 @@ def test_every_method_has_its_lines(tmp_path: Path) -> None:
     )
     path.write_text(text)
     suite = load_layers(path)
-    spent.measure_actions(suite, ("one",), out, "cpu", 60.0)
+    actions.measure_actions(suite, ("one",), out, "cpu", 60.0)
     steps = {line.cell: line.status for line in read_lines(out, Spent) if line.kind == STEP}
     assert steps == dict.fromkeys(layer_names(suite), "ok")
 
@@ -101,7 +101,7 @@ def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(
     names = ["keep_all", "full_recompute", "memo"]
     given = {"methods": names, "references": {"one": "full_recompute.0"}}
     path.write_text(suite_text([tiny("one", seq_len=32, **sizes)], **given))
-    real, refused = spent._lines, spent.refusal
+    real, refused = actions._lines, actions.refusal
 
     def lines(cell: Any, *rest: Any) -> list[Spent]:
         if "keep_all" in cell.name:
@@ -111,9 +111,9 @@ def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(
     def refusal(line: Prediction, cell: Any) -> str:
         return "pins too much" if "memo" in line.cell else refused(line, cell)
 
-    monkeypatch.setattr(spent, "_lines", lines)
-    monkeypatch.setattr(spent, "refusal", refusal)
-    spent.measure_actions(load_layers(path), [f"one.{name}" for name in names], out, "cpu", 60.0)
+    monkeypatch.setattr(actions, "_lines", lines)
+    monkeypatch.setattr(actions, "refusal", refusal)
+    actions.measure_actions(load_layers(path), [f"one.{name}" for name in names], out, "cpu", 60.0)
     steps = {line.cell: line for line in read_lines(out, Spent) if line.kind == STEP}
     assert {name: line.status for name, line in steps.items()} == {
         "one.keep_all.0": "oom",

@@ -13,18 +13,18 @@ import torch
 from rematbench.costs.operators.kernels import Gemm
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
-from rematbench.runs.gpu_lines import Rate, read_lines
-from rematbench.tables.gpu import rates_table
-from rematbench.torch import repeats, turns
-from rematbench.torch.probes import (
+from rematbench.measure.parts.rates import gap, measure_rates
+from rematbench.measure.records import Rate, read_lines
+from rematbench.measure.torch import repeats, turns
+from rematbench.measure.torch.probes import (
     Place,
     Probe,
     attention_probes,
     layer_probes,
     sustained,
 )
-from rematbench.torch.rates import LONG_FLOP, Rates
-from rematbench.worlds.rates import gap, measure_rates
+from rematbench.measure.torch.rates import LONG_FLOP, Rates
+from rematbench.tables.gpu import rates_table
 from rematbench.worlds.records.record import Provenance
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor

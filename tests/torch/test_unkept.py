@@ -10,7 +10,7 @@ import torch
 
 from rematbench.engine.program.action import Action, Kind
 from rematbench.host.gpu_state import GpuState
-from rematbench.torch.turns import Turns
+from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.tracker import Tracker
 from tests.torch import cases

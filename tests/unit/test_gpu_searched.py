@@ -9,15 +9,16 @@ from rematbench.advise.search.halves import rounds
 from rematbench.advise.search.job import Asked
 from rematbench.cli.gpu import searched_plans
 from rematbench.host.console import CommandError
+from rematbench.measure import predictions
+from rematbench.measure.parts import run, searched
+from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
+from rematbench.measure.parts.searched import OneGpuJob, SearchedSuite
+from rematbench.measure.records import Searched, Turn, append_line, read_lines
 from rematbench.plan import Plan
-from rematbench.runs.gpu_lines import Searched, Turn, append_line, read_lines
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu_runtime import checks_table
 from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_rows, searched_table
-from rematbench.worlds import gpu, predicted, searched
-from rematbench.worlds.gpu_checks import PACKAGES_RUN, Finding, Summary
-from rematbench.worlds.searched import OneGpuJob, SearchedSuite
 from tests.unit.test_gpu_layers import H100, turn
 
 MEASURED = data_dir("config").parent / "results/measured"
@@ -46,12 +47,12 @@ def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched
 
 
 def test_cells_are_those_that_were_predicted(lines: list[Searched], tmp_path: Path) -> None:
-    path = tmp_path / predicted.PREDICTIONS["searched"]
-    predicted.write_predictions(lines, path, anew=False)
-    assert "as before" in predicted.write_predictions(lines, path, anew=False)
+    path = tmp_path / predictions.PREDICTIONS["searched"]
+    predictions.write_predictions(lines, path, anew=False)
+    assert "as before" in predictions.write_predictions(lines, path, anew=False)
     cells = searched.searched_cells(path)
     assert [cell.name for cell in cells] == [line.cell for line in lines]
-    assert predicted.read_predictions(path, cells)[cells[0].name] == lines[0]
+    assert predictions.read_predictions(path, cells)[cells[0].name] == lines[0]
     assert [c.name for c in searched.searched_cells(path, [lines[1].cell])] == [lines[1].cell]
     with pytest.raises(CommandError, match="no cell of --only nothing"):
         searched.searched_cells(path, ["nothing"])
@@ -64,11 +65,11 @@ def test_cells_are_those_that_were_predicted(lines: list[Searched], tmp_path: Pa
 @pytest.mark.parametrize("run", RUNS)
 def test_committed_predictions_make_the_plans_that_were_measured(run: str) -> None:
     """Another search may find other plans; what was measured stays what it was."""
-    path = MEASURED / run / predicted.PREDICTIONS["searched"]
+    path = MEASURED / run / predictions.PREDICTIONS["searched"]
     known = {line.cell: line for line in read_lines(path, Searched)}
     for cell in searched.searched_cells(path):
         assert isinstance(cell.plan, Plan)
-        assert predicted.identity(cell)["plan_hash"] == known[cell.name].plan_hash
+        assert predictions.identity(cell)["plan_hash"] == known[cell.name].plan_hash
 
 
 def test_a_suite_says_what_it_does_not_allow(tmp_path: Path) -> None:
@@ -138,10 +139,10 @@ def test_one_package_runs_where_it_alone_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[str] = []
-    monkeypatch.setattr(gpu.package, "run", lambda problem, method, *_, **__: problem.layout)
-    monkeypatch.setattr(gpu, "keep_record", lambda record, folder, name: ran.append(name))
-    asked = gpu.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
-    gpu.PARTS["baselines"](asked)
+    monkeypatch.setattr(run.package, "run", lambda problem, method, *_, **__: problem.layout)
+    monkeypatch.setattr(run, "keep_record", lambda record, folder, name: ran.append(name))
+    asked = run.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
+    run.PARTS["baselines"](asked)
     assert ran == ["deepspeed-plain"]
-    gpu.PARTS["baselines"](replace(asked, only=()))
+    run.PARTS["baselines"](replace(asked, only=()))
     assert ran[1:] == ["megatron_core-none", "megatron_core-full", "deepspeed-none", ran[0]]

@@ -11,7 +11,12 @@ from typer import Argument, Option
 from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder, rich_table
 from rematbench.host.console import CommandError, console
-from rematbench.runs.gpu_lines import (
+from rematbench.measure.layer_suite import HandCell, layer_cells, layer_names, load_layers
+from rematbench.measure.parts.checks import SUMMARY, Summary, read_summary
+from rematbench.measure.parts.run import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
+from rematbench.measure.parts.searched import load_searched, search_all
+from rematbench.measure.predictions import PREDICTIONS, predict, write_predictions
+from rematbench.measure.records import (
     Prediction,
     Rate,
     Searched,
@@ -24,12 +29,7 @@ from rematbench.spec.paths import data_dir
 from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
 from rematbench.tables.gpu_runtime import actions_table, checks_table
 from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_rows, searched_table
-from rematbench.worlds.gpu import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
-from rematbench.worlds.gpu_checks import SUMMARY, Summary, read_summary
-from rematbench.worlds.layer_suite import HandCell, layer_cells, layer_names, load_layers
-from rematbench.worlds.predicted import PREDICTIONS, predict, write_predictions
 from rematbench.worlds.records.cell import problem_of
-from rematbench.worlds.searched import load_searched, search_all
 
 SuiteFile = Annotated[
     Path | None, Option(metavar="SUITE.yaml", help="Problems (default: of each part in config/).")

@@ -13,12 +13,12 @@ from rematbench.evidence.kernels.kernel_bytes import seconds as bytes_seconds
 from rematbench.evidence.kernels.kernel_rows import KernelRow, measured, read_kernel_rows
 from rematbench.evidence.kernels.kernel_sources import Sources, load_sources
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.runs.gpu_lines import Prediction, Rate, Turn, by_cell, read_lines
+from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_names
+from rematbench.measure.parts.layers import ratio
+from rematbench.measure.predictions import PREDICTED
+from rematbench.measure.records import Prediction, Rate, Turn, by_cell, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.tables.speed import seconds
-from rematbench.worlds.layer_suite import LayerSuite, by_hand_names, layer_names
-from rematbench.worlds.layers import ratio
-from rematbench.worlds.predicted import PREDICTED
 from rematbench.worlds.records.cell import problem_of
 from rematbench.worlds.speed import measured_speed, same_gpu
 

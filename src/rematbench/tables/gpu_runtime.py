@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from rematbench.engine.program.action import Kind
 from rematbench.host.table import Column, Table, whole
-from rematbench.runs.gpu_lines import Spent
+from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
+from rematbench.measure.records import Spent
 from rematbench.tables.gpu import CPU_NOTE
 from rematbench.tables.speed import seconds
-from rematbench.worlds.gpu_checks import PACKAGES_RUN, Finding, Summary
 
 
 def checks_table(summaries: Mapping[str, Summary]) -> Table:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.runs.gpu_lines import Searched, Turn, by_cell
+from rematbench.measure.records import Searched, Turn, by_cell
 from rematbench.tables.gpu import TIME_BAR, beside_prediction, caveats, devices_of
 from rematbench.tables.speed import seconds
 

@@ -13,9 +13,9 @@ import torch
 from msgspec import Struct
 
 from rematbench.engine.lowering.lower import lower
+from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.torch.plain import PlainLoop
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups

@@ -11,18 +11,18 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.outcome import run_plan
 from rematbench.host.console import CommandError
+from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
+from rematbench.measure.machine import Machine
+from rematbench.measure.parts.layers import is_here
+from rematbench.measure.predictions import predict, refusal
+from rematbench.measure.records import STEP, Spent, append_line, one_line
 from rematbench.plan import Plan
-from rematbench.runs.gpu_lines import STEP, Spent, append_line, one_line
-from rematbench.worlds.layer_suite import HandCell, LayerSuite, layer_cells
-from rematbench.worlds.layers import is_here
-from rematbench.worlds.machine import Machine
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.predicted import predict, refusal
 from rematbench.worlds.records.cell import Cell
 
 if TYPE_CHECKING:
-    from rematbench.torch.spent import Key, Taken
-    from rematbench.torch.turns import Turns
+    from rematbench.measure.torch.action_seconds import Key, Taken
+    from rematbench.measure.torch.turns import Turns
 
 STEPS = 3
 
@@ -33,7 +33,7 @@ def measure_actions(
     """Time the actions of the cells asked for (default: the references of ratios, and keep_all)
     of this device; a line of `out` for each kind of action.  A cell that cannot begin within
     `limit_s` seconds has none.  CommandError where no cell is of this device."""
-    from rematbench.torch.turns import Turns  # noqa: PLC0415
+    from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
@@ -74,7 +74,7 @@ def _usual(suite: LayerSuite) -> list[str]:
 
 
 def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spent]:
-    from rematbench.torch.spent import TimedExecutor, by_key  # noqa: PLC0415  # torch is optional
+    from rematbench.measure.torch.action_seconds import TimedExecutor, by_key  # noqa: PLC0415  # torch is optional
 
     executor = turns.executor(cell.problem, plan, TimedExecutor)
     assert isinstance(executor, TimedExecutor)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rematbench.runs.gpu_lines import Rate, append_line
+from rematbench.measure.machine import Machine
+from rematbench.measure.records import Rate, append_line
 from rematbench.spec.load import load_cluster
 from rematbench.workload import PositiveInt
-from rematbench.worlds.machine import Machine
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite import NamedProblem, Suite, read_suite
 from rematbench.worlds.speed import has_peak_of
 
 if TYPE_CHECKING:
-    from rematbench.torch.probes import Probe
-    from rematbench.torch.rates import Timed
+    from rematbench.measure.torch.probes import Probe
+    from rematbench.measure.torch.rates import Timed
 
 SEED = 7
 
@@ -46,7 +46,7 @@ def load_rates(path: Path) -> RateSuite:
 
 def measure_rates(path: Path, out: Path, device: Device, limit_s: float) -> None:
     """Time every probe of the suite `path` within `limit_s` seconds; a line of `out` for each."""
-    from rematbench.torch.rates import Rates  # noqa: PLC0415
+    from rematbench.measure.torch.rates import Rates  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
@@ -72,7 +72,7 @@ ALIKE = ("what", "implementation", "dtype", "shape", "work", "unit", "clock", "p
 
 def _line(timed: "Timed", known: bool, about: dict[str, Any]) -> Rate:
     """The line of a timed probe; `known`: the prediction is of this device."""
-    from rematbench.torch.repeats import spread_of  # noqa: PLC0415  # torch is optional
+    from rematbench.measure.torch.repeats import spread_of  # noqa: PLC0415  # torch is optional
 
     fields: dict[str, Any] = {name: getattr(timed.probe, name) for name in ALIKE} | about
     fields |= {"status": timed.status, "reason": timed.reason}
@@ -114,13 +114,13 @@ def device_cluster(suite: RateSuite, device: str) -> str:
 
 
 def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterator[Probe]":
-    from rematbench.torch.probes import (  # noqa: PLC0415
+    from rematbench.measure.torch.probes import (  # noqa: PLC0415
         Place,
         attention_probes,
         layer_probes,
         sustained,
     )
-    from rematbench.torch.rates import copy_probes, launch_probes  # noqa: PLC0415
+    from rematbench.measure.torch.rates import copy_probes, launch_probes  # noqa: PLC0415
 
     for spec in specs:
         yield from layer_probes(Place(spec.name, spec.problem(), device), compiled=suite.compiled)

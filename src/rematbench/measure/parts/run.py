@@ -12,24 +12,24 @@ from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
 from rematbench.host.files import write_atomically
+from rematbench.measure.layer_suite import load_layers
+from rematbench.measure.parts.actions import measure_actions
+from rematbench.measure.parts.checks import SUMMARY, Planned, Ran, Summary, findings, read_summary
+from rematbench.measure.parts.layers import measure_layers
+from rematbench.measure.parts.rates import load_rates, measure_rates
+from rematbench.measure.parts.repetitions import measure_repetitions
+from rematbench.measure.parts.searched import load_searched, measure_searched
+from rematbench.measure.predictions import PREDICTIONS
 from rematbench.plan import Plan
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.agreement import agreement_names, agreement_records
 from rematbench.worlds.executed import How, run_cells
-from rematbench.worlds.gpu_checks import SUMMARY, Planned, Ran, Summary, findings, read_summary
-from rematbench.worlds.layer_suite import load_layers
-from rematbench.worlds.layers import measure_layers
 from rematbench.worlds.packages.process import Device, policy
-from rematbench.worlds.predicted import PREDICTIONS
-from rematbench.worlds.rates import load_rates, measure_rates
 from rematbench.worlds.records.cell import Cell, cell_names, cells, problem_of
 from rematbench.worlds.records.record import RecordError, keep_record
 from rematbench.worlds.records.suite import load_suite
-from rematbench.worlds.repetitions import measure_repetitions
-from rematbench.worlds.searched import load_searched, measure_searched
 from rematbench.worlds.slurm.launch import last_words, run_limited
-from rematbench.worlds.spent import measure_actions
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
 """Seconds that each part may take, in the order of the run: less than ten minutes in all, the
@@ -214,7 +214,7 @@ def _write(path: Path, found: msgspec.Struct, **more: float) -> None:
 
 def _steps(asked: GpuAsked) -> None:
     """Time the executor's step with keep_all beside the step of a hand-written loop."""
-    from rematbench.torch.beside import step_times  # noqa: PLC0415  # torch is optional
+    from rematbench.measure.torch.hand_written import step_times  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415
 
     device = prepared_device(asked.device, 0)
@@ -224,7 +224,7 @@ def _steps(asked: GpuAsked) -> None:
 
 
 def _copies(asked: GpuAsked) -> None:
-    from rematbench.torch.beside import copy_times  # noqa: PLC0415  # torch is optional
+    from rematbench.measure.torch.hand_written import copy_times  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415
 
     nbytes, size = COPIES[asked.device]

@@ -6,9 +6,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from rematbench.host.console import CommandError
+from rematbench.measure.hand_written import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.by_hand import Means
 from rematbench.spec.configfile import ConfigError, require_known
 from rematbench.worlds.records.cell import Cell, cells, is_wanted
 from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite

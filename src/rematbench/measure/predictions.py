@@ -18,10 +18,10 @@ from rematbench.evaluate.outcome import run_plan
 from rematbench.evaluate.reserved import lately, unpressed
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
+from rematbench.measure.layer_suite import HandCell
+from rematbench.measure.records import Prediction, Searched, append_line, read_lines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.gpu_lines import Prediction, Searched, append_line, read_lines
-from rematbench.worlds.layer_suite import HandCell
 from rematbench.worlds.records.cell import Cell, problem_of
 from rematbench.worlds.records.digests import code_digest
 from rematbench.worlds.records.record import plan_hash, provenance, run_spec

@@ -14,10 +14,10 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
+from rematbench.measure.hand_written import Means
+from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.runs.by_hand import Means
-from rematbench.torch.plain import PlainLoop
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.devices import hold_to, pin_exactly, pinned_peak, set_segments
 from rematbench.worlds.torch.executor import Executor

@@ -12,9 +12,9 @@ from rematbench.costs.bind import CopyDirection
 from rematbench.costs.copies import Crowd
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
-from rematbench.torch.beside import at_once
-from rematbench.torch.probes import Place, Probe
-from rematbench.torch.repeats import Call, Repeats
+from rematbench.measure.torch.hand_written import at_once
+from rematbench.measure.torch.probes import Place, Probe
+from rematbench.measure.torch.repeats import Call, Repeats
 from rematbench.worlds.torch.devices import empty_pinned, pin_exactly
 from rematbench.worlds.torch.failures import failure
 from rematbench.worlds.torch.storages import host_bytes

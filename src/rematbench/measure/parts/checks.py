@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.runs.gpu_lines import Repeated, read_lines
+from rematbench.measure.records import Repeated, read_lines
 from rematbench.worlds.agreement import EXECUTOR, disagreements
 from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, RecordError, read_record

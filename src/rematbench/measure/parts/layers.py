@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rematbench.host.console import CommandError
-from rematbench.plan import Plan
-from rematbench.runs.gpu_lines import Turn, append_line, by_cell, one_line, read_lines
-from rematbench.worlds.layer_suite import HandCell, LayerSuite, layer_cells
-from rematbench.worlds.machine import Machine
-from rematbench.worlds.packages.process import Device
-from rematbench.worlds.predicted import (
+from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
+from rematbench.measure.machine import Machine
+from rematbench.measure.predictions import (
     PREDICTIONS,
     identity,
     read_predictions,
     refusal,
     stands_for,
 )
+from rematbench.measure.records import Turn, append_line, by_cell, one_line, read_lines
+from rematbench.plan import Plan
+from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.cell import Cell, problem_of
 from rematbench.worlds.speed import has_peak_of
 
@@ -90,7 +90,7 @@ def run_by_turns(
     """Run those of the cells that are of this device by turns within `limit_s` seconds, each that
     its prediction in `output` does not refuse; lines in the folder of the `part`.  `unsettled`: the
     cells that need another turn."""
-    from rematbench.torch.turns import Turns  # noqa: PLC0415
+    from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s

@@ -19,9 +19,11 @@ from rematbench.advise.search.trial import Tried
 from rematbench.evaluate.outcome import make_problem
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
+from rematbench.measure.parts.layers import FEWEST, run_by_turns
+from rematbench.measure.predictions import PREDICTIONS, lines_of, predict
+from rematbench.measure.records import Searched, Turn, by_cell
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
-from rematbench.runs.gpu_lines import Searched, Turn, by_cell
 from rematbench.spec.configfile import (
     ConfigError,
     convert,
@@ -31,9 +33,7 @@ from rematbench.spec.configfile import (
 )
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt
-from rematbench.worlds.layers import FEWEST, run_by_turns
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.predicted import PREDICTIONS, lines_of, predict
 from rematbench.worlds.records.cell import Cell, is_wanted, planned_cell
 
 SHOWN = 200

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rematbench.measure.machine import Machine
+from rematbench.measure.records import Repeated, append_line, one_line
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
-from rematbench.runs.gpu_lines import Repeated, append_line, one_line
-from rematbench.worlds.machine import Machine
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.cell import Cell, problem_of
 from rematbench.worlds.records.record import plan_hash, run_spec
@@ -21,8 +21,8 @@ def measure_repetitions(
 ) -> None:
     """Repeat a step of every cell with kernels that give the same bits every time; a line of `out`
     for each.  Cells that cannot begin within `limit_s` seconds have none."""
-    from rematbench.torch.repetitions import Gradients, want_same_bits  # noqa: PLC0415
-    from rematbench.torch.turns import Turns  # noqa: PLC0415
+    from rematbench.measure.torch.repetitions import Gradients, want_same_bits  # noqa: PLC0415
+    from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
@@ -40,7 +40,7 @@ def measure_repetitions(
 
 def _repeated(cell: Cell, turns: Any, keep_all: Any, repetitions: int) -> dict[str, Any]:
     """The fields of a cell's line; keep_all's gradients go into `keep_all`."""
-    from rematbench.torch.repetitions import repeat, same_bits  # noqa: PLC0415
+    from rematbench.measure.torch.repetitions import repeat, same_bits  # noqa: PLC0415
     from rematbench.worlds.torch.failures import failure  # noqa: PLC0415  # torch is optional
 
     known = {"cell": cell.name, "run_id": run_spec(cell.problem, cell.method).run_id}
