@@ -36,7 +36,7 @@ from rematbench.advise.search.shard import Shard
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
 from rematbench.cli.matrix import declared
-from rematbench.matrix.best import WITHIN, Line, Task, Worker
+from rematbench.paper.matrix.best import WITHIN, Line, Task, Worker
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
-from rematbench.packages import points as baseline_points
-from rematbench.packages.points import load_points
+from rematbench.paper.studies import baseline_points
+from rematbench.paper.studies.baseline_points import load_points
 from rematbench.worlds import package
 from rematbench.worlds.packages.process import NotInstalled, PackageJob
 from rematbench.worlds.records.record import Record, read_record, write_record

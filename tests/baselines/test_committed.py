@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.packages.points import load_points, published, rows
+from rematbench.paper.studies.baseline_points import load_points, published, rows
 from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.agreement import EXECUTOR, ROWS, agreement_table
 from rematbench.worlds.records.measured import Measured

@@ -104,7 +104,7 @@ def test_an_unknown_baseline_or_setting_is_one_clear_line() -> None:
 
 
 def test_the_shipped_points_load_and_have_their_cells() -> None:
-    from rematbench.packages.points import load_points, published  # noqa: PLC0415
+    from rematbench.paper.studies.baseline_points import load_points, published  # noqa: PLC0415
 
     points = load_points()
     assert len({point.name for point in points}) == len(points)

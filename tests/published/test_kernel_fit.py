@@ -29,7 +29,7 @@ from rematbench.evidence.kernels.kernel_sources import (
     outliers,
     solve,
 )
-from rematbench.published.scores import how_to_read
+from rematbench.paper.tables.scores import how_to_read
 from rematbench.spec.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates
 from rematbench.spec.load import calibration, load_cluster
 from rematbench.spec.paths import data_dir

@@ -8,10 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import StudyAnswer
-from rematbench.studies.claim_ledger import (
+from rematbench.paper.claim_ledger import (
     ALSO,
     BESIDE,
     CLAIM_VERDICTS,
@@ -24,7 +21,8 @@ from rematbench.studies.claim_ledger import (
     claims_table,
     prediction_answers,
 )
-from rematbench.studies.claims import (
+from rematbench.paper.studies.answers import StudyAnswer
+from rematbench.paper.studies.claims import (
     Claim,
     Claims,
     Ours,
@@ -36,8 +34,10 @@ from rematbench.studies.claims import (
     load_claims,
     published,
 )
-from rematbench.studies.rows import published_numbers
-from rematbench.studies.study import Study, load_study
+from rematbench.paper.studies.rows import published_numbers
+from rematbench.paper.studies.study import Study, load_study
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 
 CLAIMS = load_claims()
@@ -367,7 +367,7 @@ def test_contradictions_are_one_line(
     lines = text.replace("P", part).replace("R", part.replace("x}", "x, form: ratio}"))
     head = "tolerances: {t: {value: 0.1, reason: because, declared: before}}\nclaims:\n"
     (tmp_path / "claims.yaml").write_text(head + lines)
-    monkeypatch.setattr("rematbench.studies.claims.data_dir", lambda kind: tmp_path)
+    monkeypatch.setattr("rematbench.paper.studies.claims.data_dir", lambda kind: tmp_path)
     with pytest.raises(ConfigError) as raised:
         load_claims()
     assert str(raised.value).startswith("config/claims.yaml: ")

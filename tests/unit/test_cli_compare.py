@@ -18,8 +18,8 @@ from rematbench.costs.estimators import fujii_estimate
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.paper.tables.rule80 import rule_table, scored_cells
 from rematbench.plan import Plan, Unsupported
-from rematbench.published.rule80 import rule_table, scored_cells
 from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods, plan_of
 from tests.typed import typed

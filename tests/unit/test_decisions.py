@@ -14,7 +14,7 @@ from rematbench.evidence.decisions import (
 )
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.evidence.validate import validate
-from rematbench.published.scores import decision_table, score_tables
+from rematbench.paper.tables.scores import decision_table, score_tables
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods

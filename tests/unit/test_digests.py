@@ -23,9 +23,9 @@ CHANGED = {
     "solve/swap.py": True,  # only methods import it
     "cli/run.py": None,  # one of the two commands
     "worlds/slurm/queue.py": False,
-    "published/scores.py": False,
-    "matrix/tables.py": False,
-    "tables/html.py": False,
+    "paper/tables/scores.py": False,
+    "paper/tables/matrix.py": False,
+    "paper/html.py": False,
     "cli/app.py": False,
 }
 
@@ -62,13 +62,13 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
 @pytest.mark.parametrize(
     ("command", "file"),
     [
-        ("tables", "published/scores.py"),
+        ("tables", "paper/tables/scores.py"),
         ("tables", "cli/targets.py"),  # reads sheets with a function of its neighbour
-        ("tables", "matrix/tables.py"),
-        ("report", "tables/html.py"),
+        ("tables", "paper/tables/matrix.py"),
+        ("report", "paper/html.py"),
         ("cells", "worlds/slurm/rows.py"),
         ("verify", "worlds/torch/arithmetic.py"),  # imported inside a function
-        ("study", "studies/answers.py"),
+        ("study", "paper/studies/answers.py"),
         ("points", "worlds/packages/process.py"),
         ("points", "worlds/packages/megatron_core/stack.py"),  # loaded by name
     ],

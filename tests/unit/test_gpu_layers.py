@@ -27,11 +27,11 @@ from rematbench.measure.records import (
     by_cell,
     read_lines,
 )
+from rematbench.paper.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.paper.tables.gpu_runtime import checks_table
 from rematbench.plan import Plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
-from rematbench.tables.gpu_runtime import checks_table
 from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.record import Provenance, RecordError
 from tests.campaigns import suite_text, tiny

@@ -14,11 +14,16 @@ from rematbench.measure.parts import run, searched
 from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
 from rematbench.measure.parts.searched import OneGpuJob, SearchedSuite
 from rematbench.measure.records import Searched, Turn, append_line, read_lines
+from rematbench.paper.tables.gpu_runtime import checks_table
+from rematbench.paper.tables.gpu_searched import (
+    advice_rows,
+    advice_table,
+    searched_rows,
+    searched_table,
+)
 from rematbench.plan import Plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.tables.gpu_runtime import checks_table
-from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_rows, searched_table
 from tests.unit.test_gpu_layers import H100, turn
 
 MEASURED = data_dir("config").parent / "results/measured"

@@ -18,7 +18,7 @@ from rematbench.evidence.bands import ratio_band, reserve_bytes, shipped
 from rematbench.evidence.job_evidence import methods_of
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
-from rematbench.matrix.best import (
+from rematbench.paper.matrix.best import (
     ANSWERED,
     ANY,
     BEST,
@@ -31,12 +31,12 @@ from rematbench.matrix.best import (
     Worker,
     searched,
 )
-from rematbench.matrix.sweep import NOT_RUN, Line, run_matrix
-from rematbench.matrix.tables import fastest_table, layout_text, matrix_tables, shortage
-from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
+from rematbench.paper.matrix.sweep import NOT_RUN, Line, run_matrix
+from rematbench.paper.matrix.verdicts import by_cell, judged, outcome, speed
+from rematbench.paper.studies.front import pareto_table
+from rematbench.paper.tables.matrix import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.studies.front import pareto_table
 from rematbench.worlds.records.matrix_spec import MatrixSpec, Work
 from rematbench.worlds.records.suite import load_suite
 from tests.problems import all_methods

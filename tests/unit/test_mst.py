@@ -12,10 +12,10 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import issue_order
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.evaluate.proof import check
+from rematbench.paper.studies.longest import longest_sequence
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
-from rematbench.studies.longest import longest_sequence
 from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
 

@@ -8,11 +8,11 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order, pool_bytes
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.paper.studies.measures import fragmentation
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import lifetimes, memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
-from rematbench.studies.measures import fragmentation
 from tests.problems import layers, plan_of, problem
 from tests.strategies import cases
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.host.table import Column, Table, gib, whole, write_sheet
-from rematbench.tables.expected import (
+from rematbench.paper.expected import (
     Artifact,
     Bound,
     Find,
@@ -22,8 +22,8 @@ from rematbench.tables.expected import (
     load_artifact,
     measured,
 )
-from rematbench.tables.html import matrix_grids, page_html
-from rematbench.tables.page import (
+from rematbench.paper.html import matrix_grids, page_html
+from rematbench.paper.page import (
     Page,
     gather,
     load_report,

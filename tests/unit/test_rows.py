@@ -17,9 +17,9 @@ from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, ShownTable, kept
 from rematbench.evaluate.job import Job
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import gib, grid, show_whole
+from rematbench.paper.tables.comparison_plot import write_plot
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.registry import MethodError
-from rematbench.tables.comparison_plot import write_plot
 from rematbench.worlds.packages.flags import Engines, costs, flags_of
 from tests.problems import all_methods, plan_of
 from tests.typed import typed

@@ -16,14 +16,14 @@ from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.rows import read_case
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.search.against import asked_of
-from rematbench.search.spaces import SpaceJob, Spaces, load_spaces, searched_spaces
-from rematbench.search.sweeps import searched_sweeps
+from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
+from rematbench.paper.studies.published_layouts import asked_of
+from rematbench.paper.studies.published_sweeps import searched_sweeps
+from rematbench.paper.tables.searched import TABLES, checked, layout_text
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.tables.searched import TABLES, checked, layout_text
 from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods
 

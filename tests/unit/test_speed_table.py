@@ -10,7 +10,7 @@ from rematbench.cli.tables import speeds
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
-from rematbench.tables.speed import speed_table
+from rematbench.paper.tables.speed import speed_table
 from tests.campaigns import ROOT
 
 FIGURE = ROOT / "figures/measured_speed.py"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from rematbench.evaluate.outcome import make_problem
+from rematbench.paper.studies import answers
+from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
+from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
+from rematbench.paper.studies.study import load_study, narrowed
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.studies import answers
-from rematbench.studies.answers import StudyAnswer, ask_study, dump, read_answers
-from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
-from rematbench.studies.study import load_study, narrowed
 from tests.problems import all_methods, layers, problem
 from tests.typed import typed
 

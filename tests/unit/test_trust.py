@@ -12,8 +12,8 @@ from rematbench.evidence.decisions import Decision
 from rematbench.evidence.fit import is_fit
 from rematbench.evidence.job_evidence import Job, Known, known_cells
 from rematbench.evidence.left_out import left_out_by_source, left_out_errors, out_of_source
-from rematbench.published.scores import out_of_source_means
-from rematbench.published.trust import ALL, NOTHING, evidence_table, regret_table
+from rematbench.paper.tables.scores import out_of_source_means
+from rematbench.paper.tables.trust import ALL, NOTHING, evidence_table, regret_table
 from rematbench.spec.load import calibration
 
 

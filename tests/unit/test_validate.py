@@ -18,7 +18,7 @@ from rematbench.evidence.accuracy import (
 )
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.evidence.validate import by_source, validate
-from rematbench.published.scores import promise_table
+from rematbench.paper.tables.scores import promise_table
 from rematbench.spec.constants import FitRule, ShapedBy
 from rematbench.spec.paths import data_dir
 from tests.problems import calibration

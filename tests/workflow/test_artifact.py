@@ -15,8 +15,8 @@ from rematbench.cli.app import command_line
 from rematbench.evaluate.outcome import run_method
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
-from rematbench.tables.html import page_html
-from rematbench.tables.page import Page, gather, load_report
+from rematbench.paper.html import page_html
+from rematbench.paper.page import Page, gather, load_report
 from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
 from tests.problems import all_methods
 from tests.workflow.checkout import ROOT

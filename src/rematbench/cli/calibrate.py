@@ -21,7 +21,7 @@ from rematbench.evidence.validate import Report, by_source
 from rematbench.evidence.validate import validate as score
 from rematbench.host.console import CommandError, console, grid, plain
 from rematbench.host.table import write_sheet
-from rematbench.published.scores import how_to_read, out_of_source_means, score_tables
+from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
 from rematbench.spec.constants import Calibration, updated_text
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

@@ -17,7 +17,7 @@ from rematbench.cli.targets import Json, need_file
 from rematbench.evidence.bands import shipped
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.tables.comparison_plot import FORMATS, write_plot
+from rematbench.paper.tables.comparison_plot import FORMATS, write_plot
 from rematbench.worlds.packages.flags import Engines
 
 Names = list[str] | None

@@ -25,10 +25,15 @@ from rematbench.measure.records import (
     by_cell,
     read_lines,
 )
+from rematbench.paper.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
+from rematbench.paper.tables.gpu_runtime import actions_table, checks_table
+from rematbench.paper.tables.gpu_searched import (
+    advice_rows,
+    advice_table,
+    searched_rows,
+    searched_table,
+)
 from rematbench.spec.paths import data_dir
-from rematbench.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
-from rematbench.tables.gpu_runtime import actions_table, checks_table
-from rematbench.tables.gpu_searched import advice_rows, advice_table, searched_rows, searched_table
 from rematbench.worlds.records.cell import problem_of
 
 SuiteFile = Annotated[

@@ -11,8 +11,8 @@ from rematbench.cli.targets import need_file
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
-from rematbench.matrix.best import ANSWERED
-from rematbench.matrix.sweep import run_matrix
+from rematbench.paper.matrix.best import ANSWERED
+from rematbench.paper.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.suite import load_suite

@@ -10,8 +10,8 @@ from typer import Argument, Option
 from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
 from rematbench.cli.targets import Output, need_folder
 from rematbench.host.console import CommandError
-from rematbench.packages.points import Point, load_points, trace_points
-from rematbench.tables.baselines import points_table, tensors_table
+from rematbench.paper.studies.baseline_points import Point, load_points, trace_points
+from rematbench.paper.tables.baselines import points_table, tensors_table
 from rematbench.worlds import package
 from rematbench.worlds.agreement import (
     agreement_records,

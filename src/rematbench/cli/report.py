@@ -10,15 +10,11 @@ from rematbench import __version__
 from rematbench.cli.matrix import SUITE, declared, lines_of
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
-from rematbench.matrix.sweep import TABLES
-from rematbench.matrix.tables import NAMES, equal_terms
-from rematbench.matrix.verdicts import outcome
-from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import require_known
-from rematbench.spec.load import calibration
-from rematbench.tables.expected import check, load_artifact
-from rematbench.tables.html import matrix_grids, page_html
-from rematbench.tables.page import (
+from rematbench.paper.expected import check, load_artifact
+from rematbench.paper.html import matrix_grids, page_html
+from rematbench.paper.matrix.sweep import TABLES
+from rematbench.paper.matrix.verdicts import outcome
+from rematbench.paper.page import (
     Page,
     gather,
     load_report,
@@ -26,6 +22,10 @@ from rematbench.tables.page import (
     report_markdown,
     whether_bands_hold,
 )
+from rematbench.paper.tables.matrix import NAMES, equal_terms
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import require_known
+from rematbench.spec.load import calibration
 
 RESULTS = Path("results")
 MOST_BYTES = 5_000_000

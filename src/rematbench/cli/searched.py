@@ -15,12 +15,12 @@ from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, read_she
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
-from rematbench.matrix.best import best_lines
-from rematbench.search.against import against
-from rematbench.search.spaces import load_spaces, searched_spaces
-from rematbench.search.sweeps import searched_sweeps
-from rematbench.tables.expected import differences, read_cells
-from rematbench.tables.searched import NEEDED, TABLES, checked
+from rematbench.paper.expected import differences, read_cells
+from rematbench.paper.matrix.best import best_lines
+from rematbench.paper.studies.package_spaces import load_spaces, searched_spaces
+from rematbench.paper.studies.published_layouts import against
+from rematbench.paper.studies.published_sweeps import searched_sweeps
+from rematbench.paper.tables.searched import NEEDED, TABLES, checked
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]

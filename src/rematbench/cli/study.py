@@ -12,9 +12,9 @@ from rematbench.host.console import console
 from rematbench.host.files import write_atomically
 from rematbench.host.table import Column, Table
 from rematbench.host.workers import collect_rarely
+from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, line
+from rematbench.paper.studies.study import load_study, narrowed
 from rematbench.plugins.discover import discover
-from rematbench.studies.answers import StudyAnswer, ask_study, dump, line
-from rematbench.studies.study import load_study, narrowed
 
 HIDDEN = ("study", "model", "cluster", "command")
 

@@ -27,24 +27,24 @@ from rematbench.evidence.published.sheets import TABLED, all_cells, bundles, rea
 from rematbench.evidence.validate import validate as score
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import Column, Table, gib, write_sheet
-from rematbench.matrix.tables import matrix_tables as tables_of
-from rematbench.matrix.verdicts import judged, outcome
+from rematbench.paper.claim_ledger import claims_table, prediction_answers, study_tables
+from rematbench.paper.matrix.verdicts import judged, outcome
+from rematbench.paper.studies.answers import StudyAnswer, read_answers
+from rematbench.paper.studies.claims import load_claims
+from rematbench.paper.studies.front import pareto_table
+from rematbench.paper.tables.atc24 import paper_tables
+from rematbench.paper.tables.curves import curve_lines, curves_table
+from rematbench.paper.tables.matrix import matrix_tables as tables_of
+from rematbench.paper.tables.records import measurement_lines, method_table, read_records, run_lines
+from rematbench.paper.tables.rule80 import rule_table
+from rematbench.paper.tables.scores import score_tables
+from rematbench.paper.tables.speed import NAME, speed_table, timed
+from rematbench.paper.tables.stage_memory import stage_bytes
+from rematbench.paper.tables.worlds import differing, has_its_own_table, worlds_table
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.published.paper import paper_tables
-from rematbench.published.rule80 import rule_table
-from rematbench.published.scores import score_tables
-from rematbench.runs.collect import measurement_lines, method_table, read_records, run_lines
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import StudyAnswer, read_answers
-from rematbench.studies.claim_ledger import claims_table, prediction_answers, study_tables
-from rematbench.studies.claims import load_claims
-from rematbench.studies.front import pareto_table
-from rematbench.tables.curves import curve_lines, curves_table
-from rematbench.tables.speed import NAME, speed_table, timed
-from rematbench.tables.stage_memory import stage_bytes
-from rematbench.tables.worlds import differing, has_its_own_table, worlds_table
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.records.reopen import replay
 from rematbench.worlds.records.suite import labels, load_suite

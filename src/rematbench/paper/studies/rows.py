@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rematbench.host.table import Column, fixed
-from rematbench.studies.answers import StudyAnswer
-from rematbench.studies.claims import Claims, published
+from rematbench.paper.studies.answers import StudyAnswer
+from rematbench.paper.studies.claims import Claims, published
 
 Line = dict[str, Any]
 Told: TypeAlias = Mapping[tuple[str, str, str, str, str], float]

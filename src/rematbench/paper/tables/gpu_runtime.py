@@ -11,8 +11,8 @@ from rematbench.engine.program.action import Kind
 from rematbench.host.table import Column, Table, whole
 from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
 from rematbench.measure.records import Spent
-from rematbench.tables.gpu import CPU_NOTE
-from rematbench.tables.speed import seconds
+from rematbench.paper.tables.gpu import CPU_NOTE
+from rematbench.paper.tables.speed import seconds
 
 
 def checks_table(summaries: Mapping[str, Summary]) -> Table:

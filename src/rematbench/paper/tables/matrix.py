@@ -6,9 +6,9 @@ from typing import Any
 from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evidence.accuracy import number
 from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.matrix.best import ANY, BEST, CELL, SAME
-from rematbench.matrix.sweep import LAYOUT, NOT_RUN
-from rematbench.matrix.verdicts import Line, by_cell, outcome, speed
+from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
+from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN
+from rematbench.paper.matrix.verdicts import Line, by_cell, outcome, speed
 from rematbench.spec.load import load_system
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 

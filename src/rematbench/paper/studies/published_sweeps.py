@@ -10,9 +10,9 @@ from rematbench.advise.search.trial import Tried
 from rematbench.evidence.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.evidence.published.rows import RowError, read_case
+from rematbench.paper.studies.published_layouts import asked_of
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
-from rematbench.search.against import asked_of
 
 MOST_ROUNDS = 10 * MINUTE
 """Rounds after which the search of a sweep ends with the gap that is proved by then."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.measure.records import Searched, Turn, by_cell
-from rematbench.tables.gpu import TIME_BAR, beside_prediction, caveats, devices_of
-from rematbench.tables.speed import seconds
+from rematbench.paper.tables.gpu import TIME_BAR, beside_prediction, caveats, devices_of
+from rematbench.paper.tables.speed import seconds
 
 LOSS_BAR = 0.02
 """Expected before any measurement: how much longer than the fastest measured plan the first one of

@@ -23,7 +23,7 @@ from rematbench.evidence.left_out import left_out_by_source
 from rematbench.evidence.protocol import calibrated_table
 from rematbench.evidence.validate import Report, Verdicts
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.published.trust import evidence_table, regret_table
+from rematbench.paper.tables.trust import evidence_table, regret_table
 from rematbench.spec.constants import Calibration
 from rematbench.spec.kernel_rates import fitted_parameters
 

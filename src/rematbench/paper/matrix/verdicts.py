@@ -11,8 +11,8 @@ from msgspec import Struct
 from rematbench.evaluate.outcome import make_problem
 from rematbench.evidence.accuracy import number
 from rematbench.evidence.bands import Band, band_of, fits_word, ratio_band
-from rematbench.matrix.best import BEST, CELL, OPEN
-from rematbench.matrix.sweep import LAYOUT
+from rematbench.paper.matrix.best import BEST, CELL, OPEN
+from rematbench.paper.matrix.sweep import LAYOUT
 from rematbench.problem import Problem
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 

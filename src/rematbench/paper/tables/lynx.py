@@ -1,8 +1,8 @@
 """Tables of Lynx on its ladder of models: each policy at its best layout, and at equal layouts."""
 
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.studies.answers import StudyAnswer, line
-from rematbench.studies.rows import (
+from rematbench.paper.studies.answers import StudyAnswer, line
+from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
     STEP,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rematbench.host.table import Column, Table, fixed, whole
-from rematbench.tables.worlds import exponent, label_of
+from rematbench.paper.tables.worlds import exponent, label_of
 from rematbench.worlds.records.measured import LEARNING_RATE
 from rematbench.worlds.records.record import Record
 

@@ -13,8 +13,8 @@ from rematbench.evaluate.breakdown import busiest
 from rematbench.evidence.accuracy import Row
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
-from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
-from rematbench.matrix.cell import ArmTried, Numbers, tried
+from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
+from rematbench.paper.matrix.cell import ArmTried, Numbers, tried
 from rematbench.plugins.registry import Registry
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 

@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import GIB, LONG, Printed, repeats
-from rematbench.matrix.sweep import TABLES
-from rematbench.matrix.tables import NAMES
-from rematbench.tables.page import Page
+from rematbench.paper.matrix.sweep import TABLES
+from rematbench.paper.page import Page
+from rematbench.paper.tables.matrix import NAMES
 
 Row = Mapping[str, str]
 

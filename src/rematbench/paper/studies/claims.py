@@ -1,7 +1,7 @@
 """The declarations of config/claims.yaml: how each claim is computed, and its tolerance.
 
 No result stands here. Published values are read from results/published/claims.csv; our values come
-from answers of studies (rematbench.studies.answers).
+from answers of studies (rematbench.paper.studies.answers).
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.paper.studies.answers import StudyAnswer
+from rematbench.paper.studies.study import Ask
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import StudyAnswer
-from rematbench.studies.study import Ask
 
 LABEL = "config/claims.yaml"
 Form = Literal["value", "ratio", "less_pct", "more_pct"]

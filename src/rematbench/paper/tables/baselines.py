@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rematbench.host.table import Column, Table, gib, signed_percent
-from rematbench.packages.points import Point, rows
+from rematbench.paper.studies.baseline_points import Point, rows
 from rematbench.worlds.packages.process import policy
 from rematbench.worlds.packages.stack import layer_tensors, stack_of
 

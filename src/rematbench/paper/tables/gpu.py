@@ -17,8 +17,8 @@ from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_name
 from rematbench.measure.parts.layers import ratio
 from rematbench.measure.predictions import PREDICTED
 from rematbench.measure.records import Prediction, Rate, Turn, by_cell, read_lines
+from rematbench.paper.tables.speed import seconds
 from rematbench.spec.paths import data_dir
-from rematbench.tables.speed import seconds
 from rematbench.worlds.records.cell import problem_of
 from rematbench.worlds.speed import measured_speed, same_gpu
 

@@ -11,14 +11,8 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.outcome import Outcome, Status, make_problem, run_method
-from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.problem import Problem
-from rematbench.solve.search import first_true
-from rematbench.spec.layout import LayoutError
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.studies.longest import longest_sequence
-from rematbench.studies.measures import (
+from rematbench.paper.studies.longest import longest_sequence
+from rematbench.paper.studies.measures import (
     attention_share,
     estimated_bytes,
     hidden_from,
@@ -26,7 +20,7 @@ from rematbench.studies.measures import (
     plan_waste,
     saved_layer_bytes,
 )
-from rematbench.studies.study import (
+from rematbench.paper.studies.study import (
     Ask,
     Contender,
     Question,
@@ -34,6 +28,12 @@ from rematbench.studies.study import (
     StudyWorkload,
     layout_label,
 )
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import Composition, Registry, Value
+from rematbench.problem import Problem
+from rematbench.solve.search import first_true
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.suite import NamedProblem
 
 Number = int | float | str

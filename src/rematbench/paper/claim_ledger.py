@@ -8,10 +8,8 @@ from rematbench.evaluate.outcome import Status
 from rematbench.evidence.accuracy import number
 from rematbench.evidence.published.sheets import LAYOUTS, PUBLISHED
 from rematbench.host.table import Column, Table, signed_percent
-from rematbench.plugins.discover import discover
-from rematbench.published.rule80 import scored_cells
-from rematbench.studies.answers import Number, StudyAnswer
-from rematbench.studies.claims import (
+from rematbench.paper.studies.answers import Number, StudyAnswer
+from rematbench.paper.studies.claims import (
     Claim,
     Claims,
     Ours,
@@ -19,10 +17,17 @@ from rematbench.studies.claims import (
     evaluate_query,
     published,
 )
-from rematbench.studies.lynx import lynx_ladder, lynx_layouts
-from rematbench.studies.memo import fragmentation_table, memo_average, memo_lengths, memo_longest
-from rematbench.studies.mst import mst_longest, mst_memory
-from rematbench.studies.rows import Told, published_numbers
+from rematbench.paper.studies.rows import Told, published_numbers
+from rematbench.paper.tables.lynx import lynx_ladder, lynx_layouts
+from rematbench.paper.tables.memo import (
+    fragmentation_table,
+    memo_average,
+    memo_lengths,
+    memo_longest,
+)
+from rematbench.paper.tables.mst import mst_longest, mst_memory
+from rematbench.paper.tables.rule80 import scored_cells
+from rematbench.plugins.discover import discover
 
 Row = Mapping[str, str]
 WITHIN, OUTSIDE = "within tolerance", "outside"

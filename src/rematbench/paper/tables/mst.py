@@ -1,8 +1,8 @@
 """Tables of MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
 
 from rematbench.host.table import Column, Show, Table, fixed, gib, signed_percent, whole
-from rematbench.studies.answers import StudyAnswer, line
-from rematbench.studies.rows import (
+from rematbench.paper.studies.answers import StudyAnswer, line
+from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
     VERDICT,

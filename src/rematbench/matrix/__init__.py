@@ -1,1 +1,0 @@
-"""The grand matrix: every method at every size and length, simulated, and its tables."""

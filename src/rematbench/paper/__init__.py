@@ -1,0 +1,1 @@
+"""Studies, claims, the matrix, tables and the page."""

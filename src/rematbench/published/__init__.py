@@ -1,1 +1,0 @@
-"""Published cells: their sheets, their predictions, and how the predictions are scored."""

@@ -1,1 +1,0 @@
-"""Tables and the page: read records and answers, write CSV, JSON, Markdown, LaTeX and HTML."""
