@@ -33,7 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.slurm.local_slurm import LocalSlurm
+from tests.worlds.slurm.local_slurm import LocalSlurm
 
 PACKAGES = ("rematbench", "snakemake", "snakemake-executor-plugin-slurm")
 ROOT = Path(__file__).resolve().parents[1]

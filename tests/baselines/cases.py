@@ -26,8 +26,8 @@ from rematbench.worlds.records.record import Record
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.launch import execute_cases
 from tests.problems import problem, remade
-from tests.torch.cases import TINY as TWO_LAYERS
-from tests.torch.cases import TINY_GPT as TWO_LAYERS_GPT
+from tests.worlds.torch.cases import TINY as TWO_LAYERS
+from tests.worlds.torch.cases import TINY_GPT as TWO_LAYERS_GPT
 
 TINY = replace(TWO_LAYERS, num_layers=4)
 GPT = replace(TWO_LAYERS_GPT, num_layers=4)

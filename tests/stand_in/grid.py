@@ -6,7 +6,7 @@ import sys
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.launch import execute_cases
 from rematbench.worlds.torch.trace import trace_rank
-from tests.torch import cases, grid, laws
+from tests.worlds.torch import cases, grid, laws
 
 
 def every_case(layout: str) -> list[Case]:

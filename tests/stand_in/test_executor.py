@@ -7,7 +7,7 @@ import pytest
 from rematbench.spec.layout import Layout
 from tests.stand_in import allocators, orders
 from tests.stand_in.conftest import Run
-from tests.torch import cases
+from tests.worlds.torch import cases
 
 pytestmark = pytest.mark.soak
 RANKS = ("one", "tp2", "pp2", "cp2", "dp2", "ulysses2", "pp2-vpp2", "tp2-pp2", "pp4-vpp2")

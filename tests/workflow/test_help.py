@@ -72,7 +72,7 @@ def reads(line: str) -> list[str]:
 
 
 def test_what_is_run_elsewhere_is_shown() -> None:
-    """That every command has an example: tests/unit/test_cli.py."""
+    """That every command has an example: tests/cli/test_cli.py."""
     assert ELSEWHERE.keys() <= {name_of(line) for line in SHOWN}
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
-from tests.slurm.local_slurm import TOOLS
 from tests.workflow.checkout import ROOT, Checkout
+from tests.worlds.slurm.local_slurm import TOOLS
 
 SUITE = """
 steps: 2

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
-from tests.slurm.slow import leave_methods
 from tests.workflow.checkout import ROOT, Checkout
+from tests.worlds.slurm.slow import leave_methods
 
 README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

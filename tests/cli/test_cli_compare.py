@@ -1,0 +1,284 @@
+"""`rematbench compare` and `simulate --estimator` as typed: results, mistakes, my own files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compare import Comparing
+from rematbench.advise.compare.entry import Compared
+from rematbench.advise.compare.judged import Judged, judge
+from rematbench.cli.options import Request, RunOptions, request
+from rematbench.cli.ranking import Ranking, ShownTable, runnable
+from rematbench.costs.estimators import fujii_estimate
+from rematbench.evaluate.breakdown import PARTS
+from rematbench.evidence.published.closed_forms import closed_form
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.paper.tables.rule80 import rule_table, scored_cells
+from rematbench.plan import Plan, Unsupported
+from rematbench.worlds.packages.flags import Engines
+from tests.cli.test_cli import DEMO, PIPE
+from tests.problems import all_methods, plan_of
+from tests.typed import typed
+
+
+def test_the_csv_says_what_simulate_says(tmp_path: Path) -> None:
+    path = tmp_path / "compare.csv"
+    ran = typed("compare", *PIPE, "--limit", "60", "-o", str(path))
+    assert ran.code == 0
+    assert ran.out.splitlines()[4].startswith("FASTEST: ")
+    rows = {row["name"]: row for row in read_sheet(path)}
+    assert rows["memo+mst"]["origin"] == "composition"
+    assert rows["selective_recompute"]["same_as"] == "keep_all"
+    for name in ("keep_all", "selective_recompute", "memo", "memo+mst"):
+        alone = json.loads(typed("simulate", name, *PIPE, "--json").out)
+        row = rows[name]
+        assert row["status"] == alone["status"]
+        for key in ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "headroom_bytes"):
+            assert float(row[key]) == alone[key]
+        assert sum(float(row[f"{part}_s"]) for part in PARTS) == pytest.approx(alone["step_s"])
+        assert float(row["peak_device_bytes"]) == alone["peak_device_bytes"]["max"]
+        assert name in ran.out
+        told = trust(typed("simulate", name, *PIPE).out)
+        assert told == f"evidence: {row['evidence']}"
+        ends = [float(row[f"{end}_tokens_per_s_per_gpu"]) for end in ("low", "high")]
+        assert [alone["band"]["low"], alone["band"]["high"]] == ends
+        assert alone["fits"] == row["fits"]
+    assert "in-sample" not in ran.out
+
+
+def trust(text: str) -> str:
+    """The line of `simulate` about the evidence for predictions like this one."""
+    return next(line for line in text.splitlines() if line.startswith("evidence: "))
+
+
+def test_only_a_tight_plan_is_said_to_be_tight() -> None:
+    """Beside a plan with room the error of peaks would read as its verdict."""
+    for length, tight in (("4096", False), ("11264", True)):
+        told = typed("simulate", "keep_all", *DEMO, "--pp", "4", "--seq-len", length).out
+        assert ("FITS, TIGHT" in told) == tight == ("tight: published peaks" in told)
+
+
+def test_what_nobody_published_is_said_in_words() -> None:
+    """Neither a long job nor a method of a minute ago has the evidence of a published cell."""
+    job = ("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8")
+    far = ("--global-batch", "1", "--seq-len", "262144")
+    told = trust(typed("simulate", "memo", *job, *far).out)
+    assert "262,144 tokens (published on megatron-core: 8,192)" in told
+    assert "mechanism memo" in told
+
+
+def test_a_stack_is_known_by_its_facts_and_not_by_its_name(tmp_path: Path) -> None:
+    job = ("full_recompute", "--gpus", "64", "--seq-len", "8192", "--global-batch", "64")
+    job += ("--model", "llama-7b", "--cluster", "h800-80gb", "--tp", "2", "--pp", "4")
+    mine = tmp_path / "mine.yaml"
+    copy = "name: mine\nversion: '1'\nbase: megatron-kwai\n"
+    mine.write_text(copy)
+    told = trust(typed("simulate", *job, "--system", str(mine)).out)
+    assert told == trust(typed("simulate", *job, "--system", "megatron-kwai").out)
+    assert "stack" not in told
+    mine.write_text(copy + "zero_stages: {value: [0, 1, 2, 3], source: mine}\n")
+    assert told == trust(typed("simulate", *job, "--system", str(mine)).out)
+    mine.write_text(copy + "tp_overlap: {value: none, source: mine}\n")
+    assert "stack with facts of its own" in trust(
+        typed("simulate", *job, "--system", str(mine)).out
+    )
+
+
+def test_my_model_and_my_cluster(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 10, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "vocab_size": 32000, "hidden_act": "silu",
+    }  # fmt: skip
+    model, cluster = tmp_path / "config.json", tmp_path / "mine.yaml"
+    model.write_text(json.dumps(config))
+    cluster.write_text(CLUSTER)
+    job = ("--model", str(model), "--cluster", str(cluster), "--gpus", "4", "--seq-len", "2048")
+    ran = typed("compare", *job, "--global-batch", "8", "--pp", "4", "--limit", "60")
+    assert ran.code == 0
+    assert "on 4 x A100 (mine)" in ran.out
+    assert "FASTEST: " in ran.out
+    assert "mechanism " in ran.out
+    refused = typed("compare", *job, "--global-batch", "8", "--limit", "60")
+    assert "unsupported: pp_offload: needs pp >= 3" in refused.out
+    assert "unsupported: lynx_heu: needs tp, cp or pp > 1" in refused.out
+
+
+CLUSTER = """
+source: a test
+name: mine
+gpu: A100
+generation: ampere
+peak_flop_per_s: 3.12e14
+hbm_bytes: 42949672960
+hbm_bytes_per_s: 1.5e12
+non_torch_bytes: 1000000000
+gpus_per_node: 4
+nvlink_bytes_per_s: 3.0e11
+nics_per_node: 4
+nic_bytes_per_s: 2.5e10
+pcie_bytes_per_s: 3.2e10
+host_bytes: 500000000000
+"""
+
+
+def asked_of(**problem: Any) -> Request:
+    return request(RunOptions(method="keep_all", problem={"system": "megatron-core", **problem}))
+
+
+def compared() -> tuple[Request, Compared, list[Judged]]:
+    """A comparison of few rows."""
+    options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
+    numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
+    asked = asked_of(**{**options, **numbers})
+    config = replace(load_compare(), policies=load_compare().policies[-2:])
+    found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
+    return asked, found, judge(found, asked.problem)
+
+
+def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() -> None:
+    _, _, judged = compared()
+    fitting = [one for one in judged if one.entry.status == "ok" and not one.entry.same_as]
+    first, second = fitting[:2]
+
+    class Fewer:
+        def of(self, plan: Plan) -> tuple[str, ...]:
+            return () if plan == first.entry.plan else ("ours",)
+
+    class Nothing:
+        def of(self, plan: Plan) -> tuple[str, ...]:
+            return ()
+
+    named = runnable(judged, Fewer())  # type: ignore[arg-type]
+    assert named.startswith(f"FASTEST that runs: {second.entry.name}, ")
+    assert runnable(judged, Nothing()) == ""  # type: ignore[arg-type]
+    assert runnable(fitting[1:], Fewer()) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_table_is_not_cut(width: int) -> None:
+    """No cell loses letters at the width of a terminal or of a pipe."""
+    asked, found, judged = compared()
+    config = load_compare()
+    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    shown = ShownTable(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
+    printed = Ranking(out, shown)
+    printed.table(judged)
+    printed.notes(found, judged)
+    text = out.export_text()
+    assert "\u2026" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("selective_recompute:", "layernorm", "+mst", "plan of keep_all"):
+        assert word in text
+    assert "80 % band: of published speeds" in text
+
+
+LONG = [
+    *("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8"),
+    *("--global-batch", "1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "faster_than"),
+    [
+        pytest.param("1048576", 500.0, marks=pytest.mark.soak),
+        pytest.param("786432", 300.0, marks=pytest.mark.full),
+    ],
+)
+def test_long_contexts_fit_where_a_composition_does(
+    tmp_path: Path, seq_len: str, faster_than: float
+) -> None:
+    """Both were NOTHING FITS once; dropping everything and rebuilding it took 550 and 320 s."""
+    path = tmp_path / "compare.csv"
+    ran = typed("compare", *LONG, "--seq-len", seq_len, "--limit", "60", "-o", str(path))
+    assert ran.code == 0
+    assert "\nFASTEST: " in ran.out
+    assert "faster attention on hopper than fa2: cudnn, fa3" in ran.out
+    best = read_sheet(path)[0]
+    assert (best["status"], best["origin"]) == ("ok", "variant")
+    assert float(best["step_s"]) < faster_than
+    alone = json.loads(typed("simulate", best["name"], *LONG, "--seq-len", seq_len, "--json").out)
+    assert (alone["status"], alone["step_s"]) == ("ok", float(best["step_s"]))
+
+
+def test_where_nothing_fits_the_last_line_says_what_would() -> None:
+    job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
+    ran = typed("compare", *job, "--global-batch", "1", "--limit", "60")
+    assert ran.code == 0
+    assert ran.out.splitlines()[4].startswith("NOTHING FITS: nearest is ")
+    last = ran.out.splitlines()[-1]
+    assert last.startswith("WOULD FIT: with ")
+    assert "GiB more on each device" in last
+    assert "the optimizer's states in host memory" in last
+    assert "on 2 GPUs at tp 2 cp 1 pp 1 dp 1" in last
+
+
+# -- estimators -------------------------------------------------------------------------------
+
+
+def test_fujii_stands_beside_the_ledger() -> None:
+    words = ["keep_all", *DEMO, "--pp", "2", "--tp", "2", "--estimator", "fujii"]
+    ran = typed("simulate", *words)
+    assert ran.code == 0
+    assert "80 % rule: " in ran.out
+    found = json.loads(typed("simulate", *words, "--json").out)["estimate"]
+    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=4096, global_batch=8,
+                     pp=2, tp=2)  # fmt: skip
+    form = fujii_estimate(asked.problem.workload.model, asked.problem.layout, 4096)
+    assert found["total_bytes"] == form.total_bytes
+    assert found["state_bytes"] + found["activation_bytes"] == pytest.approx(form.total_bytes)
+    assert f"{form.total_bytes / 2**30:.2f}" in ran.out
+
+
+def test_atc24_is_the_estimate_that_the_method_asks() -> None:
+    """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
+    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
+                     pp=4, vpp=2, system="megatron-kwai")  # fmt: skip
+    plan = plan_of(asked.problem, "balanced_checkpointing+pp_offload", fit="paper")
+    assert 0 < float(plan.fit["alpha"]) < 1
+    form = closed_form("atc24", asked.problem, plan)
+    assert not isinstance(form, Unsupported)
+    assert form.total_bytes == pytest.approx(65_000 * 2**20, rel=1e-3)
+
+
+def test_without_an_estimator_nothing_is_added() -> None:
+    assert "estimate" not in json.loads(typed("simulate", "keep_all", *DEMO, "--json").out)
+
+
+# -- Fujii's 80 % rule ------------------------------------------------------------------------
+
+ROW = {
+    "source": "Fujii et al., x", "table": "t", "cluster": "h100-94gb-tsubame4",
+    "system": "megatron-core", "model": "llama-3.1-8b", "gpus": "4", "seq_len": "8192",
+    "global_batch": "32", "micro_batch": "1", "tp": "1", "sp": "yes", "cp": "2", "pp": "1",
+    "vpp": "1", "dp": "2", "zero_stage": "1", "attention": "flash", "recompute": "none",
+    "offload_fraction": "0", "precision": "bf16", "status": "ok", "note": "",
+}  # fmt: skip
+
+
+def test_the_rule_is_scored_on_what_its_formula_speaks_of() -> None:
+    """67.3 + 22.6 GiB of 93.6 are 96 %; with tensor parallelism over four GPUs it is half."""
+    low = {**ROW, "tp": "4", "cp": "1", "dp": "1"}
+    rows = [
+        ROW, low, {**low, "status": "oom"}, {**ROW, "status": "oom"}, {**low, "status": "dash"},
+        {**ROW, "recompute": "full"}, {**ROW, "offload_fraction": "0.5"}, {**ROW, "tp": "3"},
+        {**low, "sp": "no"}, {**ROW, "status": "unknown"}, {**ROW, "zero_stage": "3"},
+    ]  # fmt: skip
+    assert [cell["status"] for cell in scored_cells(rows, all_methods())] == [
+        *("ok", "ok", "oom", "oom", "dash")
+    ]
+    table = rule_table(rows)
+    found = {(row["published"], row["called"]): row["meaning"] for row in table.rows}
+    assert found[("ok", "not safe")] == "false alarm"
+    assert found[("ok", "safe")] == "true negative"
+    assert found[("oom", "safe")] == "missed OOM"
+    assert found[("oom", "not safe")] == "true positive"
+    assert ("dash", "safe") in found
+    assert "1 true positives, 1 false alarms, 1 true negatives, 1 missed OOM" in table.note
+    assert "Dashes, apart: 1 called safe, 0 not" in table.note

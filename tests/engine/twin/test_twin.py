@@ -1,0 +1,207 @@
+"""The twin law on real bytes: ledger and memory agree after every action, and nothing is lost."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
+from rematbench.plan import (
+    Keep,
+    MiniSequence,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Window,
+)
+from rematbench.problem import Problem
+from tests.engine.twin.interpreter import EARLY, Rank, interpret
+from tests.problems import (
+    BALANCED,
+    FULL,
+    GPT,
+    LLAMA,
+    SKELETAL,
+    half,
+    layers,
+    problem,
+    rule,
+    transfers,
+)
+from tests.strategies import grouped
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"global_batch": 2},
+    "tp": {"tp": 2, "global_batch": 2},
+    "tp without sp": {"tp": 2, "sp": False},
+    "1f1b": {"pp": 2, "global_batch": 3},
+    "interleaved": {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
+    "zero 3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
+    "kwai": {"system": "megatron-kwai", "tp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
+    "ring": {"system": "megatron-core", "cp": 2, "tp": 2, "model": replace(GPT, num_layers=2)},
+    "fsdp": {"system": "torchtitan", "dp": 2, "zero_stage": 2, "global_batch": 2},
+    "unfused": {"system": "megatron-lm", "model": GPT, "attention": "unfused", "tp": 2},
+}
+WINDOW = Window(op="qkv", direction="backward", layer_offset=1)
+PIECES = (MiniSequence(("mlp_norm", "fc1", "act", "mul", "fc2"), 3),)
+CASES: dict[str, tuple[tuple[Rule, ...], dict[str, Any]]] = {
+    "keep_all": ((), {}),
+    "balanced": ((BALANCED,), {}),
+    "full_recompute": (FULL, {}),
+    "offload": ((half(),), {}),
+    "balanced+offload in slots": ((BALANCED, half(0.9)), {"reload_slots": 2}),
+    "offload by layer": ((rule(Offload(), "q", "attn_out"),), {"granularity": "layer"}),
+    "skeletal": (SKELETAL, {"granularity": "layer"}),
+    "skeletal by chunk": (SKELETAL, {"release_lag": 2}),
+    "three fates": (
+        (rule(Split(offload=0.25, recompute=0.5), "attn_norm_out", "fc2_in", "q"),),
+        {"granularity": "layer", "prefetch_layers": 2},
+    ),
+    "window": ((rule(Recompute(scope="layer", window=WINDOW), "attn_norm_out"),), {}),
+}
+
+
+def planned(given: Problem, case: str) -> Plan:
+    rules, moves = CASES[case]
+    return transfers(given.base_plan.with_rules(*rules), **moves)
+
+
+def gradients(ranks: list[Rank]) -> list[dict[tuple[str, ...], str]]:
+    """What every gradient was computed from, kernel by kernel."""
+    return [rank.gradients for rank in ranks]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> None:
+    """And every gradient reads the very bytes it reads under keep_all."""
+    given = problem(**LAYOUTS[layout])
+    program = lower(planned(given, case), given)
+    check(program)
+    ranks = interpret(program)
+    for twin, rank, ledger in zip(ranks, program.ranks, issue_order(program), strict=True):
+        assert twin.after == list(live_bytes(rank.actions()))
+        assert twin.slot_bytes() == pool_bytes(rank)
+        assert twin.peak == ledger.device_peak_bytes
+        assert max(host for _, host in twin.after) == ledger.host_peak_bytes
+    assert gradients(ranks) == gradients(interpret(lower(given.base_plan, given)))
+    assert gradients(ranks) == gradients(interpret(program, EARLY))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_plan_promises_happens(case: str) -> None:
+    """Thresholds are such that the bytes moved and rebuilt are not zero."""
+    given = problem(**LAYOUTS["interleaved"])
+    plan = planned(given, case)
+    ranks = interpret(lower(plan, given))
+    moved = [sum(rank.moved[kind] for rank in ranks) for kind in (Kind.D2H, Kind.RECOMPUTE)]
+    promised = [
+        any(word in case for word in ("offload", "skeletal", "three")),
+        any(word in case for word in ("balanced", "full", "skeletal", "three", "window")),
+    ]
+    assert [nbytes > 0 for nbytes in moved] == promised
+    evaluation = evaluate(given, plan)
+    replicas = given.layout.tp * given.layout.cp * given.layout.dp
+    assert evaluation.offload_bytes == moved[0] * replicas
+    assert (evaluation.recompute_flop > 0) == (
+        promised[1] and case not in ("balanced", "balanced+offload in slots", "window")
+    )  # norms and activation functions cost no FLOPs that count
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp", "1f1b", "zero 3"])
+def test_groups_and_pieces(layout: str) -> None:
+    given = problem(**LAYOUTS[layout])
+    plans = {
+        "group": given.base_plan.with_rules(*grouped(given.base_plan.partition)),
+        "pieces": replace(given.base_plan, mini_sequences=PIECES),
+        "pieces again": replace(given.base_plan.with_rules(*FULL), mini_sequences=PIECES),
+    }
+    keep = replace(given.base_plan, mini_sequences=PIECES)
+    expected = {
+        "group": gradients(interpret(lower(given.base_plan, given))),
+        "pieces": gradients(interpret(lower(keep, given))),
+    }
+    for name, plan in plans.items():
+        program = lower(plan, given)
+        check(program)
+        ranks = interpret(program)
+        assert gradients(ranks) == expected[name.split()[0]]
+        for twin, rank in zip(ranks, program.ranks, strict=True):
+            assert twin.after == list(live_bytes(rank.actions()))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp", "1f1b", "zero 3", "unfused"])
+@pytest.mark.parametrize("operators", [PIECES[0].ops, PIECES[0].ops[1:]])
+def test_pieces_read_what_their_consumer_rebuilds_whole(
+    layout: str, operators: tuple[str, ...]
+) -> None:
+    """Attention stands before the pieces and cannot run on a share of its rows."""
+    given = problem(**LAYOUTS[layout])
+    keep = replace(given.base_plan, mini_sequences=(MiniSequence(operators, 3),))
+    program = lower(keep.with_rules(rule(Recompute()), rule(Keep(), "layer_input")), given)
+    check(program)
+    ranks = interpret(program)
+    assert gradients(ranks) == gradients(interpret(lower(keep, given)))
+    for twin, rank in zip(ranks, program.ranks, strict=True):
+        assert twin.after == list(live_bytes(rank.actions()))
+    again = [action for action, _, _ in program.ranks[0].actions()]
+    attention = [a.fraction for a in again if (a.kind, a.op) == (Kind.RECOMPUTE, "attention")]
+    assert attention
+    assert set(attention) == {1.0}
+
+
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+def test_a_saved_output_of_pieces_is_rebuilt_once(granularity: str) -> None:
+    """A norm after the MLP saves what the pieces write."""
+    given = problem(model=replace(LLAMA, post_norm=True), tp=2, global_batch=2)
+    keep = replace(given.base_plan, mini_sequences=PIECES)
+    program = lower(transfers(keep.with_rules(*FULL), granularity=granularity), given)
+    check(program)
+    assert gradients(interpret(program)) == gradients(interpret(lower(keep, given)))
+
+
+def test_rebuilt_rows_cover_what_their_reader_needs() -> None:
+    """A reader that rebuilds more rows than its input dropped gets the whole input."""
+    given = problem(tp=2)
+    rules = (
+        rule(Split(recompute=0.25), "attn_norm_out"),
+        rule(Split(recompute=0.625), "q"),
+    )
+    program = lower(given.base_plan.with_rules(*rules), given)
+    check(program)
+    keep_all = interpret(lower(given.base_plan, given))
+    assert gradients(interpret(program)) == gradients(keep_all)
+
+
+def test_a_window_waits_for_what_it_rebuilds_from() -> None:
+    """Layer copies: the next layer's input is back before its norm is rebuilt beside a gather."""
+    given = problem(tp=2)
+    plan = given.base_plan.with_rules(
+        rule(Recompute(scope="layer", window=WINDOW), "attn_norm_out"),
+        rule(Offload(), "layer_input"),
+    )
+    program = lower(transfers(plan, granularity="layer"), given)
+    check(program)
+    interpret(program)
+
+
+def test_sends_carry_the_bytes_that_are_received() -> None:
+    given = problem(model=layers(3), pp=3, global_batch=2)
+    ranks = interpret(lower(given.base_plan, given))
+    boundary = given.layer(0).activations["layer_input"].nbytes
+    assert [rank.moved[Kind.RECV] for rank in ranks] == [2 * boundary, 4 * boundary, 2 * boundary]
+
+
+def test_tied_embeddings_and_select_by_micro_batch() -> None:
+    given = problem(model=replace(LLAMA, tied_embeddings=True), pp=2, global_batch=4)
+    some = Rule(Select(parts=("layer",), micro_batches=(1, 3)), Offload())
+    program = lower(given.base_plan.with_rules(some), given)
+    check(program)
+    assert gradients(interpret(program)) == gradients(interpret(lower(given.base_plan, given)))

@@ -1,0 +1,344 @@
+"""MEMO: alpha in closed form, what leaves, the rounding buffers, and who binds."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
+from rematbench.engine.program.ledger import issue_order, pool_bytes
+from rematbench.engine.program.program import Block, Program
+from rematbench.engine.simulate.seconds import action_seconds
+from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.proof import CheckError, check
+from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.memory_plan import lifetimes, placed, planned_peak
+from rematbench.spec.layout import Layout
+from rematbench.spec.paths import data_dir
+from tests.engine.twin.interpreter import interpret
+from tests.problems import (
+    GPT,
+    all_methods,
+    layers,
+    make_problem,
+    on,
+    plan_of,
+    problem,
+    refusal,
+    remade,
+)
+
+REGISTRY = all_methods()
+KIB = 1 << 10
+WHOLE = ("layer_input", "attn_out", "lse")
+
+
+def paper(seq_len: int, **layout: Any) -> Problem:
+    """The headline's problem: 7B on one node of eight A800, 2 TiB of host memory."""
+    return make_problem(
+        model="memo-gpt-7b",
+        cluster="a800-80gb",
+        system="rematbench",
+        layout=Layout(**{"tp": 8, "global_batch": 1, **layout}),
+        seq_len=seq_len,
+    )
+
+
+def node_host_bytes(p: Problem, plan: Plan) -> int:
+    return evaluate(p, plan).host_node_bytes
+
+
+# -- the two constraints ----------------------------------------------------------------------
+
+
+def test_alpha_at_1m_tokens_is_bound_by_host_memory() -> None:
+    """The system leaves 248.3 of 256 GiB a GPU: 30 (2 + 14 alpha) GiB gives 0.447, attention's row
+    statistics take 0.001 of it.  A part of a tensor is pinned in a block of a power of two, so that
+    0.447 takes as much as 0.5, which does not fit: a quarter leaves."""
+    p = paper(1 << 20)
+    fit = plan_of(p, "memo").fit
+    assert fit["bound"] == "host memory"
+    exact = (p.cost.host_room_bytes / 8 / 2**30 / 30 - 2 - 1 / 64) / 14
+    assert fit["alpha_host"] == pytest.approx(exact)
+    assert 0.447 < exact < 0.448
+    assert fit["alpha"] == 0.25
+    assert isinstance(fit["alpha_bandwidth"], float)
+    assert fit["alpha_bandwidth"] > 1.0
+
+
+@pytest.mark.parametrize("seq_len", [640 * KIB, 1 << 20])
+def test_another_row_of_every_layer_does_not_fit_the_host(seq_len: int) -> None:
+    p = paper(seq_len)
+    alpha, room = float(plan_of(p, "memo").fit["alpha"]), p.cost.host_room_bytes
+    assert node_host_bytes(p, plan_of(p, "memo")) <= room
+    rows = p.layer(0).activations["layer_input"].rows
+    assert node_host_bytes(p, plan_of(p, "memo", alpha=alpha + 1 / rows)) > room
+
+
+def test_full_offload_hides_from_about_192k_tokens() -> None:
+    """The paper's figure 1b.  The bandwidth bound grows with the sequence."""
+    bounds = [plan_of(paper(k * KIB), "memo").fit for k in (64, 128, 256, 512)]
+    values = [float(fit["alpha_bandwidth"]) for fit in bounds]
+    assert values == sorted(values)
+    assert values[1] < 1.0 < values[2]
+
+
+def test_copies_hide_up_to_the_bound_and_not_beyond() -> None:
+    """Nothing else overlaps here, so a step without waits lasts as long as compute and tp work."""
+    p = paper(96 * KIB, zero_stage=0)
+    plan = plan_of(p, "memo")
+    assert plan.fit["bound"] == "PCIe bandwidth"
+    for alpha, waits in ((float(plan.fit["alpha"]), False), (1.0, True)):
+        found = evaluate(p, plan_of(p, "memo", alpha=alpha))
+        compute, tp = found.simulation.stream_busy_s[0][:2]
+        assert (found.step_s > 1.01 * (compute + tp)) == waits
+        if not waits:
+            assert found.step_s == pytest.approx(compute + tp, rel=1e-3)
+
+
+def test_a_given_host_size_binds() -> None:
+    p = problem(model=layers(6))
+    tensors = p.layer(0).activations
+    whole = sum(tensors[n].nbytes for n in WHOLE)
+    other = sum(tensors[n].nbytes for n in p.layer(0).saved if n not in WHOLE)
+    half = 4 * (whole + other // 2)
+    fit = plan_of(p, "memo", host_bytes=half).fit
+    assert fit["alpha_host"] == pytest.approx(0.5)
+
+
+def test_too_little_host_is_alpha_zero_and_says_so() -> None:
+    fit = plan_of(paper(1 << 20), "memo", host_bytes=1 << 30).fit
+    assert fit["alpha"] == 0.0
+    assert "host memory" in str(fit["bound"])
+    assert "leave whole" in str(fit["bound"])
+
+
+# -- what leaves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
+def test_bytes_on_the_host_are_the_closed_form(alpha: float) -> None:
+    p = problem(model=layers(6))
+    tensors = p.layer(0).activations
+    whole = sum(tensors[n].nbytes for n in WHOLE)
+    other = sum(tensors[n].nbytes for n in p.layer(0).saved if n not in WHOLE)
+    (ledger,) = issue_order(lower(plan_of(p, "memo", alpha=alpha), p))
+    assert ledger.host_peak_bytes == 4 * (whole + alpha * other)
+
+
+def test_attention_never_runs_again_and_the_last_two_layers_never_do() -> None:
+    p = problem(model=layers(6), tp=2)
+    (rank,) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
+    again = [a for b in rank.blocks for a in b.actions if a.kind is Kind.RECOMPUTE]
+    assert "attention" not in {a.op for a in again}
+    assert {a.part for a in again} == {"L0", "L1", "L2", "L3"}
+    assert {a.fraction for a in again} == {0.5}
+    moved = {a.part for b in rank.blocks for a in b.actions if a.kind in (Kind.D2H, Kind.H2D)}
+    assert moved == {"L0", "L1", "L2", "L3"}
+
+
+def test_prefetch_of_layer_i_follows_the_backward_of_layer_i_plus_2() -> None:
+    p = problem(model=layers(6))
+    (rank,) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
+    backward = next(block for block in rank.blocks if block.label == "B")
+    order = [
+        (a.kind, a.part)
+        for a in backward.actions
+        if a.kind is Kind.H2D or (a.kind is Kind.BACKWARD_INPUT and a.op == "attn_norm")
+    ]
+    for layer in range(4):
+        first = order.index((Kind.H2D, f"L{layer}"))
+        assert (Kind.BACKWARD_INPUT, f"L{layer + 2}") in order[:first]
+        assert (Kind.BACKWARD_INPUT, f"L{layer + 1}") not in order[:first]
+
+
+# -- rounding buffers -------------------------------------------------------------------------
+
+
+def test_two_buffers_hold_a_layer_each() -> None:
+    """The exempt layers wait in the buffers (all but their inputs), so a buffer is a layer."""
+    p = problem(model=layers(6))
+    tensors = p.layer(0).activations
+    (rank,) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
+    inner = sum(tensors[n].nbytes for n in p.layer(0).saved if n != "layer_input")
+    assert pool_bytes(rank) == 2 * inner
+    assert pool_bytes(lower(plan_of(p, "memo", alpha=0.5, buffers=0), p).ranks[0]) == 0
+
+
+def test_device_bytes_do_not_grow_with_the_layers() -> None:
+    peaks = []
+    for count in (6, 12):
+        p = problem(model=layers(count))
+        lowered = lower(plan_of(p, "memo", alpha=1.0), p)
+        peaks.append(issue_order(lowered)[0].device_peak_bytes + pool_bytes(lowered.ranks[0]))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("buffers", [0, 1, 2, 3])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "global_batch": 3}])
+def test_every_byte_arrives(buffers: int, alpha: float, degrees: dict[str, Any]) -> None:
+    p = problem(model=layers(8), **degrees)
+    lowered = lower(plan_of(p, "memo", alpha=alpha, buffers=buffers), p)
+    check(lowered)
+    interpret(lowered)
+
+
+def without_a_wait(lowered: Program) -> Program:
+    """Drop the first wait for a copy to the host (mutation)."""
+    (rank,) = lowered.ranks
+    block = rank.blocks[0]
+    copies = {a.event for a in block.actions if a.kind is Kind.D2H and a.event}
+    index = next(i for i, a in enumerate(block.actions) if a.wait in copies)
+    actions = block.actions[:index] + block.actions[index + 1 :]
+    blocks = (Block(block.label, actions), *rank.blocks[1:])
+    changed = msgspec.structs.replace(rank, blocks=blocks)
+    return msgspec.structs.replace(lowered, ranks=(changed,))
+
+
+def test_overwriting_a_buffer_without_its_wait_is_caught() -> None:
+    p = problem(model=layers(6))
+    mutant = without_a_wait(lower(plan_of(p, "memo", alpha=0.5), p))
+    with pytest.raises(CheckError, match="d2h may still use it"):
+        check(mutant)
+
+
+def pipelined() -> tuple[Problem, Program]:
+    """A slow link: a layer's copies take longer than its forward."""
+    p = problem(model=layers(12), pp=2, vpp=2, global_batch=4)
+    p = on(p, pcie_bytes_per_s=1e8)
+    return p, lower(plan_of(p, "memo", alpha=1.0), p)
+
+
+def test_copies_run_on_beside_the_next_pass() -> None:
+    """The pass after a chunk's forward, and its send, start while the chunk's last copies are under
+    way; its device copies are freed after that pass."""
+    p, lowered = pipelined()
+    check(lowered)
+    interpret(lowered)
+    found = simulate(lowered, action_seconds(p, lowered), record=True)
+    moved = [i for i in found.intervals if i.rank == 0]
+    send = next(i for i in moved if i.action.kind is Kind.SEND)
+    copies = [i for i in moved if i.action.kind is Kind.D2H and i[-2:] == send[-2:]]
+    assert send.start_s < copies[-1].end_s
+    order = [i for i in moved if i.action.kind is Kind.FORWARD or i.action.event == "d2h"]
+    last = max(order.index(i) for i in order if i.action.event == "d2h" and i[-2:] == (0, 0))
+    follower = next(i for i in order[last:] if i.action.kind is Kind.FORWARD)
+    assert follower[-2:] != (0, 0)
+    assert follower.start_s < order[last].end_s
+    labels = [lowered.ranks[0].blocks[step.block].label for step in lowered.ranks[0].steps]
+    first = labels.index("free_d2h")
+    assert labels[:first].count("F") == 2  # its own pass and the next
+
+
+def test_memory_of_a_copy_under_way_is_not_freed() -> None:
+    _, lowered = pipelined()
+    rank = lowered.ranks[0]
+    blocks = tuple(
+        Block(block.label, tuple(a for a in block.actions if a.wait != "d2h"))
+        for block in rank.blocks
+    )
+    changed = msgspec.structs.replace(rank, blocks=blocks)
+    with pytest.raises(CheckError, match="d2h may still use it"):
+        check(msgspec.structs.replace(lowered, ranks=(changed, *lowered.ranks[1:])))
+
+
+# -- addresses --------------------------------------------------------------------------------
+
+
+def test_memo_gets_the_verdict_of_its_own_addresses() -> None:
+    """The default allocator's holes cost the 7B, 1M-token job 10 GiB; its plan has none."""
+    p = paper(1 << 20)
+    plan = plan_of(p, "memo+mst")
+    assert plan.addresses == "planned"
+    found = run_plan(p, plan)
+    left = run_plan(p, msgspec.structs.replace(plan, addresses="allocator"))
+    assert (found.status, left.status) == ("ok", "oom")
+    peak = max(found.evaluation.peak_device_bytes)
+    assert peak <= found.evaluation.reserved_bytes < 1.01 * peak
+    assert left.evaluation.reserved_bytes > 1.1 * peak
+    assert found.evaluation.step_s == left.evaluation.step_s
+
+
+def test_the_tensors_that_do_not_fit_are_those_that_the_readme_names() -> None:
+    """At the loss of the 7B, 1M-token job: bytes of what is alive, the largest first."""
+    p = make_problem(
+        model="memo-gpt-7b",
+        cluster="a800-80gb",
+        system="megatron-core",
+        layout=Layout(tp=8, global_batch=1),
+        seq_len=1 << 20,
+    )
+    plan = plan_of(p, "memo")
+    found = run_plan(p, plan)
+    assert found.verdict.headroom_bytes == pytest.approx(-32.44 * 2**30, rel=1e-3)
+    lives = [life.tensor for life in lifetimes(lower(plan, p).ranks[0])]
+    largest = max(lives, key=lambda tensor: tensor.nbytes)
+    alive = [t.nbytes for t in lives if t.start <= largest.start < t.end]
+    gib = [nbytes / 2**30 for nbytes in sorted(alive, reverse=True)[:5]]
+    assert gib == pytest.approx([25.0, 25.0, 15.0, 15.0, 12.5], abs=0.05)
+    readme = " ".join((data_dir("config").parent / "README.md").read_text().split())
+    words = "(25.0 GiB each), two rounding buffers (15.0 each) and the logits (12.5)"
+    assert words in readme
+
+
+def test_addresses_of_many_tensors_are_the_allocators() -> None:
+    p = problem(model=layers(12), pp=2, global_batch=64)
+    plan = plan_of(p, "memo", alpha=0.5)
+    (rank, _) = lower(plan, p).ranks
+    assert planned_peak(rank) == 0
+    few = problem(model=layers(12), pp=2, global_batch=2)
+    ranks = lower(plan_of(few, "memo", alpha=0.5), few).ranks
+    assert [placed(one) for one in (rank, *ranks)] == [False, True, True]
+
+
+def test_expandable_segments_are_a_fact_of_the_stack() -> None:
+    p = paper(1 << 20)
+    plan = msgspec.structs.replace(plan_of(p, "memo+mst"), addresses="allocator")
+    grown = remade(p, system=msgspec.structs.replace(p.system, expandable_segments=True))
+    found = [run_plan(q, plan).evaluation for q in (p, grown)]
+    assert found[1].reserved_bytes < found[0].reserved_bytes
+    assert found[1].step_s == found[0].step_s
+
+
+# -- refusals and composition -----------------------------------------------------------------
+
+
+def test_refusals_name_the_reason() -> None:
+    assert "more than 2 layers on every rank" in refusal(problem(model=layers(2)), "memo")
+    assert "no activation offload" in refusal(
+        problem(model=layers(6), system="megatron-lm"), "memo"
+    )
+    unfused = problem(model=layers(6, GPT), attention="unfused")
+    assert "fused attention" in refusal(unfused, "memo")
+
+
+def test_what_a_base_recomputes_stays_recomputed() -> None:
+    p = problem(model=layers(6))
+    plan = plan_of(p, "balanced_checkpointing+memo", alpha=1.0)
+    tensors = p.layer(0).activations
+    dropped = {"attn_norm_out", "mlp_norm_out", "act_out", "fc2_in"}
+    (ledger,) = issue_order(lower(plan, p))
+    left = sum(tensors[n].nbytes for n in p.layer(0).saved if n not in dropped)
+    assert ledger.host_peak_bytes == 4 * left
+
+
+def test_a_base_that_keeps_nothing_leaves_nothing_to_swap() -> None:
+    p = problem(model=layers(6))
+    everything = Rule(Select(parts=("layer",)), Recompute())
+    (method,) = REGISTRY.resolve("memo").methods
+    answer = method.plan(p, p.base_plan.with_rules(everything))
+    assert isinstance(answer, Unsupported)
+
+
+def test_a_copy_runs_on_past_layers_of_its_chunk_that_leave_nothing() -> None:
+    """The last chunk's last two layers stay: its copy is still freed once, after the next pass."""
+    p = problem(model=layers(32), pp=4, vpp=2, global_batch=4)
+    lowered = lower(plan_of(p, "memo", alpha=1.0), p)
+    check(lowered)
+    interpret(lowered)
+    assert evaluate(p, plan_of(p, "memo", alpha=1.0)).step_s > 0

@@ -1,0 +1,221 @@
+"""What is run without one of its edges: cases by name, and scenes of what no case shows."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch import Tensor
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import Program
+from rematbench.evaluate.proof import check
+from rematbench.measure.torch import hand_written
+from rematbench.worlds.torch import trace
+from rematbench.worlds.torch.batch import MicroBatch
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.executor import Executor
+from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.messages import used_channels
+from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.streams import CudaStreams, Mark
+from tests.problems import transfers
+from tests.worlds.torch import cases, test_host_update, test_in_backward
+from tests.worlds.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault
+from tests.worlds.torch.recorder import Recorder, recording
+
+
+def late_copies() -> Case:
+    """A sound program that copies the second micro-batch out after the first one's backward, so
+    into host memory that this backward gave back."""
+    case = cases.case("pp2", "offload", precision="bf16")
+    program = lower(case.plan, case.problem)
+    first, *others = program.ranks
+    labels = [(first.blocks[step.block].label, step.micro_batch) for step in first.steps]
+    late = [(label, 1) for label in ("D2H", "free_d2h", "H2D")]
+    order = [at for at in labels if at not in late]
+    after = order.index(("B", 0)) + 1
+    order[after:after] = late
+    steps = tuple(first.steps[labels.index(at)] for at in order)
+    program = Program(ranks=(replace(first, steps=steps), *others))
+    check(program)
+    return Case(**{**vars(case), "program": program})
+
+
+def held() -> Case:
+    """A copy ends before the next send of a forward starts."""
+    case = cases.case("pp2", "offload", precision="bf16")
+    plan = transfers(case.plan, before_send_phases=("warmup", "steady"))
+    return dataclasses.replace(case, plan=plan)
+
+
+def hosted(layout: str) -> Case:
+    """The optimizer's states in host memory."""
+    return test_host_update.pair(layout, "keep", "bf16")[1]
+
+
+def refused(*on_host: str, layout: str = "one", **changes: Any) -> Case:
+    """A case of what is lowered and not executed; `on_host`: kinds of states in host memory."""
+    made = cases.case(layout, "keep", precision="bf16", **changes)
+    states = (replace(s, home="host") if s.kind in on_host else s for s in made.plan.states)
+    return Case(**{**vars(made), "plan": replace(made.plan, states=tuple(states))})
+
+
+REFUSED: dict[str, Callable[[], Case]] = {
+    "ring attention": lambda: refused(layout="cp2", system_changes={"cp_kind": "ring"}),
+    "parameters gathered per layer": lambda: refused(dp=2, zero_stage=3),
+    "ZeRO stages 2 and 3": lambda: refused(dp=2, zero_stage=2),
+    "gradient states on the host": lambda: refused("optimizer", "gradient", layout="dp2"),
+    "parameter states on the host": lambda: refused("optimizer", "parameter", dp=2, zero_stage=3),
+}
+"""Cases by what the runtime refuses of them, in its own words."""
+MADE: dict[str, Callable[[], Case]] = {
+    "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=cases.TIED),
+    "dp2 once": lambda: test_in_backward.case("dp2", "keep", "bf16")[1],
+    "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],
+    "one hosted": lambda: hosted("one"),
+    "dp2 hosted": lambda: hosted("dp2"),
+    "pp2 held": held,
+    "pp2 late copies": late_copies,
+}
+"""Cases that no two words name; `beside`: collectives beside kernels."""
+
+
+@cache
+def case_of(name: str) -> Case:
+    if name in (made := MADE | REFUSED):
+        return made[name]()
+    layout, plan, *rest = name.split()
+    changes = OVERLAP if rest else {}
+    return cases.case(layout, plan, precision="bf16", system_changes=changes)
+
+
+def stages(case: Case) -> Iterator[int]:
+    return iter(range(case.problem.layout.pp))
+
+
+def fault_of(name: str) -> str:
+    """The first fault of a case on any stage."""
+    case = case_of(name)
+    return next(filter(None, (first_fault(case, stage) for stage in stages(case))), "")
+
+
+# -- scenes ---------------------------------------------------------------------------------------
+
+
+class Message:
+    """A message that has not arrived; what is read of it before is poison."""
+
+    def __init__(self, data: Tensor | None) -> None:
+        self.data, self.waited = data, False
+        if data is not None:
+            data.fill_(float("nan"))
+
+    def wait(self) -> None:
+        self.waited = True
+        if self.data is not None:
+            self.data.fill_(0.1)
+
+
+def on_a_cpu() -> str:
+    """The last of two stages on a CPU, its messages stand-ins (no process beside this one)."""
+    case, sent = cases.case("pp2", "keep"), []
+
+    def send(data: Tensor, *args: object, **kwargs: object) -> Message:
+        sent.append(Message(None))
+        return sent[-1]
+
+    problem = case.problem
+    rank = trace.rank_at(problem.layout, problem.system.rank_order, 1)
+    with trace.fake_job(rank, 2), pytest.MonkeyPatch.context() as patch:
+        groups = Groups(problem.layout, problem.system.rank_order, rank)
+        groups.buffered = True
+        patch.setattr(dist, "isend", send)
+        patch.setattr(dist, "irecv", lambda data, *args, **kwargs: Message(data))
+        model = RankModel(problem, case.plan, groups.place, torch.device("cpu"), seed=0)
+        ids = torch.zeros(model.shapes.tokens, dtype=torch.int64)
+        model.batches = [MicroBatch(ids, ids, 1.0)] * problem.layout.num_micro_batches
+        executor = Executor(lower(case.plan, problem).ranks[1], model, groups)
+        loss = executor.run_step()
+    if math.isnan(loss):
+        return "a message is read before it has arrived"
+    return "" if sent and all(message.waited for message in sent) else "a send is under way"
+
+
+def recorded(run: Callable[[Recorder], None]) -> str:
+    """What the recorder finds in something else than a step."""
+    with pytest.MonkeyPatch.context() as patch, recording(patch) as recorder:
+        run(recorder)
+        return (*recorder.faults, "")[0]
+
+
+def waiting_from_elsewhere() -> str:
+    """A stream waits for a message while another one is current."""
+
+    def run(recorder: Recorder) -> None:
+        streams, data = CudaStreams(DEVICE), torch.zeros(8, device=DEVICE)
+        streams.begin()
+        mark = Mark(None)
+        mark.works = [dist.irecv(data, 0, group=run, tag=0)]  # type: ignore[arg-type,list-item]
+        with streams.on("d2h"):
+            streams.wait("compute", mark)
+        with streams.on("compute"):
+            data.add_(1.0)
+
+    return recorded(run)
+
+
+def timed_steps() -> str:
+    """Seconds of a step, by events that must have been recorded and reached."""
+    case = case_of("one keep")
+    with trace.fake_job(0, 1), pytest.MonkeyPatch.context() as patch, recording(patch):
+        executor = executor_of(case, 0, 0)
+        seconds = executor.streams.clock()
+        executor.issue_step()
+        try:
+            return "" if seconds() > 0.0 else "no time has gone by"
+        except AssertionError as error:
+            return f"an event is not what its reader thinks: {error}"
+
+
+def timed_copies() -> str:
+    """Copies beside products, as `rematbench measure-gpu` times them."""
+
+    def run(recorder: Recorder) -> None:
+        streams = CudaStreams(DEVICE)
+        a, host = torch.ones(8, 8, device=DEVICE), torch.empty(8, 8)
+        work = {"compute": lambda: a @ a, "d2h": lambda: host.copy_(a, non_blocking=True)}
+        seconds = hand_written._timed(streams, work, {"compute": 1, "d2h": 1})
+        own = {stream.name for stream in streams.streams.values()}  # type: ignore[attr-defined]
+        ran = {name for used in recorder.used.values() for name in used.touched}
+        if seconds <= 0.0 or len(ran & own) != len(work):
+            recorder.fault(f"{seconds} s, on {ran}")
+
+    return recorded(run)
+
+
+def opened_channels() -> str:
+    """What opens a communicator is let go of only when it is through."""
+    case = case_of("pp2 keep")
+    lay, order = case.problem.layout, case.problem.system.rank_order
+    used = used_channels(lower(case.plan, case.problem), lay)
+    with trace.fake_job(0, lay.gpus), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        with recording(patch) as recorder:
+            Groups(lay, order, 0).connect(DEVICE, used)
+            torch.zeros(1, device=DEVICE)
+        return (*recorder.faults, "")[0]
+
+
+SCENES: dict[str, Callable[[], str]] = {
+    "on a CPU": on_a_cpu,
+    "waiting from elsewhere": waiting_from_elsewhere,
+    "timed steps": timed_steps,
+    "timed copies": timed_copies,
+    "opened channels": opened_channels,
+}

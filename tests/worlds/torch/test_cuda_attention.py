@@ -1,0 +1,116 @@
+"""Attention's operators on CUDA, on fake tensors and stand-ins: signatures, shapes, padding."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rematbench.worlds.torch import attention_backends
+from rematbench.worlds.torch.arithmetic import wide
+from tests.worlds.torch.recorder import Plainly
+
+DEVICE = torch.device("cuda", 0)
+
+
+def heads(count: int, rows: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    flat = torch.zeros(2 * rows, count * head_dim, dtype=dtype, device=DEVICE)
+    return flat.view(2, rows, count, head_dim).transpose(1, 2)
+
+
+@pytest.mark.parametrize("slices", [(0,), (0, 3), (1, 2)])
+@pytest.mark.parametrize("head_dim", [16, 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_attention_operators_take_what_they_are_given(
+    dtype: torch.dtype, head_dim: int, slices: tuple[int, ...]
+) -> None:
+    rows, keys = 40, 40 if slices == (0,) else 80
+    with FakeTensorMode(), Plainly():
+        q, grad = (heads(4, rows, head_dim, dtype) for _ in range(2))
+        k, v = (heads(2, keys, head_dim, dtype) for _ in range(2))
+        out, lse = attention_backends.attend(q, k, v, slices)
+        found = attention_backends.attend_backward(grad, q, k, v, out, lse, slices)
+    assert (lse.shape, lse.dtype) == ((2, 4, rows), wide(dtype))
+    assert [(x.shape, x.dtype, x.device) for x in (out, *found)] == [
+        (x.shape, x.dtype, DEVICE) for x in (q, q, k, v)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "row"),
+    [
+        (torch.bfloat16, 128, "cuda"),
+        (torch.bfloat16, 12, "exact"),
+        (torch.bfloat16, 264, "exact"),
+        (torch.float32, 64, "efficient"),
+        (torch.float32, 6, "exact"),
+        (torch.float64, 64, "exact"),
+    ],
+)
+def test_which_operator_a_gpu_uses(dtype: torch.dtype, head_dim: int, row: str) -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 8, head_dim, dtype=dtype, device=DEVICE)
+        assert attention_backends.backend(x) == row
+
+
+def test_equal_lengths_are_told_by_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash backward takes any lengths, even none at all in a tensor, for unequal ones."""
+    seen: list[Any] = []
+    aten = torch.ops.aten
+    backward = aten._scaled_dot_product_flash_attention_backward
+
+    def noted(*args: Any) -> Any:
+        seen.extend(args[6:8])
+        return backward(*args)
+
+    monkeypatch.setattr(aten, "_scaled_dot_product_flash_attention_backward", noted)
+    with FakeTensorMode(), Plainly():
+        q = heads(4, 40, 16, torch.bfloat16)
+        forward = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
+        attention_backends.flash_backward(q, q, q, q, forward[0], forward[1], True)
+    assert set(seen) == set(forward[2:4]) == {None}
+
+
+def test_the_efficient_operator_gets_its_padding_and_equal_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its arithmetic by the plain products, its conditions as torch's kernel has them."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (
+        torch.randn(2, count, 40, 16, dtype=torch.float64, generator=generator)
+        for count in (4, 2, 2, 4)
+    )
+    monkeypatch.setattr(attention_backends, "backend", lambda x: "exact")
+    want = attention_backends.flash(q, k, v, True)
+    gradients = attention_backends.flash_backward(grad, q, k, v, *want, True)
+    exact, exact_backward = attention_backends.flash, attention_backends.flash_backward
+
+    def plainly(call: Any, *args: Any) -> Any:
+        with monkeypatch.context() as inner:
+            inner.setattr(attention_backends, "backend", lambda x: "exact")
+            return call(*args)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float, c: bool) -> Any:
+        assert k.shape[1] == q.shape[1]
+        out, found = plainly(exact, q, k, v, c)
+        return out, torch.nn.functional.pad(found, (0, 24), value=float("inf")), None, None
+
+    def backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
+        out, lse, _, _, _, mask, causal = rest
+        assert (lse.shape[2] % 32, mask[3]) == (0, False)
+        assert torch.isinf(lse[:, :, 40:]).all()
+        return *plainly(exact_backward, g, q, k, v, out, lse[:, :, :40], causal), None
+
+    aten = torch.ops.aten
+    monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention", forward)
+    monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention_backward", backward)
+    monkeypatch.setattr(attention_backends, "backend", lambda x: "efficient")
+    out, lse = attention_backends.flash(q, k, v, True)
+    assert lse.shape == (2, 4, 40)
+    found = attention_backends.flash_backward(grad, q, k, v, out, lse, True)
+    for a, b in zip((out, lse, *found), (*want, *gradients), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)

@@ -1,0 +1,150 @@
+"""A job that this host has no memory for is not started: the kernel would kill somebody."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+import torch
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.ledger import issue_order
+from rematbench.host import memory as hostmemory
+from rematbench.worlds.numbers import activation_bytes
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.torch import hostroom, model, parameters, processes
+from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.groups import Coordinates
+from rematbench.worlds.torch.trace import trace_rank
+from tests.typed import typed
+from tests.worlds.torch import cases, test_in_backward
+from tests.worlds.torch.test_execute_cli import TINY, rematbench
+
+CASES = {
+    "fp64": lambda: cases.case("pp2", "keep"),
+    "bf16 ZeRO-1": lambda: cases.case("dp2", "keep", precision="bf16"),
+    "ZeRO-0": lambda: cases.case("dp2-zero0", "keep", precision="fp32"),
+    "tp": lambda: cases.case("tp2-pp2", "keep", precision="bf16"),
+    "in backward": lambda: test_in_backward.case("dp2", "keep")[1],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_states_of_all_ranks_are_counted_and_nothing_else(name: str) -> None:
+    """Measured ones have rope tables, batches and padding too: at most a tenth more here."""
+    case = CASES[name]()
+    lay = case.problem.layout
+    every = [trace_rank(case.problem, case.plan, stage).state_bytes for stage in range(lay.pp)]
+    measured = sum(every) * lay.gpus // lay.pp
+    assert 0.9 * measured < hostroom.state_bytes(case) <= measured
+
+
+def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = cases.case("one", "keep"), cases.case("one", "full", precision="bf16")
+    need = {small.name: 10, large.name: 1000}
+    monkeypatch.setattr(hostroom, "PROCESS_BYTES", 0)
+    started: list[str] = []
+
+    def execute(given: list[Case], **_: object) -> list[processes.Result]:
+        started.extend(case.name for case in given)
+        return [processes.Result(name=case.name, status="ok") for case in given]
+
+    monkeypatch.setattr(processes, "execute_cases", execute)
+    monkeypatch.setattr(hostroom, "state_bytes", lambda case: need[case.name])
+    monkeypatch.setattr(hostroom, "drawing_bytes", lambda case: 0)
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: 100)
+    found = processes.run_own([large, small], 1.0)
+    assert [(r.name, r.status) for r in found] == [(large.name, "oom"), (small.name, "ok")]
+    assert started == [small.name]
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: -1)  # unknown: it is tried
+    assert [r.status for r in processes.run_own([large], 1.0)] == ["ok"]
+
+
+def test_every_process_and_the_fullest_stages_activations_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = cases.case("tp2-pp2", "keep")
+    program = lower(case.plan, case.problem)
+    peak = max(ledger.device_peak_bytes for ledger in issue_order(program))
+    assert activation_bytes(case.problem, case.plan) == 2 * peak
+    case = dataclasses.replace(case, activation_bytes=2 * peak)
+    need = hostroom.state_bytes(case) + 2 * peak + 4 * hostroom.PROCESS_BYTES
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need)
+    assert hostroom.too_large(case) == ""
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need - 1)
+    assert hostroom.too_large(case).startswith("4 ranks hold 0.8 GiB at least (0.0 of parameters")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_drawn_counts_as_it_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stage's own model: the whole parameter beside all that the rank has of others."""
+    case, drawn = CASES[name](), []
+    lay, made = case.problem.layout, [0]
+
+    def noted(spec: parameters.ParameterSpec, *rest: Any, **more: Any) -> parameters.Parameter:
+        drawn.append(made[-1] + parameters.full_weight(spec, 0).nbytes)
+        found = parameters.build(spec, *rest, **more)
+        made.append(made[-1] + sum(tensor.untyped_storage().nbytes() for tensor in found.tensors()))
+        return found
+
+    monkeypatch.setattr(model, "build", noted)
+    total = 0
+    for stage in range(lay.pp):
+        place = Coordinates(tp=0, cp=0, dp=0, pp=stage)
+        drawn, made = [], [0]
+        model.RankModel(case.problem, case.plan, place, torch.device("cpu"), case.seed)
+        total += max(drawn) * lay.gpus // lay.pp
+    assert hostroom.drawing_bytes(case) == total
+
+
+def test_a_weight_that_is_drawn_whole_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, of which each keeps a part only."""
+    monkeypatch.setitem(cases.LAYOUTS, "tp4", {"tp": 4})
+    sizes = {"vocab": 1 << 20, "num_kv_heads": 4}
+    wide = msgspec.structs.replace(cases.TINY, tied_embeddings=True, **sizes)
+    case = cases.case("tp4", "keep", model=wide, precision="bf16")
+    assert hostroom.drawing_bytes(case) > hostroom.state_bytes(case) + case.activation_bytes
+    need = hostroom.drawing_bytes(case) + 4 * hostroom.PROCESS_BYTES
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need)
+    assert hostroom.too_large(case) == ""
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need - 1)
+    assert "of weights as they are drawn" in hostroom.too_large(case)
+
+
+@pytest.mark.parametrize("words", [("--gpus", "1000", "--tp", "2"), ("--seq-len", "100000000")])
+def test_what_no_host_holds_is_answered_and_not_tried(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(given: list[Case], **_: object) -> list[processes.Result]:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(processes, "execute_cases", never)
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: 100 << 30)
+    out = tmp_path / "record.json"
+    asked = ["execute", "keep_all", *TINY, "--gpus", "1", *words, "--out", str(out)]
+    assert typed(*asked, "--device", "cpu").code == 1
+    assert read_record(out).status == "oom"
+
+
+@pytest.mark.skipif(hostmemory.free_bytes() > 3 << 40, reason="needs a host with less memory")
+def test_a_paper_scale_model_on_this_machine_ends_in_a_record(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    words = ("--model", "llama-175b", "--cluster", "h800-80gb", "--gpus", "8", "--tp", "8")
+    done = rematbench("execute", "keep_all", *words, "--device", "cpu", "--out", str(out))
+    assert done.returncode == 1
+    assert "8 ranks hold" in done.stdout
+    record = read_record(out)
+    assert (record.status, "GiB free" in record.reason) == ("oom", True)
+
+
+def test_a_control_groups_limit_counts_as_free_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostmemory, "meminfo", lambda: {"MemAvailable": 1000})
+    for limit, free in ((-1, 1000), (10, 10), (5000, 1000)):
+        monkeypatch.setattr(hostmemory, "cgroup_limit", lambda limit=limit: limit)
+        assert hostmemory.free_bytes() == free

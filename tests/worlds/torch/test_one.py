@@ -1,0 +1,19 @@
+"""Twin law and gradients, one process: one torchrun for the whole module."""
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from tests.worlds.torch import grid
+
+CASES = [
+    *grid.raw_cases("one"),
+    *grid.method_cases("one"),
+    *grid.in_groups("one"),
+    *grid.bitwise_cases("one"),
+]
+(
+    test_live_bytes_equal_the_ledger_after_every_action,
+    test_gradients_equal_the_autograd_model,
+    test_keep_offload_and_whole_recompute_give_the_same_bits,
+) = grid.tests_of(CASES)

@@ -1,0 +1,115 @@
+"""Leave out each place where the runtime orders streams, one at a time: it is found missing, or it
+is said why not.  The tables name every one that the sources have (edges.py finds them)."""
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from rematbench.worlds.torch import canary
+from tests.worlds.torch import edges
+from tests.worlds.torch.edge_cases import MADE, SCENES, fault_of
+from tests.worlds.torch.edges import Edge
+
+RUNTIME: dict[str, tuple[str, ...]] = {
+    "one offload": (
+        "executor.Executor.issue_step: self.streams.begin",
+        "executor.Executor.issue_step: self.streams.flush",
+        "executor.Executor._record: self.streams.mark",
+        "executor.Executor.wait: self.streams.wait",
+        "movers.Movers.to_device: self.streams.room",
+        "streams.CudaStreams.mark: event.record",
+        "streams.CudaStreams.wait: self.streams[stream].wait_event",
+        "streams.CudaStreams.room: self.on",
+        "streams.CudaStreams.begin: stream.wait_stream",
+        "streams.CudaStreams.flush: current.wait_stream",
+    ),
+    "tp2 keep": (
+        "exchanges.Exchanges._room: self.streams.room",
+        "exchanges.Exchanges.all_gather: self.streams.room",
+        "exchanges.Exchanges.reduce_scatter: self._room",
+    ),
+    "cp2 rows": (
+        "exchanges.Exchanges._gather_kv: self.streams.room",
+        "exchanges.Exchanges._scatter_kv: self.streams.room",
+    ),
+    "tp2-ulysses2 offload": ("exchanges.Exchanges.all_to_all: self._room",),
+    "pp2 offload": (
+        "executor.Executor._act: self.streams.on",
+        "executor.Executor._act: self.streams.lend",
+        "executor.Executor._record: self.messages.attach",
+        "streams.CudaStreams.wait: work.wait",
+        "streams.CudaStreams.under_way: work.wait",
+        "streams.CudaStreams.under_way: event.record",
+        "streams.CudaStreams.lend: tensor.record_stream",
+    ),
+    "pp2 late copies": (
+        "movers.Movers.to_host: self.streams.wait",
+        "movers.Movers.free: self.streams.mark",
+    ),
+    "one hosted": (
+        "executor.Executor._record: self.host_updates.attach",
+        "host_update.HostUpdates.start: self.streams.mark",
+        "host_update.HostUpdates.start.run: self.streams.reach",
+        "host_update.Underway.wait: self.future.result",
+        "streams.CudaStreams.reach: mark.event.synchronize",
+    ),
+    "on a CPU": (
+        "executor.Executor.issue_step: self.messages.flush",
+        "messages.Messages.flush: self.posted.pop()[0].wait",
+        "streams.Mark.finish: self.works.pop(0).wait",
+        "streams.HostStreams.wait: mark.finish",
+    ),
+    "waiting from elsewhere": ("streams.CudaStreams.wait: self.on",),
+    "timed steps": (
+        "streams.CudaStreams.clock: start.record",
+        "streams.CudaStreams.clock.stop: end.record",
+        "streams.CudaStreams.clock.stop: end.synchronize",
+    ),
+    "timed copies": (
+        "beside.at_once: streams.begin",
+        "beside.at_once: streams.on",
+        "beside.at_once: streams.flush",
+    ),
+    "opened channels": ("groups.Groups.connect: start(token, other, channel.direction, 0).wait",),
+}
+"""Edges by the case or scene in which it is found that one is missing."""
+NO_ORDER = {
+    "groups.Groups.connect: torch.cuda.synchronize": (
+        "before the first step: what NCCL does to open a communicator is no part of any step's time"
+    ),
+    "canary._wait: torch.cuda.synchronize": "its seconds are the host's clock's",
+    "rates.Rates._times: self.repeats.wait": "before the repeats: the first call compiles",
+    "repeats.Repeats.wait: torch.cuda.synchronize": "as canary._wait",
+    "repeats.Repeats.of_device: self.wait": "counts the calls of a sample, by the host's clock",
+    "repeats.Repeats._host: self.wait": "as canary._wait",
+    "repeats.Repeats._host: self.wait (1)": "the next sample begins with an idle device",
+    "streams.stamp: event.record": "a clock, which nothing waits for",
+    "repeats.Repeats.of_busy_device: ends[-2].synchronize": "two batches are issued at most",
+    "repeats.Repeats.of_busy_device: ends[-1].synchronize": "its seconds are the event's",
+    "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
+    "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
+}
+
+
+def found_in(name: str) -> str:
+    return SCENES[name]() if name in SCENES else fault_of(name)
+
+
+def test_every_edge_of_the_runtime_is_in_a_table() -> None:
+    named = [edge for every in RUNTIME.values() for edge in every] + list(NO_ORDER)
+    assert sorted(named) == sorted(str(edge) for edge in edges.of_runtime())
+    assert canary._wait  # a module that nothing else here imports
+
+
+@pytest.mark.parametrize("name", [*SCENES, *MADE])  # the others: test_fake_cuda.py
+def test_nothing_is_found_where_nothing_is_missing(name: str) -> None:
+    assert found_in(name) == ""
+
+
+@pytest.mark.parametrize(("name", "edge"), [(n, e) for n, every in RUNTIME.items() for e in every])
+def test_a_runtime_without_one_of_its_edges_is_found(
+    name: str, edge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_name: dict[str, Edge] = {str(e): e for e in edges.of_runtime()}
+    edges.leave_out(by_name[edge], monkeypatch)
+    assert found_in(name) != ""

@@ -1,0 +1,119 @@
+"""Facts of a stack on the executor: what it saves, fused linears, outputs that a policy holds."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from msgspec.structs import replace
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import program_bytes
+from rematbench.plan import Plan, Recompute
+from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_model, load_system, names
+from rematbench.worlds.numbers import measured_ranks
+from rematbench.worlds.torch.case import Case, RankResult
+from rematbench.worlds.torch.model import NotExecutable, require_executable
+from rematbench.worlds.torch.trace import trace_rank
+from tests.problems import ANY_LAYOUT, FULL, make_problem, rule
+from tests.worlds.torch import cases, grid, laws
+
+SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "torchtitan")
+
+
+def dropping(plan: Plan) -> Plan:
+    """Some outputs of the qkv and the gate/up linears are rebuilt, others kept."""
+    return plan.with_rules(rule(Recompute(), "q", "gate_out", "attn_norm_out"))
+
+
+def holding(plan: Plan) -> Plan:
+    """The second MLP linear's output is cached though no backward reads it."""
+    return replace(plan.with_rules(rule(Recompute(scope="layer"), "act_out")), held=("fc2_out",))
+
+
+def check_both(case: Case) -> None:
+    """Twin law and gradients of one in-process step."""
+    (case,) = grid.short([case])
+    result = laws.run_here(case)
+    assert laws.bytes_differ(case, result) == []
+    grid.check_gradients(case, result)
+
+
+def case_of(system: str, edit: Callable[[Plan], Plan]) -> Case:
+    given = cases.tiny("one", system=system)
+    plan = edit(given.base_plan)
+    return Case(name=system, problem=given, plan=plan, ignored=0.1, gradients=True)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_some_outputs_of_a_linear_are_rebuilt(system: str) -> None:
+    check_both(case_of(system, dropping))
+
+
+def test_stacks_differ_in_the_columns_that_recomputation_computes() -> None:
+    def shares(system: str) -> set[float]:
+        case = case_of(system, dropping)
+        (rank,) = lower(case.plan, case.problem).ranks
+        return {action.columns for action, _, _ in rank.actions() if action.op == "qkv"}
+
+    assert shares("megatron-core") == {1.0}
+    assert len(shares("torchtitan")) == 2
+
+
+def test_held_outputs_are_executed() -> None:
+    held, plain = case_of("torchtitan", holding), case_of("torchtitan", lambda plan: plan)
+    check_both(held)
+    assert held.plan.held
+    assert plain.plan.held == ()
+
+
+EAGER = ("norm_keeps_steps", "eager_operators")
+EVERY = [n for n in names("system") if not any(getattr(load_system(n), fact) for fact in EAGER)]
+"""Stacks with eager operators are held to Transformers' own traces instead (tests/baselines): the
+runtime's norms and caps are one operator each."""
+OTHER_HEADS = ("llm-foundry", "deepspeed")
+"""Stacks whose states or losses are far from the runtime's."""
+KEEPING = ("megatron-core", "deepspeed", "torchtitan")
+
+
+def of_a_large_vocabulary(system: str) -> Problem:
+    """Two layers: the head and the loss, which stacks run differently, are most of it."""
+    model = replace(load_model("llama3-8b"), num_layers=2)
+    lay, stack = Layout(tp=4, global_batch=1), replace(load_system(system), **ANY_LAYOUT)
+    return make_problem(model=model, cluster="h100-80gb", system=stack, layout=lay, seq_len=8192)
+
+
+@cache
+def traced(system: str, full: bool) -> tuple[Problem, Plan, RankResult]:
+    given = of_a_large_vocabulary(system)
+    plan = given.base_plan.with_rules(*FULL) if full else given.base_plan
+    return given, plan, trace_rank(given, plan)
+
+
+@pytest.mark.parametrize(
+    ("system", "full"), [*((name, True) for name in EVERY), *((name, False) for name in KEEPING)]
+)
+def test_total_peaks_are_held_to_what_the_runtime_runs(system: str, full: bool) -> None:
+    """Saved tensors of the stack, states and kernels of the runtime."""
+    given, plan, result = traced(system, full)
+    (rank,) = measured_ranks(given, plan, [result], 1)
+    assert rank.differing_actions == 0
+    assert abs(rank.peak_error) <= 0.02
+    assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=0.02)
+
+
+def test_eager_norms_that_keep_their_steps_are_refused_by_name() -> None:
+    given = of_a_large_vocabulary("mst-hf")
+    with pytest.raises(NotExecutable, match="what mst-hf keeps of eager operators"):
+        require_executable(given, given.base_plan)
+
+
+@pytest.mark.parametrize("system", OTHER_HEADS)
+def test_the_stacks_own_totals_are_others(system: str) -> None:
+    given, plan, result = traced(system, True)
+    (own,) = program_bytes(given, plan, lower(plan, given))
+    assert abs((result.peak_bytes + result.state_bytes) / own.device_peak - 1.0) > 0.02

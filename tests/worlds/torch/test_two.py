@@ -1,0 +1,42 @@
+"""Twin law and gradients, two processes: one torchrun; the fast share (all of it: test_grid.py)."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from tests.worlds.torch import cases, grid
+from tests.worlds.torch.cases import TINY_GPT
+
+LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
+BITWISE = ("tp2",)
+RAW = {
+    "tp2": ("skeletal", "windows", "mini-dropped"),
+    "pp2": ("offload",),
+    "cp2": ("rows",),
+    "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
+    "dp2": ("mini",),
+}
+VARIANTS = {
+    "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
+    "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
+    "biases and learned positions offload": cases.case("ulysses2", "offload", model=TINY_GPT),
+    "unfused attention full": cases.case("ulysses2", "full", attention="unfused"),
+}
+CASES = grid.short(
+    [
+        *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
+        *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
+        *grid.raw_cases("tp2-no-sp", "mini", "mini-windows"),
+        *grid.in_groups("tp2"),
+        *grid.raw_cases("dp2-zero0", "keep"),
+        *grid.raw_cases("ulysses2-zero0", "keep"),
+        *(replace(case, name=name) for name, case in VARIANTS.items()),
+    ]
+) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
+(
+    test_live_bytes_equal_the_ledger_after_every_action,
+    test_gradients_equal_the_autograd_model,
+    test_keep_offload_and_whole_recompute_give_the_same_bits,
+) = grid.tests_of(CASES)
