@@ -21,6 +21,8 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
 
+from baselines.deepspeed import reducing, stack, whole, zero_peaks
+from baselines.megatron_core import offloads
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
@@ -32,8 +34,6 @@ from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.worlds.packages.deepspeed import reducing, stack, whole, zero_peaks
-from rematbench.worlds.packages.megatron_core import offloads
 from rematbench.worlds.packages.process import policy
 from rematbench.worlds.packages.stack import StackProblem, activation_peak, packaged
 
@@ -178,7 +178,7 @@ class Replay(NamedTuple):
 
 
 def megatron_replays() -> tuple[Replay, ...]:
-    """The replays of worlds/packages/megatron_core/offloads.py."""
+    """The replays of baselines/megatron_core/offloads.py."""
     groups = offloads.Groups
     still = offloads, "Groups", lambda _, rank: groups({}, rank)
     found = (
@@ -194,7 +194,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def deepspeed_replays() -> tuple[Replay, ...]:
-    """The replays of worlds/packages/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
+    """The replays of baselines/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
     sizes = stack._sizes
     once = stack, "_sizes", lambda *known: sizes(*known)._replace(remade=False)
 
@@ -230,7 +230,7 @@ class Unseen:
 
 
 def gradient_replays() -> tuple[Replay, ...]:
-    """The replays of worlds/packages/deepspeed/reducing.py."""
+    """The replays of baselines/deepspeed/reducing.py."""
     red = reducing
 
     def summed(self: Any) -> list[int]:

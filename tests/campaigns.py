@@ -1,4 +1,4 @@
-"""Measurement campaigns, centers and nodes that the tests of src/rematbench/slurm share."""
+"""Measurement campaigns, centers and nodes that the tests of src/rematbench/worlds/slurm share."""
 
 import json
 from pathlib import Path

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
-"""As in the runtime's own processes (`rematbench.worlds.torch.devices.prepare`), for what tests run in
-theirs; oneDNN reads it once, at its first product."""
+"""As in the runtime's own processes (`rematbench.worlds.torch.devices.prepare`), for what
+tests run in theirs; oneDNN reads it once, at its first product."""
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """As in the runtime's own processes: threads that wait for each other cost these tiny tensors three

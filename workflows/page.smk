@@ -38,7 +38,7 @@ rule page:
     input:
         suite="config/paper.yaml",
         texts="config/report.yaml",
-        template="src/rematbench/tables/page.html.jinja",
+        template="src/rematbench/paper/page.html.jinja",
         tables=rules.tables.output.tables,
         matrix=rules.matrix_tables.output,
         searched=rules.searched_tables.output,

@@ -18,9 +18,9 @@ from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
+from baselines.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.weights import ZERO_3
 from rematbench.workload import Workload
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
-from rematbench.worlds.packages.deepspeed.weights import ZERO_3
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.batch import Batch, make_batch

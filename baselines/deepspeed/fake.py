@@ -36,8 +36,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from baselines.common.contract import RankAnswer
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
-from rematbench.worlds.packages.deepspeed.weights import ZERO_3
+from baselines.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.weights import ZERO_3
 from rematbench.worlds.packages.process import PackageJob
 
 _tiled_backward = TiledFusedLogitsLoss.backward

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from baselines.common.norm import rms_norm
 from baselines.common.weights import model_specs, weight
+from baselines.deepspeed.plan import DeepSpeed
 from rematbench.workload import Model
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
 from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, rope, rope_tables
 
 

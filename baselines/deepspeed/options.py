@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.plan import DeepSpeed
 from rematbench.worlds.packages.limits import holding, overruled, setup_of
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec

@@ -14,7 +14,7 @@ from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.deepspeed.options import accepted, check, policy_of, read
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.plan import DeepSpeed
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import Batch
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, get_args
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from rematbench.spec.layout import Layout
-from rematbench.worlds.packages.megatron_core.plan import (
+from baselines.megatron_core.plan import (
     MegatronCore,
     OffloadModule,
     RecomputeModule,
     fusion_argument,
 )
+from rematbench.spec.layout import Layout
 from rematbench.worlds.records.record import RunSpec
 
 NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")

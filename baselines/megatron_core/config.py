@@ -12,8 +12,8 @@ from megatron.core.transformer.enums import AttnBackend
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
+from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
 from rematbench.workload import Model
-from rematbench.worlds.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.arithmetic import NORM_EPS

@@ -17,7 +17,7 @@ from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
 from baselines.megatron_core import step as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.batch import MicroBatch

@@ -6,8 +6,8 @@ import msgspec
 
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import SAID
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.limits import Reason, overruled, setup_of
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 

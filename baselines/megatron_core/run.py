@@ -18,7 +18,7 @@ from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check, has_transformer_engine
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import MicroBatch
 

@@ -28,8 +28,8 @@ from baselines.megatron_core.config import (
     uses_distributed_optimizer,
 )
 from baselines.megatron_core.layers import layer_spec, mask_padding
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Workload
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.arithmetic import IGNORED
 from rematbench.worlds.torch.batch import MicroBatch, make_batch, micro_batches, positions

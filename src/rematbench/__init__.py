@@ -5,8 +5,6 @@
 """
 
 import importlib
-import sys
-from types import ModuleType
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,18 +25,3 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(importlib.import_module("rematbench.api"), name)
     raise AttributeError(f"module 'rematbench' has no attribute {name!r}")
-
-
-class _Package(ModuleType):
-    """The module type of the package.  `rematbench.simulate` and `rematbench.search` stay the
-    functions of `api` even after the folders of these names are imported; the modules of a folder
-    are attributes of its function (set in `api`)."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Bind an attribute, except where the import system would put a folder in place of a
-        function of `api`."""
-        if name not in __all__ or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -4,7 +4,6 @@ Every wrong input raises a ValueError whose text is one line: what is wrong, whe
 allowed.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -255,10 +254,5 @@ def _job(problem: ProblemSpec) -> Job:
         words = ()
     return Job(problem=made, base=made.base_plan, words=words)
 
-
-# The folders `search/` and `simulate/` share their names with functions.  The functions carry the
-# attributes of the folders, so that `import rematbench.engine.simulate.step as step` still works.
-for function in (search, simulate):
-    function.__dict__ = sys.modules[f"rematbench.{function.__name__}"].__dict__
 
 __all__ = ["MethodError", "Problem", "Run", "compare", "load_method", "search", "simulate"]

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from baselines.megatron_core import fake, step  # noqa: E402
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore  # noqa: E402
+from baselines.megatron_core.plan import MegatronCore  # noqa: E402
 from rematbench.worlds.packages.process import job, policy  # noqa: E402
 from tests.baselines.cases import GPT, TINY, Asked, deep  # noqa: E402
 from tests.baselines.dispatched import Launches, of_more_layers  # noqa: E402

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.plan import DeepSpeed
 from tests.baselines.cases import (
     GPT,
     SEQ,

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
 from rematbench.plan import Plan, Unsupported
 from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
-from rematbench.worlds.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World

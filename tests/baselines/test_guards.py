@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from baselines.common.contract import NotRunnable
 from baselines.common.memory import check_memory
 from baselines.deepspeed import options as deepspeed
+from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed, pieces
+from baselines.megatron_core.plan import MegatronCore, OffloadModule
 from rematbench.worlds.packages.limits import setup_of
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore, OffloadModule
 from rematbench.worlds.packages.process import PackageJob
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
 from baselines.deepspeed.options import policy_of as configured
+from baselines.deepspeed.plan import DeepSpeed
 from baselines.megatron_core.arguments import parse, policy_of
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
+from baselines.megatron_core.plan import MegatronCore
 from tests.baselines.cases import GPT, Asked, asked_job, asked_problem
 
 TP2 = Asked("tp2")

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
+from baselines.deepspeed.stack import made_on_the_way
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
-from rematbench.worlds.packages.deepspeed.stack import made_on_the_way
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.packages.process import policy, run_jobs
 from rematbench.worlds.packages.stack import layer_tensors, stack_of

@@ -7,21 +7,21 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.program import RankProgram
-from rematbench.plan import Plan
-from rematbench.problem import Problem
-from rematbench.spec.load import load_model
-from rematbench.workload import Model, Precision
-from rematbench.worlds.packages.deepspeed import reducing, zero_peaks
-from rematbench.worlds.packages.deepspeed.weights import (
+from baselines.deepspeed import reducing, zero_peaks
+from baselines.deepspeed.weights import (
     Sizes,
     Weight,
     by_operator,
     head_weight,
     parameters,
 )
-from rematbench.worlds.packages.deepspeed.whole import Whole, modules
+from baselines.deepspeed.whole import Whole, modules
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.program import RankProgram
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.spec.load import load_model
+from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job, policy, run_jobs
 from rematbench.worlds.packages.stack import stack_of
 from tests.baselines.cases import GPT, LAYOUTS, SEQ, TINY

@@ -39,9 +39,12 @@ def forget() -> None:
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of the package to add remarks to, which change no import."""
     copy = tmp_path_factory.mktemp("src") / "rematbench"
-    shutil.copytree(ROOT / "src/rematbench", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    bare = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src/rematbench", copy, ignore=bare)
+    shutil.copytree(ROOT / "baselines", copy / "baselines", ignore=bare)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "PACKAGE", copy)
+        patch.setattr(digests, "BASELINES", copy / "baselines")
         forget()
         yield copy
     forget()
@@ -70,7 +73,7 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
         ("verify", "worlds/torch/arithmetic.py"),  # imported inside a function
         ("study", "paper/studies/answers.py"),
         ("points", "worlds/packages/process.py"),
-        ("points", "worlds/packages/megatron_core/stack.py"),  # loaded by name
+        ("points", "baselines/megatron_core/stack.py"),  # loaded by name
     ],
 )
 def test_tables_are_made_again_when_their_own_code_changes(
@@ -80,6 +83,24 @@ def test_tables_are_made_again_when_their_own_code_changes(
     with (package / file).open("a") as opened:
         opened.write("# edited\n")
     assert command_digest(command) != before
+
+
+@pytest.mark.parametrize("world", ["simulated", "traced", "executed"])
+def test_every_records_digest_covers_lowering_and_costs(world: str) -> None:
+    roots = digests.executed_roots() if world == "executed" else digests.SIMULATED
+    names = {str(path.relative_to(digests.PACKAGE)) for path in digests.closure(roots)}
+    wanted = {"engine/lowering/lower.py", "costs/formulas.py", "costs/operators/block.py"}
+    assert wanted <= names
+    assert ("worlds/torch/executor.py" in names) == (world == "executed")
+
+
+def test_a_methods_digest_covers_its_file_and_its_solver(tmp_path: Path) -> None:
+    copy = tmp_path / "memo.py"
+    shutil.copy(ROOT / "methods/memo.py", copy)
+    before = digests.method_digest([str(copy)])
+    with copy.open("a") as file:
+        file.write("# edited\n")
+    assert digests.method_digest([str(copy)]) != before
 
 
 def test_no_command_is_an_error() -> None:

@@ -7,8 +7,8 @@ one at a slow host, with S the slopes d ln(step) / d ln(scale).  With e = ln(pre
 speed) the log scales are the MAP of e = max(b + S theta) + noise, theta ~ N(0, spreads^2).  For
 fixed active tangents the MAP is a ridge regression in closed form (Hoerl and Kennard 1970), which
 is repeated until the active tangents no longer change, from one start for each tangent.  The
-spreads are the prior spreads of the same kinds of constants in a refit (evidence/fit.py).  The noise is
-learnt from published stacks, each of the same weight, by expectation maximisation.
+spreads are the prior spreads of the same kinds of constants in a refit (evidence/fit.py).  The
+noise is learnt from published stacks, each of the same weight, by expectation maximisation.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Find methods: files of `methods/`, entry points, and files of `--methods DIR`.
+"""Find methods and baselines: files of `methods/`, entry points, files of `--methods DIR`, and
+folders of `baselines/`.
 
 This module knows no method by name.  A file that cannot be loaded makes only its own methods
 unavailable, with the reason.
@@ -20,6 +21,8 @@ from rematbench.plugins.registry import MethodEntry, MethodError, Registry, buil
 from rematbench.spec.paths import data_dir
 
 ENTRY_POINTS = "rematbench.methods"
+BASELINES = "baselines"
+"""The package that the folders of baselines form, in a checkout and in a wheel."""
 
 
 def discover(extra: Iterable[Path] = ()) -> Registry:
@@ -97,6 +100,22 @@ def load_module(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def load_baseline(path: Path) -> ModuleType:
+    """A file of `baselines/NAME/` as the module `baselines.NAME.STEM`, by which the files of that
+    folder import each other.  The folder of baselines need not be on sys.path."""
+    folder = path.resolve().parents[1]
+    package = sys.modules.get(BASELINES)
+    if package is None:
+        spec = importlib.util.spec_from_file_location(
+            BASELINES, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        assert spec is not None
+        package = sys.modules[BASELINES] = importlib.util.module_from_spec(spec)
+    elif str(folder) not in package.__path__:
+        package.__path__.append(str(folder))
+    return importlib.import_module(f"{BASELINES}.{path.parent.name}.{path.stem}")
 
 
 def _enter(

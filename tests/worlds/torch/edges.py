@@ -1,9 +1,9 @@
 """Every place that orders streams, and the same program without one of them.
 
-Two kinds.  The *runtime's*: calls in rematbench.torch that wait, record, start or end a step, put
-work on a stream, or take memory from a pool; one is left out by writing its function anew from its
-source.  The *program's*: waits that the lowering writes, one for each place in its source; one is
-left out by making an event of it (what else it does stays).
+Two kinds.  The *runtime's*: calls in rematbench.worlds.torch that wait, record, start or end a
+step, put work on a stream, or take memory from a pool; one is left out by writing its function anew
+from its source.  The *program's*: waits that the lowering writes, one for each place in its source;
+one is left out by making an event of it (what else it does stays).
 """
 
 import ast
@@ -84,7 +84,7 @@ def _calls(path: Path, names: frozenset[str]) -> dict[Edge, ast.Call]:
 
 @cache
 def of_runtime() -> tuple[Edge, ...]:
-    """Of rematbench.torch, but for its threads (which stand in for streams in tests)."""
+    """Of rematbench.worlds.torch, but for its threads (which stand in for streams in tests)."""
     files = sorted((SOURCE / "torch").glob("*.py"))
     found = [_calls(path, CALLS | CONTEXTS) for path in files if path.stem != "threads"]
     every = (edge for calls in found for edge in calls)
@@ -116,7 +116,7 @@ class _Leave(ast.NodeTransformer):
 
 def leave_out(edge: Edge, patch: pytest.MonkeyPatch) -> None:
     """The runtime without one of its edges."""
-    module: ModuleType = sys.modules[f"rematbench.torch.{edge.module}"]
+    module: ModuleType = sys.modules[f"rematbench.worlds.torch.{edge.module}"]
     owner: Any = module
     *classes, name = (
         edge.function.split(".")[:2]

@@ -73,7 +73,7 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
 
 NOTES = """
 from pathlib import Path
-from rematbench.runs import rank_error
+from rematbench.host import rank_error
 {before}
 rank_error.note(Path({out!r}), 1, rank_error.RankError("oom", "HBM is full"))
 """

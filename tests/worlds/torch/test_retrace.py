@@ -23,7 +23,7 @@ from tests.campaigns import suite_text, tiny
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = ROOT / "config" / "traced.yaml"
 RECORDS = sorted((ROOT / "results" / "measured" / "traced").glob("*.json"))
-"""One of every cell (tests/measured): their names, without planning them."""
+"""One of every cell (tests/worlds): their names, without planning them."""
 SUITE = suite_text([tiny("small", gpus=4, seq_len=64, global_batch=4, tp=2, pp=2)])
 CELL = "small.full_recompute.0"
 

@@ -1,7 +1,7 @@
 """No race under random delays of copies and collectives, and a removed wait is found.
 
-Streams are threads (rematbench.worlds.torch.threads), so that what a program does not order really happens
-in any order; gradients are compared with the undelayed autograd model.
+Streams are threads (rematbench.worlds.torch.threads), so that what a program does not order really
+happens in any order; gradients are compared with the undelayed autograd model.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Refit config/kernels/ from results/published/kernels.csv: GEMM, shares of rates, and the files.
 
-`python -m rematbench.evidence.kernels.kernel_fit` writes the files and prints which files changed; a test
-compares the committed files with a refit.
+`python -m rematbench.evidence.kernels.kernel_fit` writes the files and prints which files changed.
+A test compares the committed files with a refit.
 """
 
 import sys

@@ -1,9 +1,8 @@
 """Baselines: real training packages, run in their own processes and never imported here.
 
-A baseline has `plan.py` (the package's policy as a method that makes our Plan, named after its
-directory) and `baselines/NAME/run.py` (the code of its process).  The plans of shipped baselines
-are modules here (`packages/NAME/plan.py`); any other `plan.py` stands beside its `run.py`.  The
-process reads jobs as JSON and writes records as JSON.
+A baseline is a folder `baselines/NAME/`.  Its `plan.py` states the package's policy as a method
+that returns a plan, its `stack.py` the tensors that the package keeps, its `run.py` is the code of
+the process.  The process reads jobs as JSON and writes records as JSON.
 """
 
 import shutil
@@ -11,10 +10,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from math import fsum
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import msgspec
@@ -24,7 +21,7 @@ from rematbench.evaluate.outcome import Status
 from rematbench.host.errors import UserError
 from rematbench.host.rank_error import of_exit, of_record, recorded
 from rematbench.host.scratch import scratch
-from rematbench.plugins.discover import load_file, load_module
+from rematbench.plugins.discover import load_baseline, load_file
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
 from rematbench.spec.configfile import closest
@@ -33,7 +30,6 @@ from rematbench.workload import NonNegativeInt, PositiveInt
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import Record, RunSpec, provenance, run_spec
 
-HERE = Path(__file__).parent
 STARTUP_S = 120.0
 SHOWN_LINES = 100
 """Lines that are shown from the end of a failed process's standard error."""
@@ -81,20 +77,12 @@ def baselines() -> dict[str, MethodEntry]:
     """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
-    for folder in (HERE, data_dir("baselines")):
-        for path in sorted(folder.glob("*/plan.py")):
-            load_file(path, found, broken, load=load)
+    for path in sorted(data_dir("baselines").glob("*/plan.py")):
+        load_file(path, found, broken, load=load_baseline)
     if broken:
         path_name, reason = next(iter(broken.items()))
         raise BaselineError(f"{path_name}: {reason}")
     return dict(sorted(found.items()))
-
-
-def load(path: Path) -> ModuleType:
-    """A file of a baseline as a module: a shipped one by its name, another by its path."""
-    if path.parent.parent == HERE:
-        return import_module(f"{__package__}.{path.parent.name}.{path.stem}")
-    return load_module(path)
 
 
 def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:

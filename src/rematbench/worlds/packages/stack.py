@@ -27,9 +27,10 @@ from rematbench.evaluate.evaluation import (
 )
 from rematbench.evaluate.reserved import reserved
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import load_baseline
 from rematbench.plugins.registry import Composition, Method
 from rematbench.problem import Evaluator, Problem
-from rematbench.worlds.packages.process import baselines, load
+from rematbench.worlds.packages.process import baselines
 
 
 class Extra(Struct, frozen=True, kw_only=True):
@@ -147,7 +148,7 @@ class StackProblem(Problem):
 def _module(baseline: str) -> ModuleType | None:
     """The `stack.py` beside a baseline's `plan.py`."""
     path = Path(baselines()[baseline].origin).with_name("stack.py")
-    return load(path) if path.exists() else None
+    return load_baseline(path) if path.exists() else None
 
 
 def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:

@@ -10,18 +10,22 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1]
+from rematbench.spec.paths import data_dir
+
+PACKAGE = Path(__file__).resolve().parents[2]
+BASELINES = data_dir("baselines")
 COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.evaluate.outcome", "rematbench.worlds.records.record")
 """The root modules of a simulated record."""
 
 LOADS_BY_NAME = "rematbench.worlds.packages.process"
-"""The module that loads the modules of packages/NAME by name: no import statement names them."""
+"""The module that loads plans and stacks of baselines by path: no import statement names them."""
 
 
 def executed_roots() -> tuple[str, ...]:
     """The root modules of an executed record: the torch runtime, and SIMULATED."""
-    names = [f"rematbench.torch.{path.stem}" for path in (PACKAGE / "torch").glob("*.py")]
+    folder = PACKAGE / "worlds/torch"
+    names = [f"rematbench.worlds.torch.{path.stem}" for path in folder.glob("*.py")]
     return (*sorted(names), *SIMULATED)
 
 
@@ -39,16 +43,17 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
         found.add(path)
         waiting += _imports(path)
         if name == LOADS_BY_NAME:
-            files = (PACKAGE / "packages").glob("*/*.py")
-            waiting += [f"rematbench.packages.{file.parent.name}.{file.stem}" for file in files]
+            files = [*BASELINES.glob("*/plan.py"), *BASELINES.glob("*/stack.py")]
+            waiting += [f"baselines.{file.parent.name}.{file.stem}" for file in files]
     return tuple(sorted(found))
 
 
 def _file(name: str) -> Path | None:
     parts = name.split(".")
-    if parts[0] != PACKAGE.name:
+    roots = {PACKAGE.name: PACKAGE, "baselines": BASELINES}
+    if parts[0] not in roots:
         return None
-    base = PACKAGE.joinpath(*parts[1:])
+    base = roots[parts[0]].joinpath(*parts[1:])
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
             return path

@@ -1,4 +1,4 @@
-"""`python -m rematbench.worlds.slurm.check_node SECONDS [gpus]`: facts of this node in a line of JSON."""
+"""`python -m rematbench.worlds.slurm.check_node SECONDS [gpus]`: facts of this node as JSON."""
 
 import sys
 

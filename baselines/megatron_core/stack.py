@@ -5,12 +5,12 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 
 from functools import partial
 
+from baselines.megatron_core import attention, offloads
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.costs.operators.ops import Part
 from rematbench.engine.program.program import RankProgram
 from rematbench.problem import Problem
 from rematbench.spec.shapes import shapes
-from rematbench.worlds.packages.megatron_core import attention, offloads
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.stack import Extra, Stack
 
 

@@ -20,9 +20,9 @@ Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`
 
 from collections.abc import Callable
 
+from baselines.deepspeed import weights
+from baselines.deepspeed.weights import Sizes, Weight
 from rematbench.workload import Model
-from rematbench.worlds.packages.deepspeed import weights
-from rematbench.worlds.packages.deepspeed.weights import Sizes, Weight
 
 MAX_SUMMED = 500_000_000
 """MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine, in elements."""

@@ -9,9 +9,9 @@ of a group, the group that was committed last of those still offloaded is reload
 none, that of the next chunk (ChunkOffloadHandler.bulk_reload).
 """
 
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.engine.program.action import HOST, Action, Alloc, Kind, place
 from rematbench.engine.program.program import RankProgram
-from rematbench.worlds.packages.megatron_core.plan import MegatronCore
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""

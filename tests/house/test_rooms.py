@@ -1,4 +1,4 @@
-"""The arrows of DESIGN.md, read from the syntax of every file: what may import what."""
+"""The rooms of the house: what may import what, read from the syntax of every file."""
 
 import ast
 import re
@@ -14,23 +14,38 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
 
-# plan <- lower <- {readers of actions, torch} <- one method's outcome <- cli: none reaches, through
-# any number of imports, a later layer or another group of its own layer.  A name stands for its
-# submodules too.
-READERS = {
-    "simulate.step",
-    "simulate.max_plus",
-    "program.check",
-    "program.ledger",
-    "program.profile",
+ROOMS: dict[str, tuple[str, ...]] = {
+    "host": (),
+    "workload": (),
+    "spec": (),
+    "costs": ("operators", "."),
+    "plan": (),
+    "problem": (),
+    "engine": ("program", "lowering", "simulate"),
+    "solve": (),
+    "plugins": (),
+    "evaluate": (),
+    "worlds": ("records", "packages", "torch", ".", "slurm"),
+    "evidence": ("published", "kernels", "."),
+    "advise": ("compare", "search"),
+    "measure": (".", "torch", "parts"),
+    "paper": ("matrix", "studies", "tables", "."),
+    "api": (),
+    "cli": (),
 }
-LAYERS: list[list[set[str]]] = [
-    [{"plan"}],
-    [{"lowering.lower"}],
-    [READERS, {"torch"}],
-    [{"choose.outcome"}],
-    [{"cli"}],
-]
+"""The rooms of src/rematbench in their order, each with its inner rooms in theirs (`.`: the files
+that stand in the room itself).  A room imports only itself and rooms before it, at both levels."""
+ALIASES = {"__init__": "api", "__main__": "cli"}
+
+READERS = {
+    "engine.simulate.step",
+    "engine.simulate.max_plus",
+    "engine.program.ledger",
+    "engine.program.profile",
+    "evaluate.proof",
+}
+"""Readers of actions."""
+TORCH = {"worlds.torch", "measure.torch"}
 
 METHOD_MAY_IMPORT = {"plan", "problem", "solve", "workload", "spec"}
 METHOD_LIBRARIES = {"rematbench", "msgspec", "numpy"} | sys.stdlib_module_names
@@ -88,18 +103,6 @@ def reachable(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    """Imports inside functions count: what they hide is a circle all the same."""
-    circle: list[str] = []
-    try:
-        TopologicalSorter(
-            {m: imports(path) & MODULES.keys() for m, path in MODULES.items()}
-        ).prepare()
-    except CycleError as error:
-        circle = error.args[1]
-    assert not circle
-
-
 def members(names: set[str]) -> set[str]:
     full = {f"rematbench.{name}" for name in names}
     return {module for module in MODULES if full & with_parents(module)}
@@ -113,63 +116,76 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_every_name_of_the_layers_is_a_module() -> None:
-    """All but torch, the executor, which comes with its own extra."""
-    names = {name for row in LAYERS for group in row for name in group}
-    assert {name for name in names if not members({name})} <= {"torch"}
+def room(module: str) -> tuple[str, str]:
+    """The room and the inner room of a module."""
+    parts = module.split(".")[1:] or ["__init__"]
+    first = ALIASES.get(parts[0], parts[0])
+    return first, parts[1] if len(parts) > 2 else "."
 
 
-@pytest.mark.parametrize("level", range(len(LAYERS)))
-def test_arrows_point_down(level: int) -> None:
-    later = [group for row in LAYERS[level + 1 :] for group in row]
-    for group in LAYERS[level]:
-        beside = [other for other in LAYERS[level] if other is not group]
-        forbidden = members(set().union(*later, *beside))
-        crossed = {module: reachable(module) & forbidden for module in members(group)}
-        assert not {module: sorted(found) for module, found in crossed.items() if found}
+def place(module: str) -> tuple[int, int]:
+    """The places of a module's room and inner room in ROOMS."""
+    first, inner = room(module)
+    return list(ROOMS).index(first), (ROOMS[first] or (".",)).index(inner)
+
+
+def is_package(module: str) -> bool:
+    """Whether the module is a folder's `__init__`, which holds no code."""
+    return MODULES[module].stem == "__init__" and module != "rematbench"
+
+
+def test_a_room_imports_only_rooms_before_it() -> None:
+    """Imports inside functions count: what they hide is a circle all the same."""
+    wrong = []
+    for module in sorted(MODULES):
+        if is_package(module):
+            continue
+        here = place(module)
+        for target in sorted(imports(MODULES[module]) & MODULES.keys()):
+            if not is_package(target) and target != "rematbench" and place(target) > here:
+                wrong.append(f"{module} -> {target}")
+    assert not wrong
+
+
+def test_folders_hold_no_code_of_their_own() -> None:
+    """What a folder's `__init__` held would be imported with every module of the folder."""
+    for module, path in MODULES.items():
+        if is_package(module):
+            assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
+
+
+def test_files_do_not_import_each_other_in_circles() -> None:
+    circle: list[str] = []
+    try:
+        TopologicalSorter(
+            {m: imports(path) & MODULES.keys() for m, path in MODULES.items()}
+        ).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+    assert not circle
 
 
 def test_readers_of_actions_know_no_plan() -> None:
     readers = members(READERS)
-    vocabulary = members({"plan", "problem", "lowering"})
+    vocabulary = members({"plan", "problem", "engine.lowering"})
     assert not {module for module in readers if reachable(module) & vocabulary}
 
 
-COMMANDS = {"__main__", "cli"}
-PURPOSES = {"matrix", "packages", "published", "slurm", "studies", "tables", "worlds"}
-
-
-def test_only_the_command_line_knows_commands() -> None:
-    allowed = members(COMMANDS)
-    crossed = {m for m in MODULES.keys() - allowed if reachable(m) & allowed}
-    assert not crossed
-
-
-def test_what_makes_a_plan_and_its_reading_serves_no_single_purpose() -> None:
-    """The layers below `choose/` are used by studies, tables and pages, and know none of them."""
-    core = {"operators", "lowering", "cost", "solve", "simulate"}
-    core |= {name for row in LAYERS[:3] for group in row for name in group}
-    purposes = members(PURPOSES)
-    assert all(members({name}) for name in core | PURPOSES)
-    assert not {
-        m: sorted(reachable(m) & purposes) for m in members(core) if reachable(m) & purposes
-    }
-
-
-def test_every_place_is_on_the_map() -> None:
-    """CONTRIBUTING.md says where each idea goes: every module and package of the first level."""
+def test_the_list_of_rooms_is_the_one_of_contributing() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    mapped = text.partition("## Where things are")[2].partition("\n## ")[0]
-    package = SRC / "rematbench"
-    places = {f"`{path.stem}`" for path in package.glob("*.py") if path.stem != "__init__"}
-    places |= {f"`{path.parent.name}/`" for path in package.glob("*/__init__.py")}
-    assert not {place for place in places if place not in mapped}
-    modules = {f"`{path.stem}`" for path in package.rglob("*.py")}
-    assert not set(re.findall(r"`[a-z_]+/?`", mapped)) - places - modules
+    page = text.partition("## Rooms")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z_]+)(?:\.py|/)`", page, re.MULTILINE)
+    assert rows == list(ROOMS)
+    for room, inner in ROOMS.items():
+        line = next(row for row in page.splitlines() if row.startswith(f"| `{room}"))
+        named = re.findall(r"`([a-z_]+)/`", line.partition("|")[2].partition("|")[2])
+        assert named == [name for name in inner if name != "."], room
 
 
 def test_costs_do_not_know_the_problem() -> None:
-    crossed = {m for m in members({"cost"}) if reachable(m) & members({"problem", "lowering"})}
+    crossed = {
+        m for m in members({"costs"}) if reachable(m) & members({"problem", "engine.lowering"})
+    }
     assert not crossed
 
 
@@ -187,18 +203,13 @@ def test_src_imports_no_method_baseline_or_figure() -> None:
 
 
 def test_frameworks_stay_in_their_places() -> None:
-    searched = python_files("src", "methods", "figures", "workflows", "tests/unit")
-    torch_places = SRC / "rematbench" / "torch"
-    crossed = [
-        label(path)
-        for path in searched
-        if not path.is_relative_to(torch_places) and top(imports(path)) & FRAMEWORKS
-    ]
-    assert not crossed
+    allowed = {MODULES[module] for module in members(TORCH)}
+    searched = {*python_files("src", "methods", "figures", "workflows")} - allowed
+    assert not [label(path) for path in searched if top(imports(path)) & FRAMEWORKS]
 
 
 def test_loading_every_module_loads_no_framework() -> None:
-    modules = sorted(MODULES.keys() - members({"torch"}))
+    modules = sorted(MODULES.keys() - members(TORCH))
     code = f"""
 import importlib, sys
 for name in {modules}:

@@ -9,11 +9,11 @@ rebuilds its tiles in its backward, one at a time, also in a layer that is recom
 
 from collections import Counter
 
+from baselines.deepspeed import reducing, weights, whole
+from baselines.deepspeed.weights import ZERO_3, Sizes, Weight
 from rematbench.engine.program.action import HOST, Action, Kind
 from rematbench.engine.program.program import RankProgram
 from rematbench.workload import Model
-from rematbench.worlds.packages.deepspeed import reducing, weights, whole
-from rematbench.worlds.packages.deepspeed.weights import ZERO_3, Sizes, Weight
 
 Key = tuple[int, int, str]
 """The micro-batch, chunk and name of a tensor."""

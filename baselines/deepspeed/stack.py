@@ -5,13 +5,13 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 
 from functools import partial
 
+from baselines.deepspeed import weights, zero_peaks
+from baselines.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.weights import ZERO_2, ZERO_3
 from rematbench.costs.operators.ops import Part
 from rematbench.engine.program.program import RankProgram
 from rematbench.problem import Problem
 from rematbench.spec.shapes import shapes
-from rematbench.worlds.packages.deepspeed import weights, zero_peaks
-from rematbench.worlds.packages.deepspeed.plan import DeepSpeed
-from rematbench.worlds.packages.deepspeed.weights import ZERO_2, ZERO_3
 from rematbench.worlds.packages.stack import Extra, Stack
 
 WIDE = 4

@@ -1,1 +1,0 @@
-"""worlds/packages/megatron_core"""
