@@ -281,7 +281,7 @@ def test_a_method_with_settings_is_searched_as_it_is_typed() -> None:
 
 
 def test_gpipe_is_no_faster_and_no_leaner() -> None:
-    """In a small job without copies; what the space loses without GPipe: benchmarks/gpipe.py."""
+    """In a small job without copies.  What the space loses: docs/decisions/advise.md."""
     made = SearchJob(asked(hbm_bytes=80 * GIB))
     deep = [one for one in made.space.choices if one.layout.pp > 2 and one.layout.vpp == 1]
     for choice in deep[:6]:

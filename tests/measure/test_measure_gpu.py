@@ -10,11 +10,8 @@ from msgspec.structs import replace
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.real import timing, verdict
-from rematbench.measure.parts.checks import Planned, Ran, Summary, findings
+from rematbench.measure.parts.checks import Ran, Summary, findings
 from rematbench.spec.paths import data_dir
-from rematbench.worlds import agreement
-from rematbench.worlds.agreement import agreement_names, agreement_records
-from rematbench.worlds.packages.process import BaselineError
 from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, read_record, write_record
 from tests.campaigns import suite_text, tiny
@@ -50,7 +47,7 @@ def test_every_part_writes_its_file_and_the_summary_says_what_held(
     folder, code, text = whole
     found = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     assert [(ran.part, ran.status) for ran in found.parts] == [
-        (part, "ok") for part in ("steps", "copies", "lossless", "large")
+        (part, "ok") for part in ("lossless", "large")
     ], text
     held = {finding.claim: finding.holds for finding in found.findings}
     assert held["gradients are keep_all's (lossless-fp32)"] is True
@@ -77,17 +74,17 @@ def test_records_are_those_of_every_cell(whole: tuple[Path, int, str]) -> None:
 @pytest.mark.full
 def test_what_crashes_loses_nothing_of_the_others(tmp_path: Path) -> None:
     path, out = suite(tmp_path, "lossless-fp32"), tmp_path / "out"
-    parts = [word for part in ("steps", "copies") for word in ("--part", part)]
+    words = ("--part", "large", "--part", "lossless", "--only", CELLS[0])
     done = rematbench(
-        "measure-gpu", "-o", str(out), "--suite", str(path), "--device", "cpu", *parts
+        "measure-gpu", "-o", str(out), "--suite", str(path), "--device", "cpu", *words
     )
     assert done.returncode == 1
     found = msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
     assert [(ran.part, ran.status) for ran in found.parts] == [
-        ("steps", "failed"),
-        ("copies", "ok"),
+        ("large", "failed"),
+        ("lossless", "ok"),
     ]
-    assert (out / "copies.json").is_file()
+    assert (out / "records" / f"{CELLS[0]}.0.json").is_file()
     assert "no problem named large" in found.parts[0].reason
 
 
@@ -125,79 +122,27 @@ def record_of(name: str, **numbers: Any) -> Record:
     return replace(record, measured=replace(record.measured, **numbers))
 
 
-def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: Path) -> None:
-    names = [f"executor-one-{kind}" for kind in ("fp32", "bf16")]
-    names += ["megatron_core-one-fp32", "deepspeed-zero1-bf16"]
-    for name in names:
-        write_record(record_of(name), tmp_path / "agreement" / f"{name}.json")
+def test_packages_that_ran_have_seconds_and_bytes(tmp_path: Path) -> None:
     there, plain = tmp_path / "baselines", record_of("megatron_core-one-bf16").measured
     rank = replace(plain.ranks[0], step_s=(0.5, 0.7, 0.6), allocated_bytes=3 << 30)
     timed = record_of("megatron_core-one-bf16", ranks=(rank,))
     write_record(timed, there / "megatron_core-none.json")
     held = {finding.claim: finding for finding in findings(tmp_path)}
-    agree = held["losses and gradient norms of the packages are the executor's"]
-    assert (agree.holds, agree.text) == (True, "2 runs of packages")
-    wanted = agreement_names("cuda", 1)
-    assert len(wanted) == 12  # on one GPU
-    assert set(names) <= set(wanted)
-    held = {f.claim: f for f in findings(tmp_path, Planned(agreement=wanted))}
-    agree = held["losses and gradient norms of the packages are the executor's"]
-    assert agree.holds is None
-    assert "megatron_core-one-full-bf16 missing" in agree.text
-    held = {finding.claim: finding for finding in findings(tmp_path)}
     ran = held["the packages run"]
     assert (ran.holds, ran.text) == (True, "megatron_core-none 0.6 s, allocated 3.000 GiB")
 
-    seen = record_of("megatron_core-one-fp32").measured
-    off = record_of("megatron_core-one-fp32", losses=(seen.losses[0] * 1.0001, 0.0))
-    write_record(off, tmp_path / "agreement" / "megatron_core-one-fp32.json")
     lost = replace(record_of("megatron_core-one-bf16"), measured=None, status="oom", reason="full")
     write_record(lost, there / "megatron_core-full.json")
     held = {finding.claim: finding for finding in findings(tmp_path)}
-    agree = held["losses and gradient norms of the packages are the executor's"]
-    assert (agree.holds, agree.text) == (
-        False,
-        "megatron_core-one-fp32 loss 1.0e-04, gradient norm 5.3e-08 apart, 1e-05 allowed",
-    )
     ran = held["the packages run"]
     assert (ran.holds, "megatron_core-full oom full" in ran.text) == (False, True)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_engine_that_breaks_takes_no_other_engines_records(
-    device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU engines run one after another, and the first that breaks ends it; on GPUs rows run
-    side by side, each in a process of its own."""
-    asked: list[str] = []
-
-    def engine(name: str, precision: str, rows: Any, *_: object) -> dict[str, Any]:
-        asked.extend(f"{name}-{row.name}" for row in rows)
-        if name == "megatron_core":
-            raise BaselineError("no")
-        return {f"{name}-{row.name}-{precision}": None for row in rows}
-
-    monkeypatch.setattr(agreement, "_engine", engine)
-    found: list[str] = []
-    with pytest.raises(BaselineError, match="no"):
-        found.extend(name for name, _ in agreement_records(device, 1))
-    here = [
-        f"{row}-{kind}"
-        for row in ("deepspeed-one-tiled", "deepspeed-zero1", "executor-one")
-        for kind in ("bf16", "fp32")
-    ]
-    assert sorted(found) == {"cpu": ["executor-one-fp32"], "cuda": here}[device]
-    assert len(asked) == {"cpu": 8, "cuda": 12}[device]
 
 
 def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:
     found = findings(tmp_path)
     assert {finding.holds for finding in found} == {None}
-    ran = (Ran(part="steps", status="ok", seconds=1.0),)
+    ran = (Ran(part="large", status="ok", seconds=1.0),)
     assert not Summary(written="", device="", parts=ran, findings=found).sound
-    (tmp_path / "steps.json").write_text('{"ratio": 1.03}')
-    slow = next(finding for finding in findings(tmp_path) if "by hand" in finding.claim)
-    assert (slow.holds, "1.0300" in slow.text) == (False, True)
 
 
 @pytest.mark.full
@@ -233,14 +178,14 @@ def test_old_files_are_not_taken_for_this_runs(
         write_record(
             read_record(whole[0] / "records" / f"{CELLS[-1]}.0.json"), records / f"{name}.json"
         )
-    (out / "steps.json").write_text('{"ratio": 1.0}')
-    path, parts = suite(tmp_path, "lossless-fp32"), ("--part", "steps", "--part", "large")
+    (out / "rates.jsonl").write_text("{}")
+    path, parts = suite(tmp_path, "lossless-fp32"), ("--part", "large", "--part", "baselines")
     words = ("-o", str(out), "--suite", str(path), "--device", "cpu")
     done = rematbench("measure-gpu", *words, *parts)
     assert done.returncode == 1
     found = msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
     assert [ran.status for ran in found.parts] == ["failed", "failed"]
-    assert not (out / "steps.json").exists()
+    assert (out / "rates.jsonl").exists()
     assert [path.stem for path in records.iterdir()] == ["lossless-x.keep_all.0"]  # another part's
     held = {finding.claim: finding.holds for finding in found.findings}
     assert held["the allocator's peak is the simulated one's"] is None

@@ -64,18 +64,16 @@ def measure_gpu(
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
-    the allocator's peak beside the ledger, step time beside a hand-written loop, copies beside
-    matrix products.
+    the allocator's peak beside the ledger, seconds of a step.
 
     Each part is a process with a time limit of its own, and writes what it has at once: a crash
     of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
-    writes them), `steps.json`, `copies.json`, on demand `repetitions.jsonl`, `agreement/`,
-    `baselines/`, `rates.jsonl`, `actions.jsonl`, `layers/` and `searched/`, a log of each part and
-    `summary.json`, written again after each part.  What these parts left there before goes
-    first (but `layers` and `searched` go on where they ended); what other parts left stays and
-    counts, and `summary.json` keeps how they ended.  Exit code 1 unless every part ended well,
-    every cell asked for has a record, and every claim holds (`rates`, `actions`, `layers` and
-    `searched` make none).
+    writes them), on demand `baselines/`, `rates.jsonl`, `actions.jsonl`, `layers/` and `searched/`,
+    a log of each part and `summary.json`, written again after each part.  What these parts left
+    there before goes first (but `layers` and `searched` go on where they ended); what other parts
+    left stays and counts, and `summary.json` keeps how they ended.  Exit code 1 unless every part
+    ended well, every cell asked for has a record, and every claim holds (`rates`, `actions`,
+    `layers` and `searched` make none).
 
     \b
     Example:

@@ -105,25 +105,6 @@ class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provenance: Provenance
 
 
-class Repeated(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step of a cell, repeated from the same weights with deterministic kernels: in how many
-    `repetitions` the loss or a gradient has other bits than in the first (`worst`: the parameter
-    that differs most often), and whether the first has keep_all's bits (None: keep_all failed).  A
-    plan that splits a product sums in another order, so its bits need not be keep_all's."""
-
-    cell: str
-    run_id: str
-    plan_hash: str
-    status: Literal["ok", "oom", "nan", "failed"]
-    reason: str = ""
-    repetitions: int = 0
-    differing: int = 0
-    worst: str = ""
-    keep_all_bits: bool | None = None
-    gpu: GpuState = GpuState()
-    provenance: Provenance
-
-
 OfCell = TypeVar("OfCell", Turn, "Spent")
 STEP = "STEP"
 

@@ -110,16 +110,6 @@ def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[s
         raise broken[0]
 
 
-def agreement_names(device: Device = "cpu", gpus: int = 0) -> list[str]:
-    """The names of `agreement_records`, without running anything."""
-    return [
-        _name(engine, row, precision)
-        for precision in PRECISIONS
-        for engine in ROWS
-        for row in _rows(engine, device, gpus)
-    ]
-
-
 def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
     """The rows of an engine that run here."""
     return [row for row in ROWS[engine] if device == "cpu" or Layout(**row.layout).gpus <= gpus]

@@ -15,7 +15,7 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.measure.torch import hand_written
+from rematbench.measure.torch import rates
 from rematbench.worlds.torch import trace
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
@@ -190,7 +190,9 @@ def timed_copies() -> str:
         streams = CudaStreams(DEVICE)
         a, host = torch.ones(8, 8, device=DEVICE), torch.empty(8, 8)
         work = {"compute": lambda: a @ a, "d2h": lambda: host.copy_(a, non_blocking=True)}
-        seconds = hand_written._timed(streams, work, {"compute": 1, "d2h": 1})
+        stop = streams.clock()
+        rates.at_once(streams, work, {"compute": 1, "d2h": 1})
+        seconds = stop()
         own = {stream.name for stream in streams.streams.values()}  # type: ignore[attr-defined]
         ran = {name for used in recorder.used.values() for name in used.touched}
         if seconds <= 0.0 or len(ran & own) != len(work):

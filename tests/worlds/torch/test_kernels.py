@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import get_decompositions
 
+from rematbench.host.gpu_state import GpuState
+from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.tracker import Tracker
+from tests.worlds.torch import cases
 
 aten = torch.ops.aten
 ROWS, COLUMNS = 24, 32
@@ -101,3 +104,20 @@ def test_a_whole_vocabulary_is_looked_up_as_its_shards_are() -> None:
     for first in (0, 8):
         arithmetic.embed_backward(parts[first : first + 8], grad, ids, first, whole=False)
     assert torch.equal(whole, parts)
+
+
+def test_rope_is_undone_once_where_gradients_lie_in_one_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = cases.case("one", "keep")
+    one = Turns(torch.device("cpu"), GpuState).executor(case.problem, case.plan)
+    undone, rope = [], arithmetic.rope
+
+    def noted(x: torch.Tensor, *tables: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+        undone.append(inverse)
+        return rope(x, *tables, inverse=inverse)
+
+    monkeypatch.setattr(arithmetic, "rope", noted)
+    one.run_step()
+    layers = one.model.kind.num_layers
+    assert sum(undone) == 2 * layers * len(one.model.batches)  # of q and of k

@@ -66,9 +66,9 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "streams.CudaStreams.clock.stop: end.synchronize",
     ),
     "timed copies": (
-        "beside.at_once: streams.begin",
-        "beside.at_once: streams.on",
-        "beside.at_once: streams.flush",
+        "rates.at_once: streams.begin",
+        "rates.at_once: streams.on",
+        "rates.at_once: streams.flush",
     ),
     "opened channels": ("groups.Groups.connect: start(token, other, channel.direction, 0).wait",),
 }

@@ -7,19 +7,14 @@ its claim undecided; a failed or unreadable record makes its claim false.
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 
-from rematbench.measure.records import Repeated, read_lines
-from rematbench.worlds.agreement import EXECUTOR, disagreements
 from rematbench.worlds.records.measured import Comparison
 from rematbench.worlds.records.record import Record, RecordError, read_record
 
-STEP_LIMIT = 1.02
-"""Largest ratio of the executor's step to the hand-written step (the project's own bound)."""
 PEAK_LIMIT = 0.02
 """The allocator's peak may differ from the simulated peak by this share of simulated activations
 (the project's own bound).  The same share of the whole peak, states included, could hide the
@@ -125,25 +120,11 @@ def read_cells(folder: Path, planned: Iterable[str] = ()) -> Cells:
     return Cells(records, unreadable, tuple(name for name in planned if name not in there))
 
 
-class Planned(NamedTuple):
-    """Names of what should be there: cells with a record, cells with a line of repetitions, and
-    runs of the agreement."""
-
-    records: Sequence[str] = ()
-    repetitions: Sequence[str] = ()
-    agreement: Sequence[str] = ()
-
-
-NOTHING = Planned()
-
-
-def findings(folder: Path, planned: Planned = NOTHING) -> tuple[Finding, ...]:
-    """The finding of every claim, from the folder of a run."""
-    cells = read_cells(folder / "records", planned.records)
+def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
+    """The finding of every claim, from the folder of a run; `planned`: names of cells that should
+    have a record."""
+    cells = read_cells(folder / "records", planned)
     found = [*_lossless(cells.of("lossless")), _bytes(cells), _peaks(cells.of("large"))]
-    found += [_steps(folder / "steps.json"), _copies(folder / "copies.json")]
-    found += _repetitions(folder / "repetitions.jsonl", planned.repetitions)
-    found += _engines(folder / "agreement", planned.agreement)
     return (*found, *_packages(folder / "baselines"))
 
 
@@ -155,48 +136,6 @@ def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: 
     holds = False if False in held else None if None in held or not held else True
     text = "; ".join(f"{name} {text}".strip() for name, _, text in said)
     return Finding(claim=claim, holds=holds, text=text or nothing)
-
-
-def _engines(folder: Path, planned: Sequence[str]) -> Iterator[Finding]:
-    """The finding on three engines with the same weights and batches; none where they did not
-    run."""
-    cells = read_cells(folder, planned)
-    if not cells.records and not cells.unreadable:
-        return
-    said: list[tuple[str, bool | None, str]] = [
-        (name, False, why) for name, why in cells.unreadable.items()
-    ]
-    try:
-        said += [(name, False, why) for name, why in disagreements(cells.records).items()]
-    except KeyError as error:
-        said.append((str(error.args[0]), False, "has no record to compare with"))
-    agree = not said
-    said += [(name, None, "missing") for name in cells.missing]
-    others = sum(not name.startswith(f"{EXECUTOR}-") for name in cells.records)
-    if agree:
-        said.insert(0, ("", True, f"{others} runs of packages"))
-    claim = "losses and gradient norms of the packages are the executor's"
-    yield _finding(claim, said, "")
-
-
-def _repetitions(path: Path, planned: Sequence[str]) -> Iterator[Finding]:
-    """The finding that every plan gives the same bits every time; none where nothing was
-    repeated."""
-    if not path.exists():
-        return
-    said: list[tuple[str, bool | None, str]] = []
-    lines = read_lines(path, Repeated)
-    for line in lines:
-        if line.status != "ok":
-            said.append((line.cell, False, f"{line.status} {line.reason}".rstrip()))
-            continue
-        other = ", not keep_all's" if line.keep_all_bits is False else ""
-        text = f"{line.repetitions - line.differing} of {line.repetitions}{other}"
-        text += f", {line.worst}" if line.worst else ""
-        said.append((line.cell, not line.differing, text))
-    there = {line.cell for line in lines}
-    said += [(name, None, "missing") for name in planned if name not in there]
-    yield _finding("a repeated step has the bits of the first", said, "no line")
 
 
 def _packages(folder: Path) -> Iterator[Finding]:
@@ -276,41 +215,3 @@ def _peaks(cells: Cells) -> Finding:
         )
         said.append((name, -margin <= extra <= WORKSPACES + margin, numbers))
     return _finding("the allocator's peak is the simulated one's", _short(said), "no record")
-
-
-def _numbers(path: Path, *names: str) -> list[float] | Finding:
-    """The named numbers of a part's file, or, where they cannot be read, a finding without a
-    claim."""
-    if not path.is_file():
-        return Finding(claim="", holds=None, text="not measured")
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        return [msgspec.convert(found[name], float) for name in names]
-    except KeyError as error:
-        why = f"no {error.args[0]}"
-    except msgspec.DecodeError as error:
-        why = str(error)
-    return Finding(claim="", holds=False, text=f"{path.name}: {why}")
-
-
-def _steps(path: Path) -> Finding:
-    claim = f"a step takes at most {100 * (STEP_LIMIT - 1):.0f} % more than one written by hand"
-    found = _numbers(path, "ratio")
-    if isinstance(found, Finding):
-        return replace(found, claim=claim)
-    (ratio,) = found
-    return Finding(claim=claim, holds=ratio <= STEP_LIMIT, text=f"{ratio:.4f} of it")
-
-
-def _copies(path: Path) -> Finding:
-    claim = "copies run beside matrix products"
-    found = _numbers(path, "nbytes", "compute_s", "d2h_s", "h2d_s", "together_s", "slowdown")
-    if isinstance(found, Finding):
-        return replace(found, claim=claim)
-    nbytes, compute_s, d2h_s, h2d_s, together_s, slowdown = found
-    serial = compute_s + max(d2h_s, h2d_s)
-    text = (
-        f"to the host {nbytes / d2h_s / 1e9:.1f} GB/s, back {nbytes / h2d_s / 1e9:.1f} GB/s; "
-        f"all at once {slowdown:.3f} of the longest alone"
-    )
-    return Finding(claim=claim, holds=together_s < 0.75 * serial, text=text)

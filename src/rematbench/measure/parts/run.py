@@ -14,16 +14,13 @@ from rematbench.host.console import CommandError
 from rematbench.host.files import write_atomically
 from rematbench.measure.layer_suite import load_layers
 from rematbench.measure.parts.actions import measure_actions
-from rematbench.measure.parts.checks import SUMMARY, Planned, Ran, Summary, findings, read_summary
+from rematbench.measure.parts.checks import SUMMARY, Ran, Summary, findings, read_summary
 from rematbench.measure.parts.layers import measure_layers
 from rematbench.measure.parts.rates import load_rates, measure_rates
-from rematbench.measure.parts.repetitions import measure_repetitions
 from rematbench.measure.parts.searched import load_searched, measure_searched
 from rematbench.measure.predictions import PREDICTIONS
-from rematbench.plan import Plan
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
-from rematbench.worlds.agreement import agreement_names, agreement_records
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.packages.process import Device, policy
 from rematbench.worlds.records.cell import Cell, cell_names, cells, problem_of
@@ -31,23 +28,20 @@ from rematbench.worlds.records.record import RecordError, keep_record
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.slurm.launch import last_words, run_limited
 
-LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
-"""Seconds that each part may take, in the order of the run: less than ten minutes in all, the
-shortest and most certain parts first."""
+LIMITS = {"lossless": 200.0, "large": 260.0}
+"""Seconds that each part may take, in the order of the run: less than ten minutes in all."""
 RECORDS = ("lossless", "large")
 """Parts that write a record per cell; the names of their problems begin with the part's name."""
 ON_DEMAND = {
-    "repetitions": 200.0,
-    "agreement": 400.0,
     "baselines": 180.0,
     "rates": 470.0,
     "actions": 200.0,
     "layers": 560.0,
     "searched": 560.0,
 }
-"""Seconds that each part may take that runs only on request: repeated steps, steps of real
-packages, the rates of kernels and copies, the actions of a step, predicted steps by turns, and by
-turns the plans that a search found."""
+"""Seconds that each part may take that runs only on request: steps of real packages, the rates of
+kernels and copies, the actions of a step, predicted steps by turns, and by turns the plans that a
+search found."""
 ENDS_S = 25.0
 """Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -64,12 +58,6 @@ BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("deepspeed", {"checkpointing": "plain"}),
 )
 """Policies of baselines, with settings, beside keep_all and full_recompute on the large problem."""
-ROUNDS = 25
-"""Steps of the executor and of the hand-written loop: a clock at the power limit makes single steps
-differ by 3 %."""
-COPIES = {"cuda": (1 << 30, 8192), "cpu": (1 << 20, 256)}
-"""Bytes of a copy and width of a square matrix product; small on a CPU, which only tests the
-code."""
 
 
 class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,63 +161,15 @@ def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
     """The summary of the parts that have ended, with their missing records; written to
     SUMMARY."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = Summary(
-        written=now,
-        device=device,
-        parts=ended,
-        findings=findings(asked.output, planned(asked, ended)),
-    )
-    _write(asked.output / SUMMARY, found)
+    done = {ran.part: replace(asked, only=ran.only) for ran in ended}
+    names = [name for part in RECORDS if part in done for name in done[part].names(part)]
+    found = Summary(written=now, device=device, parts=ended, findings=findings(asked.output, names))
+    data = msgspec.json.format(msgspec.json.encode(found), indent=1)
+    write_atomically(asked.output / SUMMARY, data + b"\n")
     return found
 
 
-def planned(asked: GpuAsked, ended: Sequence[Ran]) -> Planned:
-    """What the parts that have ended should have written."""
-    done = {ran.part: replace(asked, only=ran.only) for ran in ended}
-    repeats = done.get("repetitions")
-    every = cells(load_suite(asked.file()), [], repeats.only) if repeats else []
-    repeated = [
-        cell.name
-        for cell in every
-        if cell.name.startswith("lossless") and isinstance(cell.plan, Plan)
-    ]
-    agreement = agreement_names(asked.device, _gpus(asked)) if "agreement" in done else []
-    records = [name for part in RECORDS if part in done for name in done[part].names(part)]
-    return Planned(records, repeated, agreement)
-
-
-def _gpus(asked: GpuAsked) -> int:
-    from rematbench.worlds.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
-
-    return gpus_seen()[1] if asked.device == "cuda" else 0
-
-
-def _write(path: Path, found: msgspec.Struct, **more: float) -> None:
-    data = {**msgspec.to_builtins(found), **more}
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
-
-
 # -- parts, inside their processes --------------------------------------------------------------
-
-
-def _steps(asked: GpuAsked) -> None:
-    """Time the executor's step with keep_all beside the step of a hand-written loop."""
-    from rematbench.measure.torch.hand_written import step_times  # noqa: PLC0415  # torch is optional
-    from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415
-
-    device = prepared_device(asked.device, 0)
-    problem = asked.cells("large")[0].problem
-    found = step_times(problem, problem.base_plan, device, ROUNDS)
-    _write(asked.output / "steps.json", found, ratio=found.ratio)
-
-
-def _copies(asked: GpuAsked) -> None:
-    from rematbench.measure.torch.hand_written import copy_times  # noqa: PLC0415  # torch is optional
-    from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415
-
-    nbytes, size = COPIES[asked.device]
-    found = copy_times(prepared_device(asked.device, 0), size, nbytes)
-    _write(asked.output / "copies.json", found, slowdown=found.slowdown)
 
 
 def _lossless(asked: GpuAsked) -> None:
@@ -254,20 +194,9 @@ def _large(asked: GpuAsked) -> None:
         _execute([cell], asked, 90.0, how)
 
 
-def _repetitions(asked: GpuAsked) -> None:
-    limit_s, out = asked.limit_s("repetitions") - ENDS_S, asked.output / "repetitions.jsonl"
-    measure_repetitions(asked.cells("lossless"), out, asked.device, limit_s)
-
-
 def _execute(found: list[Cell], asked: GpuAsked, limit_s: float, how: How) -> None:
     for cell, record in run_cells(found, limit_s, how):
         keep_record(record, asked.output / "records", cell.name)
-
-
-def _agreement(asked: GpuAsked) -> None:
-    """Run three engines on the same weights and batches for their losses and gradient norms."""
-    for name, record in agreement_records(asked.device, _gpus(asked)):
-        keep_record(record, asked.output / "agreement", name)
 
 
 def _baselines(asked: GpuAsked) -> None:
@@ -304,12 +233,8 @@ def _searched(asked: GpuAsked) -> None:
 
 
 PARTS: dict[str, Callable[[GpuAsked], None]] = {
-    "steps": _steps,
-    "copies": _copies,
     "lossless": _lossless,
     "large": _large,
-    "repetitions": _repetitions,
-    "agreement": _agreement,
     "baselines": _baselines,
     "rates": _rates,
     "actions": _actions,

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,13 +12,12 @@ from rematbench.costs.bind import CopyDirection
 from rematbench.costs.copies import Crowd
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
-from rematbench.measure.torch.hand_written import at_once
 from rematbench.measure.torch.probes import Place, Probe
 from rematbench.measure.torch.repeats import Call, Repeats
 from rematbench.worlds.torch.devices import empty_pinned, pin_exactly
 from rematbench.worlds.torch.failures import failure
 from rematbench.worlds.torch.storages import host_bytes
-from rematbench.worlds.torch.streams import make_streams
+from rematbench.worlds.torch.streams import Streams, make_streams
 
 PROBE_S = 2.5
 """Seconds of repeats of one probe, at most (a repeat that has begun ends)."""
@@ -88,6 +87,16 @@ def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[
     }
     times = {name: products if name == "compute" else 1 for name in names}
     return partial(at_once, streams, work, times)
+
+
+def at_once(streams: Streams, work: Mapping[str, Call], times: Mapping[str, int]) -> None:
+    """Issue pieces of work, each kind so many times and on its own stream."""
+    streams.begin()
+    for name, count in times.items():
+        with streams.on(name):
+            for _ in range(count):
+                work[name]()
+    streams.flush()
 
 
 def _pinning(place: Place, nbytes: int) -> Call:
