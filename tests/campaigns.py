@@ -1,12 +1,10 @@
-"""Measurement campaigns, centers and nodes that the tests of src/rematbench/worlds/slurm share."""
+"""Measurement campaigns and centers that the tests of src/rematbench/worlds/slurm share."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.nodefacts import NodeFacts
-from rematbench.worlds.slurm.queue import UNLIMITED, Node
 from tests.problems import all_methods
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,32 +39,3 @@ def center_file(tmp_path: Path, **slurm: Any) -> str:
     path = tmp_path / "cluster.yaml"
     path.write_text(text + f"slurm: {json.dumps(section)}\n")
     return str(path)
-
-
-def node(**changes: Any) -> Node:
-    """A node of a default partition."""
-    known: dict[str, Any] = {
-        "partition": "main",
-        "name": "n1",
-        "default": True,
-        "cpus": 8,
-        "mem_mb": 4000,
-        "gres": "gpu:2",
-        "minutes": UNLIMITED,
-        "up": True,
-    }
-    return Node(**known | changes)
-
-
-FACTS = NodeFacts(
-    host="n1",
-    kernel="k",
-    memory_bytes=100,
-    available_bytes=90,
-    cgroup_bytes=50,
-    memlock_bytes=10,
-    cpus=2,
-    numa_nodes=2,
-    numa_cpus={"node0": 2, "node1": 0},
-    gpu_numa={"0000:01:00.0": 1},
-)

@@ -1,19 +1,20 @@
 """Inputs and resources of the rules for executed cells, from the cluster file and the suite."""
 
+from shutil import which
+
 from rematbench.host.console import CommandError
-from rematbench.worlds.slurm.cellrecord import is_final
-from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.patience import be_patient
-from rematbench.worlds.slurm.resources import executed_resources
-from rematbench.worlds.slurm.submissions import announce, refuse_simulated
 from rematbench.worlds.records.store import Store
+from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.queue import wrap_executor
+from rematbench.worlds.slurm.records import is_final
+from rematbench.worlds.slurm.submissions import executed_resources, refuse
 
 
 include: "placement.smk"
 
 
 CAMPAIGNS = {}
-be_patient(config["status_seconds"])
+wrap_executor(config["status_seconds"])
 
 
 def campaign(wildcards):
@@ -28,25 +29,22 @@ def campaign(wildcards):
 
 
 def check_submissions(name):
-    """Log the jobs to submit and their predicted GPU-hours.  WorkflowError where a job cannot run
-    or the jobs exceed the budget."""
+    """WorkflowError where a job cannot run or the jobs to submit exceed `max_gpu_hours`."""
     store = Store(Path(f"results/{name}/cells"), is_final=is_final)
-    budget, ask = config["max_gpu_hours"], config["ask_slurm"] and not workflow.dryrun
     try:
-        announce(CAMPAIGNS[name], store, budget, ask_slurm=ask, say=logger.info)
+        refuse(CAMPAIGNS[name], store, max_gpu_hours=config["max_gpu_hours"])
     except CommandError as error:
         raise WorkflowError(str(error)) from None
 
 
 onstart:
     if workflow.is_main_process:
+        if not (workflow.local_exec or which("sbatch")):
+            raise WorkflowError(
+                "no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"
+            )
         for name in CAMPAIGNS:
             check_submissions(name)
-        if config["ask_slurm"] and not SIMULATE_HERE:
-            try:
-                refuse_simulated(load_center(CPU_CLUSTER))
-            except CommandError as error:
-                raise WorkflowError(str(error)) from None
 
 
 def bundle_of(wildcards):

@@ -1,9 +1,7 @@
 """Where simulated jobs run: on this machine, or on Slurm with resources from the cluster file."""
 
-from shutil import which
-
 from rematbench.spec.configfile import ConfigError
-from rematbench.worlds.slurm.resources import KEYS, simulated_resources
+from rematbench.worlds.slurm.submissions import KEYS, simulated_resources
 from rematbench.worlds.slurm.settings import load_center
 
 CPU_CLUSTER = config["cluster"] or "this-machine"
@@ -11,13 +9,6 @@ SIMULATE_HERE = config["simulate_on"] == "local"
 if config["simulate_on"] not in ("local", "slurm"):
     raise WorkflowError(
         f"simulate_on: {config['simulate_on']!r} (allowed: local, slurm)"
-    )
-# A dry run needs no Slurm; `workflow.dryrun` is not set before jobs are planned.
-if config["ask_slurm"] and not (
-    workflow.output_settings.dryrun or workflow.remote_exec or which("sbatch")
-):
-    raise WorkflowError(
-        "no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"
     )
 if config["cluster"]:
     try:

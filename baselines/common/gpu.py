@@ -8,15 +8,14 @@ import torch
 
 from baselines.common.contract import NotRunnable
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.torch.canary import gpus_seen
-from rematbench.worlds.torch.devices import choose_device, empty_pinned
+from rematbench.worlds.torch.devices import choose_device, empty_pinned, gpus_seen
 
 
 def require(job: PackageJob, local_ranks: int) -> None:
     """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return
-    _, found = gpus_seen()
+    found = gpus_seen()
     if not found:
         raise NotRunnable("--device cuda: torch sees no GPU here")
     if local_ranks > found:

@@ -96,7 +96,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
 
 NAMES = """
 methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
-sheets tables study claims matrix matrix-tables report expect submit-plan run-cells cells
+sheets tables study claims matrix matrix-tables report expect run-cells cells
 collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
 curves baseline predict-gpu gpu-tables
 """

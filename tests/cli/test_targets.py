@@ -111,7 +111,6 @@ speeds no.csv
 compare --model no --cluster no --gpus 1 --seq-len 1 --global-batch 1
 timeline no.json
 calibrate
-submit-plan no.yaml --store no
 run-cells no.yaml --store no --bundle no
 collect-cells no.yaml --store no
 retrace no.yaml no --committed no

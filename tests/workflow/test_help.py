@@ -21,7 +21,6 @@ ELSEWHERE = {
     "gpu-tables": "of what `./bench measure` made",
     "settle": "needs Slurm (tests/slurm)",
     "resume": "needs Slurm (tests/slurm)",
-    "submit-plan": "needs Slurm (tests/slurm)",
     "baseline agree": "minutes; `./bench reproduce --full`",
     "searched-again": "of what `./bench reproduce --full` made",
     "report": "of what `./bench reproduce` made",

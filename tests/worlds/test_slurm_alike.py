@@ -1,14 +1,40 @@
 """Whether cells of a problem train alike, from made-up losses and norms."""
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 from msgspec.structs import replace
 
 from rematbench.worlds.records.measured import Measured
-from rematbench.worlds.slurm.rows import COLUMNS, CellRan, alike
+from rematbench.worlds.slurm import rows
+from rematbench.worlds.slurm.rows import ALIKE
 
 OURS, MEGATRON = "rematbench 1.0", "megatron-core 0.16.1"
 RAN = Measured(losses=(8.0, 7.0), gradient_norms=(2.0, 1.5))
 PACKAGE = replace(RAN, losses=(8.008, 6.0))
-BLANK = dict.fromkeys(COLUMNS, "")
+BLANK = dict.fromkeys(ALIKE, "")
+
+
+class CellRan(NamedTuple):
+    """What of a cell's row decides, and its numbers."""
+
+    problem: str
+    method: str
+    precision: str
+    keeps_all: bool
+    engine: str
+    found: Measured
+
+
+def alike(cells: Sequence[CellRan | None]) -> list[dict[str, Any]]:
+    """The columns of every cell, of which some did not run."""
+    waiting = {"problem": "one", "keeps_all": "", "engine": OURS}
+    return rows.alike(
+        [cell._asdict() if cell else waiting for cell in cells],
+        [cell.found if cell else None for cell in cells],
+    )
+
+
 BASE = CellRan("one", "keep_all", "bf16", True, OURS, RAN)
 
 

@@ -7,9 +7,9 @@ import pytest
 from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.slurm.cells import Campaign
-from rematbench.worlds.slurm.launch import Allocation, torchrun
-from rematbench.worlds.slurm.resources import executed_resources
+from rematbench.worlds.slurm.launch import torchrun
 from rematbench.worlds.slurm.settings import load_center
+from rematbench.worlds.slurm.submissions import executed_resources
 from tests.campaigns import ROOT, campaign, center_file
 
 
@@ -80,9 +80,8 @@ def test_the_command_of_a_cell_is_what_a_person_types(tmp_path: Path) -> None:
 
 
 def test_several_nodes_start_by_srun_in_node_order() -> None:
-    spans = Allocation(nodes=2, gpus_per_node=4, job_id="7")
-    command = torchrun(spans, ["module"])
+    command = torchrun(["module"], nodes=2, gpus_per_node=4, job_id="7")
     assert command[:3] == ["srun", "--nodes", "2"]
     assert '--node-rank="$SLURM_NODEID"' in command[-1]
-    local = torchrun(Allocation(nodes=2, gpus_per_node=4), ["module"])
+    local = torchrun(["module"], nodes=2, gpus_per_node=4, job_id="")
     assert "--nproc-per-node=8" in local

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.worlds.slurm import queue
-from rematbench.worlds.slurm.queue import Left, Unreachable
+from rematbench.worlds.slurm.queue import QueuedJob, Unreachable
 
 APP = command_line()
 
@@ -90,16 +90,16 @@ def test_patience_is_of_one_silence(
 ) -> None:
     """A job may run for hours; only seconds without any answer count."""
     slurm_says(SILENT)
-    found = [Left("7", "RUNNING")]
+    found = [QueuedJob("7", "RUNNING")]
     looks = iter([*(6 * [found, Unreachable("away")]), found, []])
 
-    def look(folder: Path, limit_s: float) -> list[Left]:
+    def look(folder: Path, limit_s: float) -> list[QueuedJob]:
         answer = next(looks)
         if isinstance(answer, Unreachable):
             raise answer
         return answer
 
-    monkeypatch.setattr(queue, "left_jobs", look)
+    monkeypatch.setattr(queue, "queued_jobs", look)
     said: list[str] = []
     queue.settle_jobs(tmp_path, cancel=False, patience_s=0.2, say=said.append)
     assert said[0].startswith("job 7 of an earlier run is running")

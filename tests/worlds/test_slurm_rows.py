@@ -15,10 +15,9 @@ from rematbench.spec.load import load_cluster
 from rematbench.worlds.records.measured import OF_CUDA, Engine, Measured, RankMeasured
 from rematbench.worlds.records.record import make_record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cellrecord import CellRecord, encode, is_final
 from rematbench.worlds.slurm.cells import Campaign
-from rematbench.worlds.slurm.rows import number_rows
-from rematbench.worlds.slurm.shown import COLUMNS, engine_of
+from rematbench.worlds.slurm.records import CellRecord, encode, is_final
+from rematbench.worlds.slurm.rows import COLUMNS, engine_of, number_rows
 from rematbench.worlds.speed import has_peak_of, measured_speed
 from tests.campaigns import campaign
 from tests.problems import all_methods

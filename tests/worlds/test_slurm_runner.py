@@ -2,22 +2,18 @@
 
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm import runner as runner_module
-from rematbench.worlds.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
-from rematbench.worlds.slurm.launch import Allocation
-from rematbench.worlds.slurm.nodefacts import NodeFacts
-from rematbench.worlds.slurm.retry import forget
+from rematbench.worlds.slurm.launch import last_words
+from rematbench.worlds.slurm.records import MAX_ATTEMPTS, decode, forget, is_final
 from rematbench.worlds.slurm.runner import Runner
-from tests.campaigns import FACTS, campaign, center_file
+from tests.campaigns import campaign, center_file
 
 RECORD = Path(__file__).parents[2] / "results/measured/executed/tp2.keep_all.0.json"
 FAKE = f"""
@@ -40,6 +36,12 @@ elif kind == "killed":
     write(status="failed", reason="rank 0: Error: Connection closed by peer", measured=None)
     sys.stderr.write("exitcode: -9 (pid: 7)\\n")
     sys.exit(1)
+elif kind == "on a CPU only":
+    if "--device" not in sys.argv:
+        write()
+    else:
+        sys.stderr.write("rematbench execute: --device cuda: torch sees no GPU here\\n======\\n")
+        sys.exit(1)
 elif kind == "hangs":
     time.sleep(600)
 elif kind == "preempted":
@@ -59,18 +61,13 @@ class Bundles:
         self.script = folder / "fake.py"
         self.script.write_text(FAKE)
         patch.setattr(runner_module, "torchrun", self._command)
-        self.facts(lambda *_: [FACTS])
-
-    def facts(self, facts: Callable[..., list[NodeFacts]]) -> None:
-        """What the check of the nodes finds."""
-        self.patch.setattr(runner_module, "all_facts", facts)
 
     def twice(self, **top: Any) -> None:
         """A campaign of two cells in one bundle."""
         variants = [{"method": "keep_all", "name": "again"}]
         self.made = campaign(self.folder, methods=["keep_all"], variants=variants, **top)
 
-    def _command(self, allocation: Allocation, words: list[str]) -> list[str]:
+    def _command(self, words: list[str], **_: object) -> list[str]:
         end = self.ends[next(word for word in words if word in self.ends)]
         return [sys.executable, str(self.script), end, *words]
 
@@ -79,11 +76,10 @@ class Bundles:
         said: list[str] = []
         self.ends[method] = end
         store = Store(self.folder / "store", is_final=is_final)
-        allocation = Allocation(nodes=1, gpus_per_node=2, job_id=job_id)
         bundle = self.made.bundle(f"{method}.1x2.0")
         before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
         try:
-            records = Runner(self.made, bundle, store, allocation, say=said.append).run()
+            records = Runner(self.made, bundle, store, job_id=job_id, say=said.append).run()
         finally:
             signal.signal(signal.SIGTERM, before[0])
             signal.signal(signal.SIGINT, before[1])
@@ -109,7 +105,6 @@ def test_every_end_of_a_cell_is_a_row(bundles: Bundles, kind: str, status: str, 
     (record,), _ = bundles.run(kind)
     assert (record.status, record.final, record.attempts) == (status, True, 1)
     assert words in record.reason
-    assert [host.host for host in record.hosts] == ["n1"]
 
 
 def test_a_cell_over_its_limit_is_a_row(bundles: Bundles) -> None:
@@ -138,79 +133,39 @@ def test_a_preempted_cell_is_tried_again_and_then_final(bundles: Bundles, tmp_pa
     assert record.status == "preempted", "now a result: it stops no other cell"
 
 
-def test_a_failing_node_check_is_no_cells_result_at_first(bundles: Bundles) -> None:
-    def broken(*_: object) -> list[NodeFacts]:
-        raise RuntimeError("the node check failed: no such node")
-
-    bundles.facts(broken)
-    records, said = bundles.run("ok")
-    assert records is None
-    assert "no such node" in said
-    bundles.facts(lambda *_: [FACTS])
-    (record,), _ = bundles.run("ok")
-    assert (record.status, record.attempts) == ("ok", 2)
-
-
-def test_nodes_that_fail_their_check_in_every_job_are_a_row_of_every_cell(
-    bundles: Bundles,
-) -> None:
-    bundles.twice()
-    checks = []
-
-    def broken(*_: object) -> list[NodeFacts]:
-        checks.append("")
-        raise RuntimeError("the node check failed: no such node")
-
-    bundles.facts(broken)
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        records, _ = bundles.run("ok")
-        assert (records is None) == (attempt < MAX_ATTEMPTS)
-        assert len(checks) == attempt, "once in a job"
-    assert records is not None
-    assert [(r.status, r.attempts, r.final) for r in records] == 2 * [("failed", 3, True)]
-    assert {r.reason for r in records} == {"the node check failed: no such node"}
-
-
 def test_a_finished_cell_is_not_run_again(bundles: Bundles) -> None:
     bundles.run("ok")
     (record,), _ = bundles.run("broken")
     assert record.status == "ok"
 
 
-def test_pinned_bytes_that_do_not_fit_start_nothing(bundles: Bundles) -> None:
-    bundles.patch.setattr(runner_module.Runner, "_predicted_pinned", lambda *_: 96)
-    (record,), _ = bundles.run("ok")
-    assert record.status == "failed"
-    assert record.reason.startswith("not started: n1: memory")
-
-
 H800 = "gpu: H800-SXM5-80GB\ngeneration: hopper\n"
 
 
 @pytest.mark.parametrize(
-    ("job_id", "gres", "seen", "status"),
-    [("7", "gpu", 0, "failed"), ("7", "gpu", 2, "ok"), ("7", "", 0, "ok"), ("", "gpu", 0, "ok")],
+    ("job_id", "gres", "on_gpu"), [("7", "gpu", True), ("7", "", False), ("", "gpu", False)]
 )
-def test_a_job_with_gpus_that_torch_does_not_see_starts_no_cell(
-    bundles: Bundles, tmp_path: Path, job_id: str, gres: str, seen: int, status: str
+def test_a_job_that_asked_for_gpus_takes_no_cpus_instead(
+    bundles: Bundles, tmp_path: Path, job_id: str, gres: str, on_gpu: bool
 ) -> None:
-    """It would run on CPUs until its limit; here, and without GPUs asked for, that is meant."""
+    """It would run until its limit; here, and without GPUs asked for, CPUs are meant."""
     cluster = Path(center_file(tmp_path, gres=gres))
     text = cluster.read_text().replace("gpu: cpu\ngeneration: cpu\n", H800)
     for slow, fast in (("1.0e11", "1.0e15"), ("1.0e10", "1.0e12")):  # as a GPU's are
         text = text.replace(f"value: {slow}", f"value: {fast}")
     cluster.write_text(text)
     bundles.twice(cluster=str(cluster))
+    records, _ = bundles.run("on a CPU only", job_id=job_id)
+    refused = ("failed", "exit code 1: rematbench execute: --device cuda: torch sees no GPU here")
+    expected = refused if on_gpu else ("ok", "")
+    assert [(record.status, record.reason) for record in records] == 2 * [expected]
 
-    def facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list[NodeFacts]:
-        return [replace(FACTS, torch="2.0+cpu", torch_gpus=seen if count_gpus else -1)]
 
-    bundles.facts(facts)
-    records, _ = bundles.run("ok", job_id=job_id)
-    assert [record.status for record in records] == [status, status]
-    if status == "failed":
-        text = "not started: n1: torch 2.0+cpu sees 0 of 2 GPUs that the job asked for"
-        assert {record.reason for record in records} == {text}
+def test_the_line_of_an_output_that_names_the_error() -> None:
+    text = "Traceback\nTypeError: no good\nsrun: Force Terminated StepId=42.0\n"
+    assert last_words(text) == "TypeError: no good"
+    assert last_words("rematbench execute: no\n====\n") == "rematbench execute: no"
+    assert last_words("") == "no output"
 
 
 def test_what_is_forgotten_is_run_again(bundles: Bundles, tmp_path: Path) -> None:

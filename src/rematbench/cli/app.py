@@ -67,7 +67,7 @@ WORKFLOW = (
     *("gpu.predict_gpu", "gpu.gpu_tables"),
     *("measured.converge", "tables.collect", "tables.sheets", "tables.tables", "tables.claims"),
     *("tables.speeds", "tables.matrix_tables", "tables.worlds", "tables.curves"),
-    *("cells.submit_plan", "cells.run_cells", "cells.cells", "cells.collect_cells"),
+    *("cells.run_cells", "cells.cells", "cells.collect_cells"),
     *("cells.retry", "cells.settle", "cells.resume"),
     *("searched.layouts", "searched.search_cells", "searched.search_sweeps"),
     *("searched.search_spaces", "searched.searched_tables", "searched.searched_again"),

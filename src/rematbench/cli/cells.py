@@ -1,5 +1,4 @@
-"""Commands on executed cells: submit-plan, run-cells, cells, collect-cells, retry, settle,
-resume."""
+"""Commands on executed cells: run-cells, cells, collect-cells, retry, settle, resume."""
 
 import importlib.util
 import os
@@ -17,20 +16,11 @@ from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.host.table import write_sheet
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cellrecord import is_final
 from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.launch import Allocation
 from rematbench.worlds.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
-from rematbench.worlds.slurm.retry import forget
+from rematbench.worlds.slurm.records import forget, is_final
 from rematbench.worlds.slurm.rows import cell_rows, number_rows
 from rematbench.worlds.slurm.runner import Runner, finish
-from rematbench.worlds.slurm.submissions import (
-    refuse,
-    refuse_simulated,
-    submissions,
-    summary,
-    write_plan,
-)
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
 STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]
@@ -49,55 +39,10 @@ def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign
     return Campaign(load_campaign_suite(suite), discover(methods or ()), cluster)
 
 
-def submit_plan(
-    suite: SUITE,
-    store: STORE,
-    cluster: CLUSTER = "",
-    max_gpu_hours: Annotated[
-        float, Option(min=0.0, metavar="H", help="Refuse more predicted GPU-hours (0: no limit).")
-    ] = 0.0,
-    output: Annotated[
-        Path | None, Option("-o", "--output", metavar="PLAN.csv", help="Write it as a table too.")
-    ] = None,
-    slurm: Annotated[
-        bool, Option("--slurm/--no-slurm", help="Ask Slurm's nodes and partitions, if it is here.")
-    ] = True,
-    methods: Methods = None,
-) -> None:
-    """Every submission that is left to do, with its predicted GPU-hours; submits nothing.
-
-    \b
-    Example:
-      rematbench submit-plan config/measure.yaml --store results/measure/cells --max-gpu-hours 8
-    """
-    need_file("-o", output)
-    campaign = _campaign(suite, cluster, methods)
-    rows = submissions(campaign, Store(store, is_final=is_final))
-    out = console()
-    table = left(grid("bundle", "nodes", "GPUs", "cells", "limit min", "GPU-h", "at most"), 0)
-    for row in rows:
-        table.add_row(
-            row.bundle,
-            str(row.nodes),
-            str(row.gpus),
-            str(row.cells),
-            str(row.minutes),
-            f"{row.gpu_hours:.3f}",
-            f"{row.most_gpu_hours:.2f}",
-        )
-    out.print(table)
-    out.print(plain(summary(campaign, rows)))
-    refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=slurm)
-    if slurm and campaign.center.slurm.cpu_partition:
-        refuse_simulated(campaign.center)
-    if output is not None:
-        write_plan(rows, output)
-
-
 def run_cells(
     suite: SUITE,
     store: STORE,
-    bundle: Annotated[str, Option(help="A bundle of submit-plan.")],
+    bundle: Annotated[str, Option(metavar="NAME", help="METHOD.NODESxGPUS.PART.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DONE.json", help="Its manifest.")],
     cluster: CLUSTER = "",
     job_id: Annotated[str, Option(metavar="ID", help="The Slurm job this runs in.")] = "",
@@ -117,8 +62,7 @@ def run_cells(
     if importlib.util.find_spec("torch") is None:
         raise CommandError("torch is not installed in this environment (docs/slurm.md)")
     held = Store(store, job_id=job_id, job_alive=job_alive, say=typer.echo, is_final=is_final)
-    allocation = Allocation(nodes=found.nodes, gpus_per_node=found.gpus_per_node, job_id=job_id)
-    runner = Runner(campaign, found, held, allocation, minutes=minutes, say=typer.echo)
+    runner = Runner(campaign, found, held, job_id=job_id, minutes=minutes, say=typer.echo)
     finish(runner, output)
 
 
@@ -130,9 +74,9 @@ def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: Methods = 
       rematbench cells config/measure.yaml --store results/measure/cells
     """
     campaign = _campaign(suite, cluster, methods)
-    table = left(grid("cell", "state", "attempts", "job", "hosts", "reason"), 1, 3, 4, 5)
+    table = left(grid("cell", "state", "attempts", "job", "reason"), 1, 3, 4)
     for row in cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final)):
-        keys = ("cell", "status", "attempts", "job_id", "hosts", "reason")
+        keys = ("cell", "status", "attempts", "job_id", "reason")
         table.add_row(*(plain(str(row[key])) for key in keys))
     console().print(table)
 

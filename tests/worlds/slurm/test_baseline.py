@@ -25,7 +25,6 @@ def test_a_package_over_two_nodes_trains_as_on_one(cluster: Cluster) -> None:
     one, two = read_sheet(cluster.path / "results/measure/executed.csv")
     assert [row["status"] for row in (one, two)] == ["ok", "ok"], (one["reason"], two["reason"])
     assert (one["nodes"], two["nodes"]) == ("1", "2")
-    assert len(two["hosts"].split()) == 2
     assert json.loads(two["losses"]) == pytest.approx(json.loads(one["losses"]), rel=1e-5)
     assert one["engine"] == two["engine"]
     assert one["engine"].startswith("megatron-core ")

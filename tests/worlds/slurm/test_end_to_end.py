@@ -70,7 +70,6 @@ def executed_there(cluster: Cluster) -> str:
 
 @pytest.mark.full
 def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_there: str) -> None:
-    assert "2 submissions on this-machine: " in executed_there
     jobs = re.findall(r"with SLURM jobid (\d+)", executed_there)
     shown = [cluster.slurm.ask("scontrol", "show", "job", job) for job in jobs]
     assert sorted(re.search(r"NumNodes=(\d)", text)[1] for text in shown) == ["1", "2"]  # type: ignore[index]
@@ -78,8 +77,6 @@ def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_t
     there = executed(cluster.path / "results/measure/cells")["two-nodes"]
     assert there["status"] == "ok"
     assert there["job_id"] in jobs
-    assert len(there["hosts"]) == 2
-    assert all(host["canary"] for host in there["hosts"])
 
     here = cluster.tool(
         *("rematbench", "run-cells", "config/measure.yaml", "--store", "local"),
@@ -88,7 +85,6 @@ def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_t
     assert here.returncode == 0, here.stderr
     local = executed(cluster.path / "local")["two-nodes"]
     assert measured(local) == measured(there)
-    assert len(local["hosts"]) == 1
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""A drained node, a killed node daemon, the controller away; requests that cannot be."""
+"""A drained node, a killed node daemon, the controller away; too many GPU-hours."""
 
 import signal
 import time
@@ -13,48 +13,16 @@ pytestmark = pytest.mark.slurm
 
 CELLS = 12
 
-SITE = """
-slurm:
-  source: tests
-  partition: {partition}
-  gres: {gres}
-  nodes: 9
-  minutes: 60
-  mem_mb_per_node: {mem_mb}
-  cpus_per_node: 2
-  canary_s: 0
-"""
-REFUSED = [
-    ("nowhere", "gpu", 100, "Slurm has no partition nowhere (known: main, urgent)"),
-    ("main", "gpu:h800", 100, "needs 1 nodes with 2 gpu:h800; partition main has 0 such of 2"),
-    ("main", "gpu", 9000, "9000 MB of memory; partition main has 0 such of 2"),
-]
 
-
-def write_site(cluster: Cluster, partition: str, gres: str, mem_mb: int) -> None:
-    text = (cluster.path / "config/clusters/this-machine.yaml").read_text()
-    text = text[: text.index("slurm:")].rpartition("#")[0]
-    section = SITE.format(partition=partition, gres=gres, mem_mb=mem_mb)
-    (cluster.path / "site.yaml").write_text(text + section)
-
-
-def test_what_cannot_be_fails_at_once_with_one_line(cluster: Cluster) -> None:
-    for partition, gres, mem_mb, words in REFUSED:
-        write_site(cluster, partition, gres, mem_mb)
-        done = cluster.tool(
-            *("rematbench", "submit-plan", "config/measure.yaml", "--store", "none"),
-            *("--cluster", "site.yaml"),
-        )
-        assert done.returncode == 2, done.stdout
-        assert len(done.stderr.splitlines()) == 1
-        assert words in done.stderr
-    write_site(cluster, "main", "gpu", 100)
-    dear = cluster.submit(
-        *("measure", "--config", "cluster=site.yaml", "max_gpu_hours=0.01", "ask_slurm=true")
-    )
-    assert dear.returncode != 0
-    assert "predicted GPU-hours exceed max_gpu_hours 0.01" in dear.stdout
-    assert "has been submitted" not in dear.stdout
+def test_too_many_gpu_hours_are_refused_before_a_submission(cluster: Cluster) -> None:
+    site = cluster.path / "config/clusters/this-machine.yaml"
+    text = site.read_text()
+    site.write_text(text.replace("  nodes: 2\n", "  nodes: 2\n  gres: gpu\n"))
+    refused = cluster.submit("measure", "--config", "max_gpu_hours=0.01")
+    site.write_text(text)
+    assert refused.returncode != 0
+    assert "predicted GPU-hours exceed max_gpu_hours 0.01" in refused.stdout
+    assert "has been submitted" not in refused.stdout
     assert not cluster.jobs()
 
 

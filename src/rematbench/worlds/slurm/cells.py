@@ -1,5 +1,10 @@
-"""A campaign suite: its cells, the key of each cell, and the bundles that share an allocation."""
+"""A campaign suite: its cells, the engine and key of each cell, and the bundles that share an
+allocation.
 
+Our executor runs a method; the package of its name runs a baseline.
+"""
+
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -8,24 +13,27 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.plan import Unsupported
-from rematbench.plugins.registry import IDENTITY, Composition, Registry, Value
+from rematbench.plan import PlanError, Unsupported
+from rematbench.plugins.registry import IDENTITY, Composition, MethodError, Registry, Value
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.spec.paths import data_dir
 from rematbench.workload import PositiveInt
+from rematbench.worlds.packages.process import baselines, policy
 from rematbench.worlds.packages.stack import packaged
-from rematbench.worlds.records.digests import code_digest
+from rematbench.worlds.records.digests import code_digest, digest, method_digest
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import content_hash, run_spec
 from rematbench.worlds.records.suite import NamedProblem, Suite, Variant, check_names
-from rematbench.worlds.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.worlds.slurm.settings import Center, load_center
 
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
 
+OURS = "rematbench"
+"""The engine's name of our executor."""
+
 OVERHEAD_MINUTES = 5
-"""Minutes of an allocation's time limit for node checks, the canary, and first imports from a cold
-file system."""
+"""Minutes of an allocation's time limit for first imports from a cold file system."""
 
 
 class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,22 +96,26 @@ class Campaign:
     @cached_property
     def cells(self) -> tuple[CampaignCell, ...]:
         """Every cell, ordered by method and then by problem."""
-        suite, registry = self.suite, self.registry
-        names = suite.methods or tuple(registry.methods)
-        found: dict[str, list[Variant]] = {}
-        for variant in (*(Variant(method=name) for name in names), *suite.variants):
-            found.setdefault(variant.method, []).append(variant)
-        cells = []
-        for method, variants in found.items():
-            resolve(registry, method, {})  # MethodError with a hint for an unknown name
-            for spec in suite.problems:
-                own = on_own_stack(registry, method, spec)
-                cells += [
-                    CampaignCell(spec=own, variant=variant, number=number)
-                    for number, variant in enumerate(variants)
-                    if not variant.problems or spec.name in variant.problems
-                ]
-        return tuple(cells)
+        names = self.suite.methods or tuple(self.registry.methods)
+        variants: dict[str, list[Variant]] = {}
+        for variant in (*(Variant(method=name) for name in names), *self.suite.variants):
+            variants.setdefault(variant.method, []).append(variant)
+        for method in variants:
+            resolve(self.registry, method, {})  # MethodError with a hint for an unknown name
+        return tuple(
+            CampaignCell(spec=self._on_stack(method, spec), variant=variant, number=number)
+            for method, of_method in variants.items()
+            for spec in self.suite.problems
+            for number, variant in enumerate(of_method)
+            if not variant.problems or spec.name in variant.problems
+        )
+
+    def _on_stack(self, name: str, spec: NamedProblem) -> NamedProblem:
+        """The problem with its engine's system: for a baseline the system of the baseline's name,
+        if there is one; for a method the problem's `system`."""
+        system = name.replace("_", "-")
+        there = (data_dir("config") / f"systems/{system}.yaml").is_file()
+        return replace(spec, system=system) if there and is_baseline(self.registry, name) else spec
 
     @cached_property
     def bundles(self) -> dict[str, Bundle]:
@@ -136,7 +148,7 @@ class Campaign:
         room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
         if room < 1:
             text = (
-                f"{suite.cell_minutes} and {OVERHEAD_MINUTES} for the node's checks exceed the "
+                f"{suite.cell_minutes} and {OVERHEAD_MINUTES} for the first imports exceed the "
                 f"{limit} minutes that {self.center.name} allows a job"
             )
             raise ConfigError("", "cell_minutes", text)
@@ -174,8 +186,8 @@ class Campaign:
         return not simulated.recompute_flop and not simulated.offload_bytes
 
     def engine(self, cell: CampaignCell) -> str:
-        """The name of the engine that runs a cell, without a version."""
-        return engine_name(self.registry, cell.variant.method)
+        """The name of the engine that runs a cell, without the version, which a record has."""
+        return cell.variant.method.replace("_", "-") if self.is_baseline(cell) else OURS
 
     def steps(self, cell: CampaignCell) -> int:
         """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
@@ -192,15 +204,18 @@ class Campaign:
 
     def simulated(self, cell: CampaignCell) -> PlanEvaluation | None:
         """The simulated step of a cell, for a baseline with the tensors that its package holds;
-        None where the method gives no plan.  PlanError where the plan cannot be lowered.
-        """
+        None where the method gives no plan, or one that cannot be lowered (the cell's row has
+        the reason)."""
         problem, method = self.problem(cell.spec), self.method(cell)
-        if self.is_baseline(cell):
-            problem = packaged(method, problem)
-        plan = method.plan(problem)
-        if isinstance(plan, Unsupported):
+        try:
+            if self.is_baseline(cell):
+                problem = packaged(method, problem)
+            plan = method.plan(problem)
+            if isinstance(plan, Unsupported):
+                return None
+            found = problem.cost.evaluate(plan)
+        except PlanError:
             return None
-        found = problem.cost.evaluate(plan)
         assert isinstance(found, PlanEvaluation)  # the evaluator of make_problem
         return found
 
@@ -208,12 +223,44 @@ class Campaign:
         """The key of a cell's record: the cell's name and a hash of its request, its method and the
         code that can change its numbers."""
         asked = run_spec(self.problem(cell.spec), self.method(cell), "executed")
-        own, steps = code_of(self.registry, cell.variant.method), self.suite.steps
+        name, steps = cell.variant.method, self.suite.steps
         if self.is_baseline(cell):
-            word = content_hash([asked, steps, self.suite.warmup, own])
+            word = content_hash([asked, steps, self.suite.warmup, baseline_digest(name)])
         else:
+            own = method_digest(self.registry.methods[part].origin for part in name.split("+"))
             word = content_hash([asked, steps, [code_digest("executed"), own]])
         return f"{cell.name}.{word}"
+
+
+def is_baseline(registry: Registry, name: str) -> bool:
+    """Whether a name in a suite is a baseline's.  Where a method has the same name, it is not."""
+    return name not in registry.methods and name in baselines()
+
+
+def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Composition:
+    """A method, or else a baseline's policy; MethodError for a name that is neither."""
+    if is_baseline(registry, name):
+        return policy(name, settings)
+    for part in name.split("+"):
+        if is_baseline(registry, part):
+            raise MethodError(f"{name!r}: {part} is a baseline, which composes with nothing")
+        broken = any(Path(path).stem == part for path in registry.broken)
+        if part not in registry.methods and ":" not in part and not broken:
+            hint = closest(part, [*registry.methods, *baselines()])
+            raise MethodError(
+                f"unknown method or baseline {part!r}{hint} (methods: "
+                f"{', '.join(registry.methods)}; baselines: {', '.join(baselines())})"
+            )
+    return registry.resolve(name, settings)
+
+
+def baseline_digest(name: str) -> str:
+    """A digest of the code behind a baseline: its files, the files that all baselines share, what
+    these import, and the pinned packages."""
+    folder, plan = data_dir("baselines"), Path(baselines()[name].origin)
+    files = [folder / "run.py", *folder.glob("common/*.py"), *folder.glob(f"{name}/*.py")]
+    files += plan.parent.glob("*.py")
+    return method_digest(map(str, files)) + digest(folder.glob(f"{name}/requirements.txt"))
 
 
 def load_campaign_suite(path: Path) -> CampaignSuite:

@@ -1,23 +1,32 @@
-"""Queries to Slurm: whether a job is alive, the nodes of partitions, jobs of an earlier run."""
+"""Queries to Slurm: whether a job is alive, the jobs of an earlier run, and those of Snakemake.
+
+`wrap_executor` mends two faults of snakemake-executor-plugin-slurm 2.8.0.  When every status query
+of a round fails (the Slurm controller is away), `check_active_jobs` yields no job; its caller takes
+that for the end of all jobs, and Snakemake waits for ever for jobs that nothing watches.  And after
+a round in which no job ended, the executor waits 10 s longer before the next round, up to 180 s,
+whatever the profile says: it notices the end of a job of 46 s after 80 s.
+"""
 
 import contextlib
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
 JOB_PREFIX = "rematbench_"
 """Prefix of our jobs' names (slurm-jobname-prefix in profiles/slurm/config.yaml)."""
+PLUGIN = "snakemake_executor_plugin_slurm"
 POLL_S = 2.0
 ANSWER_S = 60.0
 """The longest wait for the answer of one Slurm command."""
 PATIENCE_MINUTES = 10.0
 """The longest time that a run waits for a Slurm controller that does not answer."""
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "STAGE_OUT", "SIGNALING")
-UNLIMITED = 1 << 30
 
 
 class Unreachable(RuntimeError):
@@ -51,14 +60,14 @@ def job_alive(job_id: str) -> bool | None:
     return None if lines is None else any(line.strip() in RUNNING for line in lines)
 
 
-class Left(Struct, frozen=True):
+class QueuedJob(Struct, frozen=True):
     """A job of an earlier run that is still in Slurm's queue."""
 
     job_id: str
     state: str
 
 
-def left_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[Left]:
+def queued_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[QueuedJob]:
     """The jobs in the queue that a Snakemake in `folder` submitted."""
     form = "--format=%i|%T|%j|%Z"
     lines = ask("squeue", "--noheader", "--me", form, limit_s=limit_s) or []
@@ -66,7 +75,7 @@ def left_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[Left]:
     for line in lines:
         job_id, state, name, place = line.split("|", 3)
         if name.startswith(JOB_PREFIX) and Path(place.strip()).resolve() == folder:
-            found.append(Left(job_id, state))
+            found.append(QueuedJob(job_id, state))
     return found
 
 
@@ -79,7 +88,7 @@ def settle_jobs(
     Silent where Slurm does not answer for `patience_s` seconds.
     """
     told: set[str] = set()
-    while jobs := _patiently(folder, patience_s, say):
+    while jobs := _queued(folder, patience_s, say):
         for job in jobs:
             ends = cancel or job.state not in RUNNING
             if job.job_id not in told:
@@ -92,14 +101,14 @@ def settle_jobs(
         time.sleep(POLL_S)
 
 
-def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> list[Left]:
-    """The jobs that are left; queries are repeated until Slurm answers.  Silent after `patience_s`
+def _queued(folder: Path, patience_s: float, say: Callable[[str], None]) -> list[QueuedJob]:
+    """The queued jobs; the query is repeated until Slurm answers.  Silent after `patience_s`
     seconds without an answer."""
     ends = time.monotonic() + patience_s
     limit_s, first = min(ANSWER_S, patience_s), ""
     while True:
         try:
-            return left_jobs(folder, limit_s)
+            return queued_jobs(folder, limit_s)
         except Unreachable as error:
             if not first:
                 first = str(error)
@@ -111,59 +120,34 @@ def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> l
         time.sleep(POLL_S)
 
 
-class Node(Struct, frozen=True, kw_only=True):
-    """One node in one partition.  `minutes` is the partition's time limit; `default` and `up` are
-    facts of the partition too."""
+def wrap_executor(longest_s: float, executor: Any = None) -> bool:
+    """Wrap an executor class once (None: the loaded plugin's), so that it keeps its jobs while
+    Slurm does not answer, and waits at most `longest_s` seconds between two rounds of status
+    queries.  False where there is no class to wrap."""
+    module = sys.modules.get(PLUGIN)
+    found = executor or getattr(module, "Executor", None)
+    if found is None or not hasattr(found, "check_active_jobs"):
+        return False
+    if getattr(found, "is_wrapped", False):
+        return True
+    ask = found.check_active_jobs
 
-    partition: str
-    name: str
-    default: bool
-    cpus: int
-    mem_mb: int
-    gres: str
-    minutes: int
-    up: bool
+    async def check_active_jobs(self: Any, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
+        """The jobs that the plugin yields; every active job where no query was answered."""
+        # The first rounds may run before the executor has its query counter.  An exception here
+        # would end this thread silently, and Snakemake would wait for ever.
+        answered = getattr(self, "_status_query_calls", 0)
+        kept = []
+        async for job in ask(self, active_jobs):
+            kept.append(job)
+            yield job
+        if active_jobs and not kept and self._status_query_calls == answered:
+            self.logger.warning("Slurm does not answer: its jobs are asked for again later")
+            for job in active_jobs:
+                yield job
+        if (getattr(self, "_next_seconds_between_status_checks", None) or 0) > longest_s:
+            self.next_seconds_between_status_checks = longest_s
 
-    def count(self, kind: str) -> int:
-        """The number of GRES of a kind (`gpu`, `gpu:h800`) that the node has."""
-        total = 0
-        for entry in self.gres.split(","):
-            words = entry.partition("(")[0].split(":")
-            if words[: kind.count(":") + 1] == kind.split(":") and words[-1].isdigit():
-                total += int(words[-1])
-        return total
-
-
-def partitions() -> list[Node] | None:
-    """Every node of every partition; None where Slurm is not installed."""
-    lines = ask("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l|%a")
-    if lines is None:
-        return None
-    found = []
-    for line in lines:
-        partition, name, cpus, mem, gres, limit, state = line.split("|")
-        found.append(
-            Node(
-                partition=partition.rstrip("*"),
-                name=name,
-                default=partition.endswith("*"),
-                cpus=int(cpus),
-                mem_mb=int(mem.rstrip("+")),
-                gres=gres,
-                minutes=minutes(limit),
-                up=state == "up",
-            )
-        )
-    return found
-
-
-def minutes(limit: str) -> int:
-    """A limit of Slurm (`days-hours:minutes:seconds`) in whole minutes; UNLIMITED for no limit."""
-    if limit in ("infinite", "UNLIMITED", "n/a"):
-        return UNLIMITED
-    days, _, rest = limit.rpartition("-")
-    words = [int(word) for word in rest.split(":")]
-    if days:
-        words += [0] * (3 - len(words))
-    hours, mins, _ = [0] * (3 - len(words)) + words
-    return int(days or 0) * 1440 + hours * 60 + mins
+    found.check_active_jobs = check_active_jobs
+    found.is_wrapped = True
+    return True

@@ -1,4 +1,5 @@
-"""A row for every cell of a campaign, finished or not, and whether a problem's cells train alike.
+"""A row for every cell of a campaign, finished or not: its outcome, its numbers beside the
+simulated step and peak, and whether a problem's cells train alike.
 
 Weights and batches come from the problem's seed, so all engines start from the same weights: the
 first loss and gradient norm of a cell are held against those of the cell that keeps all
@@ -6,114 +7,62 @@ activations.  Later steps depend on each engine's optimizer.  A campaign keeps n
 equal norms are no proof that a method is lossless, but a wrong gradient seldom has the right norm.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.plan import PlanError
-from rematbench.workload import Precision
-from rematbench.worlds.records.measured import BOUNDS, Measured
+from rematbench.problem import Problem
+from rematbench.worlds.records.measured import BOUNDS, OF_CUDA, Measured
+from rematbench.worlds.records.record import Record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cellrecord import CellRecord, decode
-from rematbench.worlds.slurm.cells import Campaign, CampaignCell
-from rematbench.worlds.slurm.shown import OURS, columns
+from rematbench.worlds.slurm.cells import OURS, Campaign, CampaignCell
+from rematbench.worlds.slurm.records import CellRecord, decode
+from rematbench.worlds.speed import measured_speed
 
-COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
-
-
-class CellRan(NamedTuple):
-    """A cell that ran: its problem, method and precision, whether it keeps all activations, the
-    engine that ran it, and its numbers (`found`)."""
-
-    problem: str
-    method: str
-    precision: Precision
-    keeps_all: bool
-    engine: str
-    found: Measured
+Row = dict[str, Any]
+OUTCOME = ("status", "reason", "attempts", "job_id", "written", "record_key")
+SPEED = ("step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
+COLUMNS = (
+    *("engine", "kernels", "device", "torch", "losses", "gradient_norms"),
+    *("timed_steps", *SPEED, "peak_device_bytes", *OF_CUDA),
+    *("peak_host_bytes", "offload_bytes", "recompute_flop"),
+    *("simulated_step_s", "simulated_peak_bytes", "step_error_percent", "peak_error_percent"),
+)
+"""Columns of a cell's row; an unknown value is empty."""
+ALIKE = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
-def alike(cells: Sequence[CellRan | None]) -> list[dict[str, Any]]:
-    """The values of COLUMNS for every cell; empty where the cell is a reference, has no reference
-    or did not run (None)."""
-    return [
-        dict.fromkeys(COLUMNS, "") | (_beside(cell, _reference(cell, cells)) if cell else {})
-        for cell in cells
-    ]
-
-
-def _reference(cell: CellRan, cells: Sequence[CellRan | None]) -> CellRan | None:
-    """The cell of the same problem that keeps all activations, by our executor if there is one, or
-    else by any engine."""
-    every = [
-        other
-        for other in cells
-        if other is not None and other.problem == cell.problem and other.keeps_all and _has(other)
-    ]
-    every.sort(key=lambda other: not _is_ours(other))
-    return every[0] if every else None
-
-
-def _has(cell: CellRan) -> bool:
-    return bool(cell.found.losses and cell.found.gradient_norms)
-
-
-def _is_ours(cell: CellRan) -> bool:
-    return cell.engine.split(" ")[0] == OURS
-
-
-def _beside(cell: CellRan, other: CellRan | None) -> dict[str, Any]:
-    if other is None or other is cell or not _has(cell):
-        return {}
-    loss, norm = cell.found.first_errors(other.found)
-    bound = BOUNDS[cell.precision]
-    close = loss <= bound and norm <= bound  # False for a NaN
-    name = other.method if _is_ours(other) else f"{other.method} ({other.engine})"
-    values = (name, loss, norm, "yes" if close else "NO")
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
+def cell_rows(campaign: Campaign, store: Store) -> list[Row]:
     """A row per cell with its request and its outcome.  The status of a cell without a record is
     `running` or `waiting`."""
     return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
 
-def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """The rows of `cell_rows` with all measured and simulated numbers (`shown.COLUMNS`,
-    `COLUMNS`); every cell is planned and simulated."""
-    found: list[dict[str, Any]] = []
-    ran: list[CellRan | None] = []
+def number_rows(campaign: Campaign, store: Store) -> list[Row]:
+    """The rows of `cell_rows` with COLUMNS and ALIKE; every cell is planned and simulated."""
+    rows: list[Row] = []
+    measured: list[Measured | None] = []
     for cell in campaign.cells:
         row, outcome = _row(campaign, store, cell)
         record = outcome.record if outcome else None
-        simulated = _simulated(campaign, cell)
+        simulated = campaign.simulated(cell)
+        row |= columns(record, campaign.problem(cell.spec), simulated)
+        row["engine"] = row["engine"] or campaign.engine(cell)
         keeps_all = simulated is not None and campaign.keeps_all(cell, simulated)
-        spec, seen = cell.spec, record.measured if record else None
-        numbers = columns(record, campaign.problem(spec), simulated)
-        numbers["engine"] = numbers["engine"] or campaign.engine(cell)
-        found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
-        told = (spec.name, cell.variant.method, spec.precision, keeps_all, numbers["engine"])
-        ran.append(CellRan(*told, seen) if seen else None)
-    return [row | more for row, more in zip(found, alike(ran), strict=True)]
+        row["keeps_all"] = "yes" if keeps_all else ""
+        rows.append(row)
+        measured.append(record.measured if record else None)
+    return [row | more for row, more in zip(rows, alike(rows, measured), strict=True)]
 
 
-def _simulated(campaign: Campaign, cell: CampaignCell) -> PlanEvaluation | None:
-    try:
-        return campaign.simulated(cell)
-    except PlanError:  # the cell's row has the reason
-        return None
-
-
-def _row(
-    campaign: Campaign, store: Store, cell: CampaignCell
-) -> tuple[dict[str, Any], CellRecord | None]:
+def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, CellRecord | None]:
     """The row of a cell, and the cell's record; None where the cell is running or waiting."""
     key = campaign.key(cell)
     spec = cell.spec
-    row: dict[str, Any] = {
+    row: Row = {
         "cell": cell.name,
         "problem": spec.name,
         "method": cell.variant.method,
@@ -129,23 +78,126 @@ def _row(
     }
     data = store.read(key)
     number, lease = store.latest(key)
+    found: CellRecord | None = None
+    outcome: tuple[str | int, ...]
     if lease is not None and store.is_alive(lease):
-        blank = _outcome(None)
-        return row | blank | {"status": "running", "reason": store.describe(lease)}, None
-    if data is None:
-        return row | _outcome(None) | {"attempts": number}, None
-    found = decode(data)
-    return row | _outcome(found), found
+        outcome = ("running", store.describe(lease), 0)
+    elif data is None:
+        outcome = ("waiting", "", number)
+    else:
+        found = decode(data)
+        outcome = (found.status, found.reason, found.attempts)
+        outcome += (found.job_id, found.written, found.key)
+    return row | dict(zip_longest(OUTCOME, outcome, fillvalue="")), found
 
 
-def _outcome(found: CellRecord | None) -> dict[str, Any]:
+def engine_of(label: str, stack: Mapping[str, str]) -> str:
+    """The label of a run, with the version of the package whose name begins the label."""
+    package = next((name for name in stack if label.startswith(name)), "")
+    return label.replace(package, f"{package} {stack[package]}", 1) if package else label
+
+
+def columns(record: Record | None, problem: Problem, simulated: PlanEvaluation | None) -> Row:
+    """The values of COLUMNS for a cell.  Seconds of a CPU are no performance, so a CPU's row has no
+    step.  A cell without a record has the simulated step and peak alone."""
+    row: Row = dict.fromkeys(COLUMNS, "")
+    found = record.measured if record else None
+    if record is not None and found is not None:
+        row |= _engine(record) | _numbers(found)
+    on_cpu = problem.cluster.generation == "cpu" or row["device"].startswith("cpu")
+    if simulated is not None:
+        row["simulated_peak_bytes"] = max(simulated.peak_device_bytes)
+        row["simulated_step_s"] = "" if on_cpu else simulated.step_s
+    if found is None:
+        return row
+    if found.step_s:
+        row |= _speed(found.step_s, row["device"], problem)
+    if simulated is not None:
+        expected = simulated.peak_device_bytes[found.fullest.pp]
+        row["simulated_peak_bytes"] = expected
+        if problem.workload.precision == "bf16":  # simulated states are those of bf16 training
+            row["peak_error_percent"] = percent(row["peak_device_bytes"], expected)
+        if found.step_s and row["simulated_step_s"]:
+            row["step_error_percent"] = percent(row["step_s"], simulated.step_s)
+    return row
+
+
+def percent(measured: float, simulated: float) -> float:
+    """The difference of a measured from a simulated value, in percent of the simulated value."""
+    return round(100 * (measured / simulated - 1.0), 3)
+
+
+def _engine(record: Record) -> dict[str, str]:
+    """The columns of the engine that ran a cell: its name and version, kernels, device, torch."""
+    found, origin = record.engine, record.provenance
+    if found is None:
+        return {
+            "engine": f"{OURS} {origin.rematbench}",
+            "kernels": f"{record.spec.attention} attention of torch",
+            "device": origin.device,
+            "torch": origin.torch,
+        }
     return {
-        "status": found.status if found else "waiting",
-        "reason": found.reason if found else "",
-        "attempts": found.attempts if found else 0,
-        "job_id": found.job_id if found else "",
-        "hosts": " ".join(node.host for node in found.hosts) if found else "",
-        "remarks": "; ".join(found.remarks) if found else "",
-        "written": found.written if found else "",
-        "record_key": found.key if found else "",
+        "engine": engine_of(found.label, found.stack),
+        "kernels": "; ".join(f"{what}: {kernel}" for what, kernel in found.kernels.items()),
+        "device": found.device,
+        "torch": found.stack.get("torch", ""),
     }
+
+
+def _numbers(found: Measured) -> Row:
+    """The columns of losses, gradient norms and bytes.  Device bytes are of the fullest rank."""
+    top = found.fullest
+    row: Row = {
+        "peak_device_bytes": top.peak_bytes,
+        "peak_host_bytes": max(rank.host_bytes for rank in found.ranks),
+    }
+    for key in ("losses", "gradient_norms"):
+        row[key] = msgspec.json.encode(getattr(found, key)).decode() if getattr(found, key) else ""
+    if top.allocated_bytes:
+        row |= {key: getattr(top, key) for key in OF_CUDA}
+    if top.actions:
+        for key in ("offload_bytes", "recompute_flop"):
+            row[key] = sum(getattr(rank, key) for rank in found.ranks)
+    return row
+
+
+def _speed(step_s: Sequence[float], device: str, problem: Problem) -> Row:
+    made = measured_speed(problem, step_s, device)
+    named = {key: getattr(made, key) for key in SPEED}
+    row = {key: "" if value is None else value for key, value in named.items()}
+    return row | {"timed_steps": made.steps}
+
+
+def alike(rows: Sequence[Row], measured: Sequence[Measured | None]) -> list[Row]:
+    """The values of ALIKE for every row with its measured numbers; empty where the cell is a
+    reference, has no reference or did not run (None).  The reference keeps all activations on the
+    same problem, in our executor if it ran there, or else in any engine."""
+    ran = {
+        number: found
+        for number, found in enumerate(measured)
+        if found is not None and found.losses and found.gradient_norms
+    }
+    values: list[Row] = [dict.fromkeys(ALIKE, "") for _ in rows]
+    for number, found in ran.items():
+        kept = [n for n in ran if _is_kept(rows[n], rows[number]["problem"])]
+        reference = min(kept, key=lambda n: not _is_ours(rows[n]), default=number)
+        if reference != number:
+            values[number] = _errors(rows[number], found, rows[reference], ran[reference])
+    return values
+
+
+def _is_kept(row: Row, problem: str) -> bool:
+    return bool(row["keeps_all"]) and row["problem"] == problem
+
+
+def _is_ours(row: Row) -> bool:
+    return str(row["engine"]).split(" ")[0] == OURS
+
+
+def _errors(row: Row, found: Measured, other: Row, reference: Measured) -> Row:
+    loss, norm = found.first_errors(reference)
+    bound = BOUNDS[row["precision"]]
+    close = loss <= bound and norm <= bound  # False for a NaN
+    name = other["method"] if _is_ours(other) else f"{other['method']} ({other['engine']})"
+    return dict(zip(ALIKE, (name, loss, norm, "yes" if close else "NO"), strict=True))

@@ -21,20 +21,11 @@ import msgspec
 
 from rematbench.host.files import write_atomically
 from rematbench.host.rank_error import KILLED, first_cause, noted, of_record
-from rematbench.plan import PlanError
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.records.store import Lease, Store
-from rematbench.worlds.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.worlds.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
-from rematbench.worlds.slurm.launch import (
-    Allocation,
-    Ended,
-    all_facts,
-    last_words,
-    run_limited,
-    torchrun,
-)
-from rematbench.worlds.slurm.nodefacts import NodeFacts, oddities, shortages
+from rematbench.worlds.slurm.launch import Ended, last_words, run_limited, torchrun
+from rematbench.worlds.slurm.records import MAX_ATTEMPTS, CellRecord, decode, encode
 
 EXIT_AGAIN = 75
 """Exit code for a command that can go on when it is run again (EX_TEMPFAIL of sysexits.h)."""
@@ -55,51 +46,43 @@ the output."""
 
 
 class Runner:
-    """The run of one bundle on one allocation."""
+    """The run of one bundle, in a Slurm job or (without `job_id`) on this machine."""
 
     def __init__(
         self,
         campaign: Campaign,
         bundle: Bundle,
         store: Store,
-        allocation: Allocation,
         *,
+        job_id: str = "",
         minutes: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`minutes`: the time that the allocation still has; 0 for no limit."""
+        """`minutes`: the time that the job still has; 0 for no limit."""
         self.campaign = campaign
         self.bundle = bundle
         self.store = store
-        self.allocation = allocation
+        self.job_id = job_id
         self.ends = time.monotonic() + 60 * minutes if minutes else float("inf")
         self.say = say
         self.stop = ""
-        self.broken = ""
-        self.facts: list[NodeFacts] | None = None
-        center = campaign.center
-        on_gpus = (
-            bool(allocation.job_id and center.slurm.gres) and center.cluster.generation != "cpu"
-        )
-        self.gpus = allocation.gpus_per_node if on_gpus else 0  # torch must see them on each node
+        asked = bool(job_id and campaign.center.slurm.gres)
+        on_gpus = asked and campaign.center.cluster.generation != "cpu"
+        self.device = ["--device", "cuda"] if on_gpus else []  # else a cell may take CPUs for hours
 
     def run(self) -> list[CellRecord] | None:
         """Run the unfinished cells and return all records of the bundle.  None where cells are
-        unfinished because the job was ended or its nodes failed their check (another job may get
-        other nodes)."""
+        unfinished because the job was ended."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         keys = {self.campaign.key(cell): cell for cell in self.bundle.cells}
         for wait in (False, True):  # cells that another job is running come last
-            if wait and self.broken:
-                break
             for key, cell in keys.items():
                 lease = None if self.stop else self.store.claim(key, wait=wait)
                 if lease is not None:
                     self._run(cell, lease)
-        why = self.stop or self.broken
-        if why and any(self.store.finished(key) is None for key in keys):
-            self.say(f"stopped: {why}; the same command goes on from here")
+        if self.stop and any(self.store.finished(key) is None for key in keys):
+            self.say(f"stopped: {self.stop}; the same command goes on from here")
             return None
         found = [self.store.read(key) for key in keys]
         return [decode(data) for data in found if data is not None]
@@ -121,37 +104,24 @@ class Runner:
             reason = f"{MAX_ATTEMPTS} jobs were lost under this cell, without a word of any"
             made = self._record(cell, lease, "failed", reason)
         else:
-            made = self._attempt(cell, lease)
+            place = self.store.folder
+            with tempfile.TemporaryDirectory(prefix=f".{lease.key}.", dir=place) as folder:
+                made = self._launch(cell, lease, Path(folder))
         self.say(f"{cell.name}: {made.status}{': ' if made.reason else ''}{made.reason}")
         self.store.commit(lease, encode(made))
 
-    def _attempt(self, cell: CampaignCell, lease: Lease) -> CellRecord:
-        try:
-            pinned = self._predicted_pinned(cell)
-        except PlanError as error:
-            return self._record(cell, lease, "failed", str(error))
-        try:
-            facts = self._node_facts()
-        except RuntimeError as error:  # another job may get other nodes
-            self.broken = str(error)
-            last = lease.attempt >= MAX_ATTEMPTS
-            return self._record(cell, lease, "failed", self.broken, final=last)
-        short = [text for fact in facts for text in shortages(fact, pinned, self.gpus)]
-        remarks = oddities(facts, pinned)
-        if short:
-            text = f"not started: {'; '.join(short)}"
-            return self._record(cell, lease, "failed", text, remarks=remarks)
-        with tempfile.TemporaryDirectory(prefix=f".{lease.key}.", dir=self.store.folder) as name:
-            return self._launch(cell, lease, Path(name), remarks)
-
-    def _launch(
-        self, cell: CampaignCell, lease: Lease, folder: Path, remarks: list[str]
-    ) -> CellRecord:
+    def _launch(self, cell: CampaignCell, lease: Lease, folder: Path) -> CellRecord:
         left = self.ends - time.monotonic() - MARGIN_S
         limit = min(60.0 * self.campaign.suite.cell_minutes, left)
         out = folder / "record.json"
-        words = [*self.campaign.words(cell), "--out", str(out), "--timeout", f"{limit:g}"]
-        command = torchrun(self.allocation, ["rematbench.cli.app", *words])
+        words = [*self.campaign.words(cell), *self.device]
+        words += ["--out", str(out), "--timeout", f"{limit:g}"]
+        command = torchrun(
+            ["rematbench.cli.app", *words],
+            nodes=self.bundle.nodes,
+            gpus_per_node=self.bundle.gpus_per_node,
+            job_id=self.job_id,
+        )
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
         record = read_record(out) if out.exists() else None
         status: CellStatus
@@ -165,8 +135,6 @@ class Runner:
             status,
             reason,
             final=status != "preempted" or lease.attempt >= MAX_ATTEMPTS,
-            wall_s=ended.seconds,
-            remarks=remarks,
             record=record,
         )
 
@@ -192,21 +160,6 @@ class Runner:
             return msgspec.convert(cause.status, CellStatus), cause.reason
         return "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
 
-    def _predicted_pinned(self, cell: CampaignCell) -> int:
-        """Predicted pinned bytes per node of a cell; 0 for a cell without a plan."""
-        found = self.campaign.simulated(cell)
-        return 0 if found is None else found.host_node_bytes
-
-    def _node_facts(self) -> list[NodeFacts]:
-        """The facts of every node, collected once per allocation; RuntimeError where a node check
-        failed."""
-        if self.broken:
-            raise RuntimeError(self.broken)
-        if self.facts is None:
-            canary_s = self.campaign.center.slurm.canary_s
-            self.facts = all_facts(self.allocation, canary_s, self.gpus > 0)
-        return self.facts
-
     def _record(
         self, cell: CampaignCell, lease: Lease, status: CellStatus, reason: str, **more: Any
     ) -> CellRecord:
@@ -217,27 +170,21 @@ class Runner:
             status=status,
             reason=reason,
             attempts=lease.attempt,
-            job_id=self.allocation.job_id,
+            job_id=self.job_id,
             written=now,
-            hosts=tuple(self.facts or ()),
-            **{**more, "remarks": tuple(more.get("remarks", ()))},
+            **more,
         )
 
 
-def manifest(records: list[CellRecord]) -> bytes:
-    """The bytes of a bundle's manifest, its declared output: key, status and reason of each record.
-    A second run of a finished bundle gives the same bytes."""
-    rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
-    return msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n"
-
-
 def finish(runner: Runner, output: Path) -> None:
-    """Run a bundle, write its manifest to `output` and print the number of cells by status.  Exits
-    with EXIT_AGAIN where cells are left unfinished."""
+    """Run a bundle, write its manifest to `output` (key, status and reason of each record; the same
+    bytes on a second run) and print the number of cells by status.  Exits with EXIT_AGAIN where
+    cells are left unfinished."""
     records = runner.run()
     if records is None:
         sys.exit(EXIT_AGAIN)
-    write_atomically(output, manifest(records))
+    rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
+    write_atomically(output, msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
     counts = Counter(record.status for record in records)
     text = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
     runner.say(f"{runner.bundle.name}: {text}")

@@ -1,16 +1,15 @@
 """The `slurm:` section of a cluster file: how jobs are submitted at a center."""
 
+import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.load import load_cluster, located
 from rematbench.workload import NonNegativeInt, PositiveInt
-
-CanarySeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 
 class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,11 +36,10 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     mem_mb_per_node: NonNegativeInt = 0
     setup: tuple[str, ...] = ()
     environment: dict[str, str] = {}
-    canary_s: CanarySeconds = 10.0
 
     def shell_setup(self) -> str:
         """The setup lines and exports as a prefix of a shell command."""
-        exports = [f"export {key}={_quoted(value)}" for key, value in self.environment.items()]
+        exports = [f"export {key}={shlex.quote(value)}" for key, value in self.environment.items()]
         return "".join(f"{line} && " for line in (*self.setup, *exports))
 
 
@@ -74,23 +72,8 @@ def load_center(name_or_path: str | Path) -> Center:
     if not isinstance(data, dict):
         raise ConfigError(label, "slurm", "expected a mapping of keys to values")
     settings = convert(data, SlurmSettings, f"{label}: slurm")
-    _check(settings, f"{label}: slurm")
-    return Center(name=label, cluster=load_cluster(name_or_path), slurm=settings)
-
-
-_BY_KEY = ("--partition", "--account", "--qos", "--constraint", "--gres", "--nodes", "--time")
-
-
-def _check(settings: SlurmSettings, label: str) -> None:
-    words = settings.gres.split(":")
-    if settings.gres and (not all(words) or words[-1].isdigit() or len(words) > 2):
+    kind = settings.gres.split(":")
+    if settings.gres and (not all(kind) or kind[-1].isdigit() or len(kind) > 2):
         text = f"{settings.gres!r}: the kind without a count, as in gpu or gpu:h800"
-        raise ConfigError(label, "gres", text)
-    for word in settings.extra.split():
-        if word.split("=")[0] in _BY_KEY:
-            hint = closest(word.split("=")[0].lstrip("-"), [key.lstrip("-") for key in _BY_KEY])
-            raise ConfigError(label, "extra", f"{word!r} has a key of its own{hint}")
-
-
-def _quoted(value: str) -> str:
-    return "'" + value.replace("'", "'\\''") + "'"
+        raise ConfigError(f"{label}: slurm", "gres", text)
+    return Center(name=label, cluster=load_cluster(name_or_path), slurm=settings)

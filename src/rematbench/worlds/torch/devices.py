@@ -10,6 +10,11 @@ import torch
 from rematbench.host.memory import cpu_set
 
 
+def gpus_seen() -> int:
+    """How many GPUs torch can use here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def prepare(kind: str) -> None:
     """Set what CUDA or oneDNN reads when a process first uses it.
 

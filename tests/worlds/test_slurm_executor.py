@@ -8,7 +8,7 @@ from typing import Any
 
 import snakemake_executor_plugin_slurm as plugin
 
-from rematbench.worlds.slurm.patience import be_patient
+from rematbench.worlds.slurm.queue import wrap_executor
 
 
 class Fake:
@@ -35,8 +35,8 @@ async def kept(executor: Any, answer: str) -> list[str]:
 
 def test_jobs_outlive_a_silent_controller() -> None:
     assert asyncio.run(kept(Fake(), "")) == [], "what the wrapper mends"
-    assert be_patient(30.0, Fake)
-    assert be_patient(30.0, Fake), "a second time changes nothing"
+    assert wrap_executor(30.0, Fake)
+    assert wrap_executor(30.0, Fake), "a second time changes nothing"
     found = Fake()
     assert asyncio.run(kept(found, "")) == ["a", "b"]
     assert asyncio.run(kept(found, "running")) == ["a", "b"]
@@ -47,7 +47,7 @@ def test_rounds_come_no_rarer_than_told() -> None:
     class Slower(Fake):
         """Asks later and later, as the plugin does."""
 
-        is_patient = False  # as it was made; Fake is wrapped by now
+        is_wrapped = False  # as it was made; Fake is wrapped by now
         _next_seconds_between_status_checks = 5.0
 
         @property
@@ -64,7 +64,7 @@ def test_rounds_come_no_rarer_than_told() -> None:
             for job in active_jobs:
                 yield job
 
-    assert be_patient(30.0, Slower)
+    assert wrap_executor(30.0, Slower)
     found, waits = Slower(), []
     for _ in range(5):
         asyncio.run(kept(found, "running"))
@@ -84,12 +84,12 @@ def test_a_round_before_the_executor_is_made() -> None:
     async def first(executor: Any) -> list[str]:
         return [job async for job in executor.check_active_jobs([])]
 
-    assert be_patient(30.0, Half)
+    assert wrap_executor(30.0, Half)
     assert asyncio.run(first(Half())) == []
 
 
 def test_the_plugin_has_what_is_wrapped() -> None:
-    assert be_patient(30.0, plugin.Executor)
+    assert wrap_executor(30.0, plugin.Executor)
     text = Path(plugin.__file__).read_text(encoding="utf-8")
     assert "self._status_query_calls += 1" in text
     assert "self.next_seconds_between_status_checks + 10," in text
