@@ -19,8 +19,8 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate, program_bytes
+from rematbench.evaluate.lowered import reserved
 from rematbench.evaluate.proof import check
-from rematbench.evaluate.reserved import reserved
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
 from rematbench.spec.constants import load_calibration

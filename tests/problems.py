@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Action, Kind
-from rematbench.evaluate import contract, outcome
+from rematbench.evaluate import contract, problems
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.plan import (
     ByteBudget,
@@ -91,7 +91,7 @@ def tight(given: Problem, share: float) -> Problem:
 
 def make_problem(*, layout: Layout, **others: Any) -> Problem:
     """A problem with its evaluator, at a whole layout."""
-    return outcome.make_problem(ProblemSpec.at(layout, **others))
+    return problems.make_problem(ProblemSpec.at(layout, **others))
 
 
 def layers(num_layers: int, model: Model = LLAMA) -> Model:

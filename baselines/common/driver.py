@@ -21,7 +21,7 @@ from baselines.common import gpu
 from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.host.rank_error import NO_MEETING, RankError, of_job, recorded
 from rematbench.host.ranks import run_ranks
 from rematbench.worlds.packages.process import PackageJob

@@ -6,7 +6,7 @@ import torch
 
 from baselines.common import gpu
 from baselines.common.contract import RankAnswer, Runner
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.measured import OF_CUDA, Engine, Measured, RankMeasured, whole_norms
 from rematbench.worlds.records.record import Record, provenance, write_record

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MethodError",
     "Problem",
-    "Run",
+    "Result",
     "__version__",
     "compare",
     "load_method",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.compare import Comparing
@@ -17,10 +17,10 @@ from rematbench.advise.search.answer import judged, line
 from rematbench.advise.search.halves import rounds
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
-from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.job import Job
-from rematbench.evaluate.outcome import Outcome, make_problem, run_method
-from rematbench.evidence.bands import Band, leaving_reserve
+from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evidence.bands import leaving_reserve
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 from rematbench.spec.configfile import ConfigError, convert
@@ -31,86 +31,6 @@ Problem = ProblemSpec
 """A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.
 `model`, `cluster` and `system` are names or paths of files; parallel degrees and batches are whole
 numbers."""
-
-
-class Run(Struct, frozen=True, kw_only=True):
-    """The result of one method simulated on one problem.  Out of memory and unsupported are
-    results, not errors: `status` is ok, oom, unsupported or failed, and `reason` explains it.
-    Numbers are None where the method made no plan."""
-
-    method: str
-    family: str
-    job: Job
-    outcome: Outcome
-
-    def __repr__(self) -> str:
-        """A short line for notebooks: the fields of the problem and the plan would fill pages."""
-        names = ("status", "reason", "step_s", "tokens_per_s_per_gpu", "headroom_bytes")
-        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"Run(method={self.method!r}, {told})"
-
-    @property
-    def status(self) -> str:
-        """The outcome in one word: ok, oom, unsupported or failed."""
-        return self.outcome.status
-
-    @property
-    def reason(self) -> str:
-        """Which memory is too small or what the method refused; empty if the plan fits."""
-        return self.outcome.reason
-
-    @property
-    def fits(self) -> bool:
-        """Whether the plan fits device and host memory."""
-        return self.outcome.status == "ok"
-
-    @property
-    def headroom_bytes(self) -> int | None:
-        """Usable minus needed bytes of the fullest device; negative where the plan does not fit."""
-        return self.outcome.verdict.headroom_bytes if self.outcome.verdict else None
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds of one optimizer step; where the plan does not fit, the seconds it would take."""
-        return self.evaluation.step_s if self.evaluation else None
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float | None:
-        """Training tokens per second and GPU."""
-        return self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
-
-    @property
-    def band(self) -> tuple[float, float] | None:
-        """(low, high) tokens per second and GPU: 80 % of such predictions lie between the two."""
-        speed = self.tokens_per_s_per_gpu
-        return (self._band.low(speed), self._band.high(speed)) if speed else None
-
-    @property
-    def outside(self) -> tuple[str, ...]:
-        """The properties of this run that lie outside the range of the published rows, in words."""
-        return tuple(self._band.outside.values())
-
-    @property
-    def _band(self) -> Band:
-        return run_band(self.job.problem, self.family, self.outcome.plan, self.job.base)
-
-    @property
-    def evaluation(self) -> PlanEvaluation | None:
-        """All numbers of the plan: MFUs, bytes of each rank, recomputed FLOP."""
-        return self.outcome.evaluation
-
-    @property
-    def command(self) -> str:
-        """The shell command of this run; empty where a model or cluster was given as an object."""
-        return self.job.run_with(self.method)
-
-    def stages(self) -> pd.DataFrame:
-        """A table of bytes: one row for each pipeline rank, one column for each kind of memory."""
-        ranks = self.evaluation.ranks if self.evaluation else ()
-        names = ("parameter", "gradient", "optimizer", "activation_peak", "pools")
-        peaks = ("device_peak", "host_peak")
-        rows = [{f"{n}_bytes": getattr(rank, n) for n in (*names, *peaks)} for rank in ranks]
-        return pd.DataFrame(rows, columns=[f"{n}_bytes" for n in (*names, *peaks)])
 
 
 def load_method(
@@ -135,7 +55,7 @@ def load_method(
 
 def simulate(
     problem: ProblemSpec, method: str | Composition | Method, *, checked: bool = False
-) -> Run:
+) -> Result:
     """Simulate a method (a name, a result of `load_method`, or an object with `plan`) on a problem.
     `checked` also proves the lowered plan safe (evaluate/proof.py).
 
@@ -149,8 +69,11 @@ def simulate(
     else:
         found = method if isinstance(method, Composition) else Composition((method,))
         named = found.text
-    outcome = run_method(job.problem, found, job.base, checked=checked)
-    return Run(method=named, family=found.name, job=job, outcome=outcome)
+    result = evaluate_method(
+        job.problem, found, job.base, checked=checked, words=job.words, text=named
+    )
+    band = run_band(job.problem, result.family, result.plan, job.base)
+    return replace(result, error_band=band)
 
 
 def compare(
@@ -255,4 +178,4 @@ def _job(problem: ProblemSpec) -> Job:
     return Job(problem=made, base=made.base_plan, words=words)
 
 
-__all__ = ["MethodError", "Problem", "Run", "compare", "load_method", "search", "simulate"]
+__all__ = ["MethodError", "Problem", "Result", "compare", "load_method", "search", "simulate"]

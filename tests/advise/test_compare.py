@@ -24,10 +24,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
+from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
-from rematbench.evaluate.outcome import run_method
-from rematbench.evaluate.reserved import same_plan
-from rematbench.evidence.bands import Band
+from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.result import evaluate_method
 from rematbench.host.workers import Pool
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
@@ -67,7 +67,7 @@ def test_every_method_has_an_entry(found: Compared) -> None:
     ["keep_all", "full_recompute", "pp_offload", "balanced_checkpointing+pp_offload", "memo+mst"],
 )
 def test_an_entry_is_a_run_of_its_own(found: Compared, name: str) -> None:
-    alone = run_method(demo(), all_methods().resolve(name))
+    alone = evaluate_method(demo(), all_methods().resolve(name))
     entry = by_name(found)[name]
     assert (entry.status, entry.verdict) == (alone.status, alone.verdict)
     assert entry.plan is not None
@@ -83,7 +83,7 @@ def test_a_tuned_policy_takes_the_least_that_fits(found: Compared) -> None:
     assert layers > 1
     for number, status in ((layers, "ok"), (layers - 1, "oom")):
         settings = {"method": "block", "num_layers": number}
-        run = run_method(demo(), all_methods().resolve("full_recompute", settings))
+        run = evaluate_method(demo(), all_methods().resolve("full_recompute", settings))
         assert run.status == status
 
 
@@ -228,7 +228,7 @@ def test_each_part_is_the_one_that_was_added() -> None:
         "copies": registry.resolve("pp_offload", {"alpha": 1.0}).plan(p),
     }
     for part, plan in plans.items():
-        outcome = run_method(p, registry.resolve("keep_all"))
+        outcome = evaluate_method(p, registry.resolve("keep_all"))
         base = parts_of(p, lower(p.base_plan, p), outcome.evaluation.step_s)
         evaluated = p.cost.evaluate(plan)  # type: ignore[arg-type]  # neither method refuses
         more = parts_of(p, lower(plan, p), evaluated.step_s)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_tuned_methods_leave_the_reserve_free() -> None:
         free = []
         for nbytes in (0, reserve):
             p = dataclasses.replace(demo(), reserve_bytes=nbytes)
-            outcome = run_method(p, all_methods().resolve(name))
+            outcome = evaluate_method(p, all_methods().resolve(name))
             free.append(outcome.verdict.headroom_bytes)
         assert free[0] < reserve <= free[1]
 
@@ -332,7 +332,7 @@ def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
                           method="full_recompute", smallest="num_layers")  # fmt: skip
     value = bench(candidate).settings["num_layers"]
     resolve = all_methods().resolve
-    margins = {n: run_method(bench.problem, resolve("full_recompute", {"num_layers": n}))
+    margins = {n: evaluate_method(bench.problem, resolve("full_recompute", {"num_layers": n}))
                for n in (1, 2, 4, 8, 16, 32, 64, 80)}  # fmt: skip
     rooms = {n: run.verdict.headroom_bytes for n, run in margins.items() if run.verdict}
     assert rooms[80] < 0
@@ -347,7 +347,7 @@ def replace_usable(p: Problem) -> Problem:
     rooms = [
         run.verdict.headroom_bytes
         for n in (1, 2)
-        if (run := run_method(p, method("full_recompute", {"num_layers": n}))).verdict
+        if (run := evaluate_method(p, method("full_recompute", {"num_layers": n}))).verdict
     ]
     less = p.cluster.hbm_bytes - (rooms[0] + rooms[1]) // 2
     cluster = replace(p.cluster, hbm_bytes=less)

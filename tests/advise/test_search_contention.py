@@ -30,7 +30,7 @@ from rematbench.costs.copies import ALONE, Crowd
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluation import evaluate_program
-from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
 from rematbench.spec.problemspec import ProblemSpec
 
@@ -300,7 +300,7 @@ def test_a_search_that_is_over_is_freed_at_once() -> None:
     gc.disable()
     try:
         made = job("llama-7b", tp=2, pp=4)
-        made.shared = Shared({}, Programs())
+        made.shared = Shared({}, Evaluator(without_cluster))
         search = made.search()
         found = [tried for tried, _ in zip(search.run(), range(300), strict=False) if tried]
         assert any(tried.evaluation for tried in found)

@@ -19,9 +19,9 @@ from rematbench.advise.search.space import Choice, Fixed
 from rematbench.advise.search.trial import planned_at
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate import outcome
-from rematbench.evaluate.programs import Programs
-from rematbench.evaluate.reserved import Lowered
+from rematbench.evaluate import lowered as programs
+from rematbench.evaluate.evaluator import Evaluator, without_cluster
+from rematbench.evaluate.lowered import Lowered
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.load import load_cluster, load_model
@@ -160,7 +160,7 @@ def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: 
 def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that was tried on one cluster is not lowered on the next, nor weighed by methods, and
     takes as long as when it is lowered anew."""
-    made, shared = job(tp=1, pp=4), Shared({}, Programs())
+    made, shared = job(tp=1, pp=4), Shared({}, Evaluator(without_cluster))
     arm = Arm((Single("pp_offload", "pp_offload:alpha=0.25"),))
     expected = [one.step_s for one in made.search_of([arm]).run() if one]
     steps, count = [], []
@@ -168,7 +168,7 @@ def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPa
         spec = replace(made.asked.spec, cluster=cluster)
         own = SearchJob(replace(made.asked, spec=spec), shared)
         with monkeypatch.context() as patch:
-            patch.setattr(outcome, "lower", lambda *words: count.append(1) or lower(*words))
+            patch.setattr(programs, "lower", lambda *words: count.append(1) or lower(*words))
             steps = [one.step_s for one in own.search_of([arm]).run() if one]
     assert steps == expected
     assert len(count) <= len(expected) + 2

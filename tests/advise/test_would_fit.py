@@ -9,7 +9,7 @@ from rematbench.advise.compare.bench import Bench
 from rematbench.advise.compare.candidates import Candidate
 from rematbench.advise.compare.entry import Entry
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
-from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
@@ -39,7 +39,7 @@ def test_bytes_that_are_named_are_enough_and_hardly_more() -> None:
         larger = short(hbm_bytes=60 * GIB + round(extra))
         plan = found[1].plan
         assert plan is not None
-        assert run_plan(larger, plan).status == status
+        assert evaluate_plan(larger, plan).status == status
 
 
 def test_a_short_host_is_named_as_such() -> None:
@@ -61,7 +61,7 @@ def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
     larger = make_problem(model="llama-7b", cluster=problem.cluster, system="megatron-kwai",
                           layout=layout, seq_len=8192)  # fmt: skip
     plan = all_methods().resolve("full_recompute").plan(larger)
-    outcome = run_plan(larger, plan)  # type: ignore[arg-type]  # it plans everything
+    outcome = evaluate_plan(larger, plan)  # type: ignore[arg-type]  # it plans everything
     assert outcome.status == "ok"
     assert f"{outcome.evaluation.tokens_per_s_per_gpu:.4g} tokens" in twice
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 import rematbench
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.names import ACTIVATIONS
-from rematbench.evaluate.outcome import run_method
+from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import predict_rows
 from rematbench.host.table import write_sheet
 from rematbench.plan import Plan, Unsupported
@@ -218,8 +218,8 @@ def test_simulate_is_the_command() -> None:
     assert run.band == (told["band"]["low"], told["band"]["high"])
     assert len(run.outside) == len(told["band"]["outside"])
     assert run.command == told["run_with"]
-    assert run.outcome.proof is not None
-    assert repr(run).startswith("Run(method='memo:alpha=0.3', status='ok', reason='', step_s=")
+    assert run.proof is not None
+    assert repr(run).startswith("Result(method='memo:alpha=0.3', status='ok', reason='', step_s=")
     assert len(repr(run)) < 250  # a line of a notebook, not the whole problem
     assert run.stages()["device_peak_bytes"].max() == told["peak_device_bytes"]["max"]
 
@@ -230,11 +230,11 @@ def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
     for method in (rematbench.load_method(str(path)), named, entry_of(path).cls()):
         run = rematbench.simulate(PROBLEM, method)
         assert isinstance(method, Composition) or method.name == "recompute_mlp"
-        assert run.outcome == run_method(run.job.problem, named)
+        assert run.evaluation == evaluate_method(run.problem, named).evaluation
     policy = rematbench.load_method("selective_recompute:mlp", problem=PROBLEM)
     by_name = rematbench.simulate(PROBLEM, "selective_recompute:mlp")
-    assert rematbench.simulate(PROBLEM, policy).outcome == by_name.outcome
-    assert by_name.outcome.status == "ok"
+    assert rematbench.simulate(PROBLEM, policy).evaluation == by_name.evaluation
+    assert by_name.status == "ok"
     tuned = rematbench.load_method("memo", alpha="0.25")
     assert rematbench.simulate(PROBLEM, tuned).method == "memo:alpha=0.25"
     with pytest.raises(rematbench.MethodError, match="did you mean 'memo'"):
@@ -414,4 +414,4 @@ def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:
 
 def test_a_plan_of_the_door_is_a_plan() -> None:
     found = rematbench.simulate(PROBLEM, discover().resolve("full_recompute"))
-    assert isinstance(found.outcome.plan, Plan)
+    assert isinstance(found.plan, Plan)

@@ -10,7 +10,7 @@ from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.engine.program.profile import LedgerError
 from rematbench.engine.simulate.step import DeadlockError
-from rematbench.evaluate import outcome as suite
+from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError
 from rematbench.spec.paths import data_dir

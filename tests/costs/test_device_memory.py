@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.costs.device_memory import communicators
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, names

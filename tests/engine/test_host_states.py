@@ -12,8 +12,8 @@ from rematbench.engine.program.program import Block, Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
-from rematbench.evaluate.outcome import run_plan
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.problem import Problem
@@ -135,14 +135,14 @@ def test_a_node_without_a_rate_keeps_the_bytes_and_gives_no_time() -> None:
     given, plan = timed("zero1", ("optimizer",))
     untimed = on(given, host_update_parameters_per_s=None)
     assert program_bytes(untimed, plan, lower(plan, untimed)) == evaluate(given, plan).ranks
-    outcome = run_plan(remade(untimed, evaluator=evaluate), plan)
+    outcome = evaluate_plan(remade(untimed, evaluator=evaluate), plan)
     assert outcome.status == "unsupported"
     assert outcome.reason == (
         "time not modelled: an optimizer in host memory on cluster h800-80gb, whose file has no "
         "host_update_parameters_per_s"
     )
     assert outcome.evaluation.ranks[0].optimizer == 0
-    assert run_plan(remade(given, evaluator=evaluate), plan).status == "ok"
+    assert evaluate_plan(remade(given, evaluator=evaluate), plan).status == "ok"
 
 
 def test_what_no_stack_does_is_refused() -> None:

@@ -11,7 +11,7 @@ from rematbench.engine.program.late import Late, LateUnit
 from rematbench.engine.program.program import RankProgram, parse_program
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import program_bytes
-from rematbench.evaluate.outcome import evaluate
+from rematbench.evaluate.evaluator import evaluate
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from tests.problems import layers, plan_of, problem

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
-from rematbench.evaluate.outcome import run_plan
-from rematbench.evaluate.reserved import reserved
+from rematbench.evaluate.lowered import reserved
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
@@ -77,7 +77,7 @@ def fastest_that_fits(problem: Problem, plans: Sequence[Weighed]) -> tuple[float
     fitting = []
     for one in plans:
         if one.allocated_bytes <= problem.usable_bytes:
-            outcome = run_plan(problem, one.plan)
+            outcome = evaluate_plan(problem, one.plan)
             if outcome.status == "ok" and outcome.evaluation is not None:
                 fitting.append((outcome.evaluation.step_s, one.name))
     return min(fitting, default=None)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
-from rematbench.evaluate.outcome import weigh
+from rematbench.evaluate.evaluator import weigh
 from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
 from rematbench.problem import Problem, Weight
 from rematbench.spec.shapes import causal_pairs

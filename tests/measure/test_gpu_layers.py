@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.cli import gpu
-from rematbench.evaluate.outcome import run_plan
-from rematbench.evaluate.reserved import lately
+from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
 from rematbench.measure import layer_suite, predictions
@@ -209,9 +209,9 @@ def test_torchs_allocator_holds_what_is_predicted_also_of_a_plan_that_places(
     """MEMO places its activations itself; our runtime leaves that to torch."""
     cell = next(cell for cell in layer_suite.layer_cells(suite) if "memo" in cell.name)
     assert isinstance(cell.plan, Plan)
-    placed = run_plan(cell.problem, cell.plan).evaluation
+    placed = evaluate_plan(cell.problem, cell.plan).evaluation
     assert placed is not None
-    lowered = lately(cell.problem, cell.plan)
+    lowered = RECENTLY.lowered(cell.problem, cell.plan)
     assert lowered.program.planned
     found = predictions.predict(cell).reserved_bytes
     assert found == lowered.peaks.reserved_bytes > placed.reserved_bytes
@@ -299,7 +299,7 @@ def test_a_pipelines_first_rank_is_predicted_alone_and_has_no_mfu(tmp_path: Path
     found = layer_suite.load_layers(path)
     (cell,) = layer_suite.layer_cells(found)
     assert isinstance(cell.plan, Plan)
-    line, whole = predictions.predict(cell), run_plan(cell.problem, cell.plan).evaluation
+    line, whole = predictions.predict(cell), evaluate_plan(cell.problem, cell.plan).evaluation
     assert whole is not None
     assert line.step_s is not None
     assert line.step_s < whole.step_s

@@ -12,8 +12,8 @@ from rematbench.engine.program.program import Block, Program
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.evaluate.outcome import run_plan
 from rematbench.evaluate.proof import CheckError, check
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import lifetimes, placed, planned_peak
@@ -255,8 +255,8 @@ def test_memo_gets_the_verdict_of_its_own_addresses() -> None:
     p = paper(1 << 20)
     plan = plan_of(p, "memo+mst")
     assert plan.addresses == "planned"
-    found = run_plan(p, plan)
-    left = run_plan(p, msgspec.structs.replace(plan, addresses="allocator"))
+    found = evaluate_plan(p, plan)
+    left = evaluate_plan(p, msgspec.structs.replace(plan, addresses="allocator"))
     assert (found.status, left.status) == ("ok", "oom")
     peak = max(found.evaluation.peak_device_bytes)
     assert peak <= found.evaluation.reserved_bytes < 1.01 * peak
@@ -274,7 +274,7 @@ def test_the_tensors_that_do_not_fit_are_those_that_the_readme_names() -> None:
         seq_len=1 << 20,
     )
     plan = plan_of(p, "memo")
-    found = run_plan(p, plan)
+    found = evaluate_plan(p, plan)
     assert found.verdict.headroom_bytes == pytest.approx(-32.44 * 2**30, rel=1e-3)
     lives = [life.tensor for life in lifetimes(lower(plan, p).ranks[0])]
     largest = max(lives, key=lambda tensor: tensor.nbytes)
@@ -300,7 +300,7 @@ def test_expandable_segments_are_a_fact_of_the_stack() -> None:
     p = paper(1 << 20)
     plan = msgspec.structs.replace(plan_of(p, "memo+mst"), addresses="allocator")
     grown = remade(p, system=msgspec.structs.replace(p.system, expandable_segments=True))
-    found = [run_plan(q, plan).evaluation for q in (p, grown)]
+    found = [evaluate_plan(q, plan).evaluation for q in (p, grown)]
     assert found[1].reserved_bytes < found[0].reserved_bytes
     assert found[1].step_s == found[0].step_s
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.paper.studies import answers
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes

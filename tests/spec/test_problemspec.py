@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rematbench.cli.options import RunOptions, takes_problem, takes_run
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_cluster, load_model, load_system

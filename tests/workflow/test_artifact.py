@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from rematbench.evaluate.outcome import run_method
+from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import write_sheet
 from rematbench.paper.html import page_html
@@ -87,7 +87,7 @@ def test_every_cell_at_full_scale_is_predicted_to_fit() -> None:
     cells = Campaign(load_campaign_suite(ROOT / "config/full_scale.yaml"), registry).cells
     for cell in cells:
         method = registry.resolve(cell.variant.method, cell.variant.settings)
-        assert run_method(cell.spec.problem(), method).status == "ok", cell.name
+        assert evaluate_method(cell.spec.problem(), method).status == "ok", cell.name
 
 
 def interpreters() -> list[str]:

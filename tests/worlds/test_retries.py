@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from rematbench.cli.ranking import _retry_lines
@@ -11,8 +12,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import evaluate_program, fullest_rank
-from rematbench.evaluate.outcome import Outcome, Retries, judge, make_problem, retries, run_plan
-from rematbench.evaluate.reserved import lately
+from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Result, evaluate_plan
+from rematbench.evaluate.verdict import Retries, judge, retries
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
@@ -37,9 +40,9 @@ def given(usable_bytes: int) -> Problem:
     return make_problem(ProblemSpec.at(LAYOUT, **JOB, hbm_bytes=hbm_bytes))
 
 
-def ran(problem: Problem) -> Outcome:
+def ran(problem: Problem) -> Result:
     method = discover(()).resolve(METHOD, None, problem)
-    return run_plan(problem, method.plan(problem))
+    return evaluate_plan(problem, method.plan(problem))
 
 
 def words(problem: Problem, *more: str) -> list[str]:
@@ -100,7 +103,7 @@ def test_a_retry_that_fails_after_the_peak_is_out_of_memory() -> None:
     outcome = ran(problem)
     assert outcome.status == "oom"
     assert outcome.plan is not None
-    lowered = lately(problem, outcome.plan)
+    lowered = RECENTLY.lowered(problem, outcome.plan)
     number = fullest_rank(lowered.ranks)
     actions, held = lowered.program.ranks[number], lowered.ranks[number]
     near = 2 * held.peak_step + 1
@@ -119,7 +122,7 @@ def test_what_was_not_modelled_is_not_said_to_need_none() -> None:
     bare = evaluate_program(problem, plan, lower(plan, problem))
     assert retries(problem, plan, bare) is None
     method = discover(()).resolve(METHOD, None, problem)
-    none = Outcome(status="unsupported", reason="why")
+    none = msgspec.structs.replace(evaluate_plan(problem, plan), evaluation=None)
     assert make_record(problem, method, none).allocator_retries is None
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rematbench.evaluate.outcome import Outcome, evaluate, run_method, run_plan
+from rematbench.evaluate.evaluator import evaluate
+from rematbench.evaluate.result import Result, evaluate_method, evaluate_plan
 from rematbench.plan import Plan, Recompute, Rule, Select
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -38,8 +39,8 @@ def sized(usable: int) -> Problem:
     return case(non_torch_bytes=case().cluster.hbm_bytes - usable)
 
 
-def outcome(p: Problem, spec: str = "keep_all", **settings: float) -> Outcome:
-    return run_method(p, REGISTRY.resolve(spec, settings), checked=True)
+def outcome(p: Problem, spec: str = "keep_all", **settings: float) -> Result:
+    return evaluate_method(p, REGISTRY.resolve(spec, settings), checked=True)
 
 
 def test_a_fitting_plan_is_ok_with_headroom() -> None:
@@ -83,7 +84,7 @@ def test_unsupported_and_failed_are_outcomes() -> None:
         def plan(self, problem: Problem, base: Plan) -> Plan:
             return base.with_rules(Rule(Select(activations=("nothing",)), Recompute()))
 
-    got = run_method(p, Composition((Wrong(),)))
+    got = evaluate_method(p, Composition((Wrong(),)))
     assert got.status == "failed"
     assert "rule matches no saved tensor" in got.reason
 
@@ -91,9 +92,9 @@ def test_unsupported_and_failed_are_outcomes() -> None:
 def test_checked_and_memoised_runs_agree() -> None:
     p = case()
     plan = plan_of(p, "balanced_checkpointing")
-    proved = run_plan(p, plan, checked=True)
+    proved = evaluate_plan(p, plan, checked=True)
     assert proved.proof is not None
-    assert run_plan(p, plan) == msgspec.structs.replace(proved, proof=None)
+    assert evaluate_plan(p, plan) == msgspec.structs.replace(proved, proof=None)
 
 
 # -- records ---------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_checked_and_memoised_runs_agree() -> None:
 
 def record(p: Problem, spec: str = "keep_all") -> Record:
     method = REGISTRY.resolve(spec)
-    return make_record(p, method, run_method(p, method))
+    return make_record(p, method, evaluate_method(p, method))
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "balanced_checkpointing+pp_offload", "memo"])

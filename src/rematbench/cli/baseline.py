@@ -24,7 +24,7 @@ from rematbench.cli.points import (
 )
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Out, need_file
-from rematbench.evaluate.outcome import run_method
+from rematbench.evaluate.result import evaluate_method
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -90,7 +90,7 @@ def predict_baseline(
     need_file("--out", out)
     made = of_baseline(run)
     here = packaged(made.method, made.problem)
-    outcome = run_method(here, made.method)
+    outcome = evaluate_method(here, made.method)
     record = make_record(here, made.method, outcome, asked=made.problem)
     if out is not None:
         write_record(record, out)

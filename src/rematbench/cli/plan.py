@@ -19,8 +19,8 @@ from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.outcome import Outcome, run_method
 from rematbench.evaluate.perfetto import write_timeline
+from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.host.console import (
     CommandError,
@@ -62,7 +62,7 @@ def simulate(
     """
     need_file("--out", out)
     asked = request(run)
-    outcome = run_method(asked.problem, asked.method, asked.base, checked=check)
+    outcome = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
     form = estimated(asked, outcome, estimator)
     shown = ShownRun(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
@@ -79,14 +79,14 @@ def simulate(
         raise typer.Exit(1)
 
 
-def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
+def _keep_all(asked: Request, outcome: Result) -> PlanEvaluation | None:
     if outcome.evaluation is None:
         return None
     found = asked.problem.cost.evaluate(asked.base)
     return found if isinstance(found, PlanEvaluation) else None
 
 
-def estimated(asked: Request, outcome: Outcome, name: EstimatorName) -> ClosedForm | None:
+def estimated(asked: Request, outcome: Result, name: EstimatorName) -> ClosedForm | None:
     """The requested closed-form estimate; CommandError names what its formula has no term for."""
     if name == "ledger" or outcome.plan is None:
         return None

@@ -12,7 +12,8 @@ from rematbench.advise.compare.entry import Compared, Entry
 from rematbench.advise.compare.judged import Judged, Order
 from rematbench.cli.options import Request
 from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
-from rematbench.evidence.bands import Band, peak_band, ratio_band
+from rematbench.evaluate.band import Band
+from rematbench.evidence.bands import peak_band, ratio_band
 from rematbench.host.console import GIB, gib, percent, plain, rounded
 from rematbench.worlds.packages.flags import Engines
 

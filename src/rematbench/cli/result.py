@@ -7,16 +7,18 @@ from msgspec.structs import asdict
 
 from rematbench.advise.compare.judged import run_band
 from rematbench.cli.options import Request
+from rematbench.evaluate.band import Band
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.outcome import Outcome, Retries, retries
-from rematbench.evidence.bands import Band, fits_word
+from rematbench.evaluate.result import Result
+from rematbench.evaluate.verdict import Retries, retries
+from rematbench.evidence.bands import fits_word
 
 
 class ShownRun(Struct, frozen=True, kw_only=True):
     """A run, its outcome, and the evaluation of keep_all on the same problem (None: no plan)."""
 
     request: Request
-    outcome: Outcome
+    outcome: Result
     keep_all: PlanEvaluation | None = None
 
 

@@ -10,11 +10,12 @@ from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.assumptions import assumed, faster_attention
+from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
-from rematbench.evaluate.outcome import Retries
 from rematbench.evaluate.proof import Proof
-from rematbench.evidence.bands import Band, peak_band
+from rematbench.evaluate.verdict import Retries
+from rematbench.evidence.bands import peak_band
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import FEW_TENSORS, placed

@@ -19,6 +19,7 @@ from itertools import combinations
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.evaluate.band import Band
 from rematbench.evidence.accuracy import Row
 from rematbench.evidence.job_evidence import Job, Known, Range, covered, job_of, known_cells
 from rematbench.evidence.left_out import PEAK, log_error, out_of_source
@@ -33,32 +34,6 @@ error.  Our choice."""
 
 Errors = dict[str, list[float]]
 """Absolute log errors by source."""
-
-
-class Band(Struct, frozen=True, kw_only=True):
-    """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
-    the job that no published row covers, each with its description.  `sources` is the number of
-    sources behind the width; it is 0 for a stack that its user calibrated, whose width is
-    `protocol.band_of_rows`."""
-
-    half_width: float
-    outside: dict[str, str]
-    sources: int
-
-    def low(self, value: float) -> float:
-        """The lower end of the band around a predicted value."""
-        return value * math.exp(-self.half_width)
-
-    def high(self, value: float) -> float:
-        """The upper end of the band around a predicted value."""
-        return value * math.exp(self.half_width)
-
-    @property
-    def evidence(self) -> str:
-        """The kind of evidence in words."""
-        if not self.outside:
-            return "inside what was published"
-        return f"outside what was published: {', '.join(self.outside.values())}"
 
 
 # -- widths -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from rematbench.evaluate.outcome import Variant, system_variant
+from rematbench.evaluate.problems import Variant, system_variant
 from rematbench.evidence.accuracy import LAYOUT, SWEEP, Row, number
 from rematbench.evidence.left_out import log_error, out_of_source
 from rematbench.evidence.published.sheets import bundle_of

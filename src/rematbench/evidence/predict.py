@@ -12,7 +12,7 @@ from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.outcome import Outcome, run_method
+from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.evidence.bands import band_of
 from rematbench.evidence.published.rows import PublishedCase, Row, RowError, read_case
 from rematbench.host.workers import collect_rarely
@@ -129,7 +129,7 @@ def predict_case(
     try:
         problem = case.problem(constants)
         method = method_of(case, problem, registry)
-        outcome = run_method(problem, method)
+        outcome = evaluate_method(problem, method)
     except RowError as error:
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down
@@ -138,9 +138,9 @@ def predict_case(
     return found if constants else {**found, **_band(problem, method, found)}
 
 
-def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Outcome:
+def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Result:
     """The plan and evaluation of a case on its problem."""
-    return run_method(problem, method_of(case, problem, registry))
+    return evaluate_method(problem, method_of(case, problem, registry))
 
 
 def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Composition:
@@ -159,7 +159,7 @@ def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Comp
     return Composition((*plain.methods, *offload.methods))
 
 
-def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
+def _prediction(problem: Problem, outcome: Result, assumed: str) -> Prediction:
     """The pred_* columns without the band; the peak is counted as the stack's publications count
     peaks."""
     evaluation, plan = outcome.evaluation, outcome.plan

@@ -14,8 +14,9 @@ from rematbench.engine.program.first_rank import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import fullest_rank
-from rematbench.evaluate.outcome import run_plan
-from rematbench.evaluate.reserved import lately, unpressed
+from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.lowered import unpressed
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
 from rematbench.measure.layer_suite import HandCell
@@ -38,11 +39,11 @@ def predict(cell: Cell) -> Prediction:
     known |= {"cell": cell.name, "provenance": provenance(cell.problem.calibration)}
     if isinstance(cell.plan, Unsupported):
         return Prediction(status="unsupported", reason=cell.plan.reason, **known)
-    outcome = run_plan(cell.problem, cell.plan)
+    outcome = evaluate_plan(cell.problem, cell.plan)
     found = outcome.evaluation
     if found is None:
         return Prediction(status=outcome.status, reason=outcome.reason, **known)
-    lowered, step_s = lately(cell.problem, cell.plan), found.step_s
+    lowered, step_s = RECENTLY.lowered(cell.problem, cell.plan), found.step_s
     number = fullest_rank(found.ranks)
     if cell.problem.layout.pp > 1:  # the first rank runs alone
         number, alone = 0, without_neighbours(lowered.program)

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from rematbench.evaluate.result import Status
 from rematbench.host.gpu_state import GpuState
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.record import Provenance, RecordError
@@ -58,7 +59,7 @@ class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run_id: str
     plan_hash: str
     code: str
-    status: Literal["ok", "oom", "unsupported", "failed"]
+    status: Status
     reason: str = ""
     step_s: float | None = None
     allocated_bytes: int = 0

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.evidence.accuracy import number
 from rematbench.evidence.published.sheets import LAYOUTS, PUBLISHED
 from rematbench.host.table import Column, Table, signed_percent

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.host.table import Column, Table
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY

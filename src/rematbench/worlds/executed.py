@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.host import rank_error
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan, Unsupported

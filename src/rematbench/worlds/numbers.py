@@ -8,7 +8,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.load import load_system

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rematbench.evaluate.evaluation import fullest
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.plan import Unsupported
 from rematbench.worlds.numbers import measured_ranks, measured_record
 from rematbench.worlds.records.cell import Cell

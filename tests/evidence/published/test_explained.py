@@ -13,7 +13,7 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.accuracy import MORE, SPEED, load_accuracy, members
 from rematbench.evidence.fit import is_fit, with_values
 from rematbench.evidence.predict import predict_rows

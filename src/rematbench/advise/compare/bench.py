@@ -11,7 +11,8 @@ from rematbench.advise.compare.candidates import Candidate, clash
 from rematbench.advise.compare.entry import UNPLANNED, Entry
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
-from rematbench.evaluate.outcome import retries, run_plan
+from rematbench.evaluate.result import evaluate_plan
+from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
@@ -60,7 +61,7 @@ class Bench:
             return Entry(
                 candidate=candidate, status="unsupported", reason=plan.reason, settings=settings
             )
-        outcome = run_plan(self.problem, plan)
+        outcome = evaluate_plan(self.problem, plan)
         assert outcome.evaluation is not None
         if outcome.status == "unsupported":
             return Entry(

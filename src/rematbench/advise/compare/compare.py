@@ -17,7 +17,7 @@ from rematbench.advise.compare.candidates import (
 )
 from rematbench.advise.compare.entry import Compared, Entry, Status, as_made, lost_reason
 from rematbench.advise.compare.variants import best_variants
-from rematbench.evaluate.reserved import same_plan
+from rematbench.evaluate.lowered import same_plan
 from rematbench.host.workers import Lost, Pool
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

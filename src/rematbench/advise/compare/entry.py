@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from rematbench.advise.compare.candidates import TUNED, Candidate, Made, changed_kinds
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.outcome import Retries, Verdict
+from rematbench.evaluate.verdict import Retries, Verdict
 from rematbench.host.workers import Lost
 from rematbench.plan import Plan
 

@@ -8,10 +8,11 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.advise.compare.entry import Compared, Entry
+from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.job import Job
-from rematbench.evaluate.reserved import same_plan
-from rematbench.evidence.bands import Band, band_of, fits_word, ratio_band
+from rematbench.evaluate.lowered import same_plan
+from rematbench.evidence.bands import band_of, fits_word, ratio_band
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem

@@ -21,7 +21,7 @@ from rematbench.advise.compare.candidates import (
     place,
 )
 from rematbench.advise.compare.entry import Entry, as_made
-from rematbench.evaluate.reserved import same_plan
+from rematbench.evaluate.lowered import same_plan
 from rematbench.plan import Plan, Settings
 from rematbench.plugins.registry import MethodEntry, Registry, typed
 from rematbench.problem import Problem

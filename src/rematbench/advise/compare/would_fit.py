@@ -6,7 +6,7 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from rematbench.advise.compare.entry import Entry
-from rematbench.evaluate.outcome import Outcome, run_plan
+from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
@@ -121,7 +121,7 @@ def _on(problem: Problem, cluster: Cluster) -> Problem:
     return replaced(problem, cluster=cluster, reserve_bytes=0, _memo={}, _weights={})
 
 
-def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:
+def _again(problem: Problem, entry: Entry, registry: Registry) -> Result | None:
     """The outcome of an entry's methods and settings on another problem; None without a plan."""
     try:
         plan = registry.resolve(entry.name, None, problem).plan(problem)
@@ -135,8 +135,8 @@ def _fits(problem: Problem, plan: Plan) -> bool:
     return outcome is not None and outcome.status == "ok"
 
 
-def _run(problem: Problem, plan: Plan) -> Outcome | None:
+def _run(problem: Problem, plan: Plan) -> Result | None:
     try:
-        return run_plan(problem, plan)
+        return evaluate_plan(problem, plan)
     except (PlanError, LayoutError):
         return None

@@ -24,8 +24,8 @@ from rematbench.advise.search.shared import Shared
 from rematbench.advise.search.site import Site
 from rematbench.advise.search.space import Choice, Fixed, Space, space
 from rematbench.advise.search.tree import Given, Tree, rebuilds
-from rematbench.evaluate.outcome import hosting, make_problem
-from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.evaluator import Evaluator
+from rematbench.evaluate.problems import hosting, make_problem
 from rematbench.evidence.bands import leaving_reserve
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
@@ -243,7 +243,7 @@ class SearchJob:
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
         if self.shared.programs:  # a problem and its costs hold each other, but no programs
-            weigher = partial(Programs.weigh, proxy(self.shared.programs))
+            weigher = partial(Evaluator.weigh_within, proxy(self.shared.programs))
             problem = replaced(problem, weigher=weigher)
         return _reserving(self.asked.reserve_gib, problem)
 

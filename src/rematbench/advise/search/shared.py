@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from rematbench.advise.search.small import Known
-from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.evaluator import Evaluator
 
 
 class Shared(NamedTuple):
@@ -11,4 +11,4 @@ class Shared(NamedTuple):
     lowered plans, where searches of the same model and length on other clusters follow."""
 
     probes: Known
-    programs: Programs | None = None
+    programs: Evaluator | None = None

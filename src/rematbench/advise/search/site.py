@@ -5,7 +5,7 @@ from functools import cached_property
 from rematbench.advise.search.skeleton import Frame, frame
 from rematbench.advise.search.space import Choice
 from rematbench.advise.search.trial import Trials
-from rematbench.evaluate.programs import Programs
+from rematbench.evaluate.evaluator import Evaluator
 from rematbench.problem import Problem
 
 
@@ -13,7 +13,7 @@ class Site:
     """A layout of a job with its problem.  `tight_s`: seconds of bounds by the schedule, by the
     text of the arm; `trials`: what is known of plans."""
 
-    def __init__(self, choice: Choice, problem: Problem, programs: Programs | None = None) -> None:
+    def __init__(self, choice: Choice, problem: Problem, programs: Evaluator | None = None) -> None:
         self.choice, self.problem = choice, problem
         self.tight_s: dict[str, float] = {}
         self.trials = Trials(programs)

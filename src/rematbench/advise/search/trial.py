@@ -5,9 +5,9 @@ from msgspec.structs import replace
 
 from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
-from rematbench.evaluate.outcome import Verdict, judge, judged, timed
-from rematbench.evaluate.programs import Programs
-from rematbench.evaluate.reserved import Lowered, same_plan, weighed
+from rematbench.evaluate.evaluator import Evaluator, timed
+from rematbench.evaluate.lowered import Lowered, same_plan, weighed
+from rematbench.evaluate.verdict import Verdict, judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
@@ -49,7 +49,7 @@ class Trials(Struct):
     """The trials of a layout, by the content of their plans; `programs`: lowered plans that are
     kept for other clusters; `ended`: plans whose replay of the allocator ended early."""
 
-    programs: Programs | None = None
+    programs: Evaluator | None = None
     tried: dict[bytes, Tried] = {}
     ended: dict[bytes, Lowered] = {}
 

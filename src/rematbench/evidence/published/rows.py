@@ -10,7 +10,7 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 
-from rematbench.evaluate.outcome import Variant, make_problem, system_variant
+from rematbench.evaluate.problems import Variant, make_problem, system_variant
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
 from rematbench.problem import Problem

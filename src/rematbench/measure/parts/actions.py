@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.measure.machine import Machine
@@ -82,7 +82,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
     steps = [by_key(taken) for _, taken in seen]
     predicted = action_seconds(cell.problem, lower(plan, cell.problem))
     known = {"cell": cell.name, **machine.about(cell.problem.calibration)}
-    found = run_plan(cell.problem, plan).evaluation
+    found = evaluate_plan(cell.problem, plan).evaluation
     whole = Spent(
         kind=STEP,
         actions=len(seen[0][1]),

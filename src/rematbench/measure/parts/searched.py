@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from rematbench.advise.search.halves import rounds
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.trial import Tried
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.measure.parts.layers import FEWEST, run_by_turns

@@ -20,8 +20,8 @@ from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.shared import Shared
 from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
 from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evaluate.job import Job
-from rematbench.evaluate.programs import Programs
 from rematbench.evidence.accuracy import Row, number
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
@@ -273,7 +273,7 @@ class Worker:
 
     def lines(self, task: Task) -> Iterator[Line]:
         """The lines of the cells, each when it is asked for."""
-        shared = Shared({}, Programs())
+        shared = Shared({}, Evaluator(without_cluster))
         for name in self.spec.clusters:
             cell = CellJob(self.spec, task[0], name, task[1], shared, self.within)
             answers = Answers(cell, self.spec, self.registry, {})

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from rematbench.evaluate.breakdown import parts_of
 from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
+from rematbench.evaluate.evaluator import Evaluator, timed, without_cluster
 from rematbench.evaluate.job import Job
-from rematbench.evaluate.outcome import Status, timed
-from rematbench.evaluate.programs import Programs
-from rematbench.evaluate.reserved import same_plan
+from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.result import Status
 from rematbench.host.table import GIB
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
@@ -60,11 +60,11 @@ class ArmTried(Struct, frozen=True, kw_only=True):
         return self.evaluation.tokens_per_s_per_gpu if self.evaluation else 0.0
 
 
-class Numbers(Programs):
+class Numbers(Evaluator):
     """Lowered plans of one model and length, with their numbers on each cluster, each made once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(without_cluster)
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
         self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
 
@@ -72,16 +72,16 @@ class Numbers(Programs):
         """The bytes of a plan, which is not timed."""
         lowered = self.lowered(problem, plan)
         return PlanBytes(
-            reserved_bytes=self.held(problem, plan).nbytes,
+            reserved_bytes=self.reserved(problem, plan).nbytes,
             peak_bytes=lowered.live_bytes,
             host_node_bytes=host_node_bytes(problem, lowered.ranks),
         )
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
-        """The evaluation of a plan as in evaluate/outcome.py, with a shared program."""
+        """The evaluation of a plan as in evaluate/evaluator.py, with a shared program."""
         key = _key(problem, plan)
         if key not in self._evaluations:
-            lowered, held = self.lowered(problem, plan), self.held(problem, plan)
+            lowered, held = self.lowered(problem, plan), self.reserved(problem, plan)
             self._evaluations[key] = timed(problem, lowered, held)
         return self._evaluations[key]
 
@@ -103,7 +103,7 @@ def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
 def tried(job: Job, method: Composition, programs: Numbers) -> ArmTried:
     """A method at a layout: its plan, weighed, and timed where the plan fits.  A method that fills
     the device leaves the reserve of the job's problem free."""
-    problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.weigh)
+    problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.weigh_within)
     job = msgspec.structs.replace(job, problem=problem)
     try:
         plan = method.plan(problem, job.base)

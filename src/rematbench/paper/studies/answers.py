@@ -10,7 +10,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.evaluate.evaluation import fullest_rank
-from rematbench.evaluate.outcome import Outcome, Status, make_problem, run_method
+from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Result, Status, evaluate_method
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.paper.studies.measures import (
     attention_share,
@@ -129,7 +130,7 @@ def _at_length(
     settings: dict[str, Value] = dict(contender.settings)
     method = registry.resolve(contender.method, settings)
     if ask == "run":
-        return of_outcome(blank, run_method(problem, method))
+        return of_outcome(blank, evaluate_method(problem, method))
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return replace(blank, status="unsupported", reason=plan.reason)
@@ -145,7 +146,7 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 }
 
 
-def of_outcome(blank: StudyAnswer, outcome: Outcome) -> StudyAnswer:
+def of_outcome(blank: StudyAnswer, outcome: Result) -> StudyAnswer:
     """A simulated run as an answer; a plan that does not fit keeps its would-be numbers."""
     found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
     if found is None or plan is None or verdict is None:
@@ -175,11 +176,11 @@ def _fewest(
     """The run at the smallest value of the setting `fewest` that fits, else at the largest value.
     Bisection finds the value, because a larger value frees more bytes."""
     lay, layers = problem.layout, problem.workload.model.num_layers
-    tried: dict[int, Outcome] = {}
+    tried: dict[int, Result] = {}
 
     def fits(count: int) -> bool:
         settings = {**contender.settings, contender.fewest: count}
-        tried[count] = run_method(problem, registry.resolve(contender.method, settings))
+        tried[count] = evaluate_method(problem, registry.resolve(contender.method, settings))
         return tried[count].status == "ok"
 
     most = -(-layers // lay.num_chunks)

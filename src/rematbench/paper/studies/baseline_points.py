@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition

@@ -1,6 +1,6 @@
 """The Pareto front of recomputation seconds against kept bytes, for one layer of each model."""
 
-from rematbench.evaluate.outcome import make_problem
+from rematbench.evaluate.problems import make_problem
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s

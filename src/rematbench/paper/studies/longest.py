@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from rematbench.evaluate.outcome import Outcome, run_method
+from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -46,26 +47,33 @@ def longest_sequence(
     A sequence fails if a device or a host is out of memory, or if the method or the layout refuses
     it.
     """
-    tried: dict[int, Outcome] = {}
+    tried: dict[int, Result] = {}
+    refused: dict[int, str] = {}
 
     def fails(units: int) -> bool:
-        tried[units] = _attempt(factory, units * granularity, method, reserved)
-        return tried[units].status != "ok"
+        try:
+            problem = factory(units * granularity)
+        except LayoutError as error:
+            refused[units] = str(error)
+            return True
+        tried[units] = _attempt(problem, method, reserved)
+        return not tried[units].fits
 
     def further(units: int) -> int:
         return _further(tried, units, last)
 
     def between(low: int, high: int) -> int | None:
-        every_third = len(tried) % 3 == 0
+        every_third = (len(tried) + len(refused)) % 3 == 0
         return middle(low, high) if every_third or high - low <= 1 else _between(tried, low, high)
 
     last = max(1, limit // granularity)
     *_, (low, high) = brackets(fails, 0, 1, further=further, most=last, between=between)
-    binds = tried[high].reason if high in tried else "the limit of the search"
+    refusal = refused.get(high, "the limit of the search")
+    binds = tried[high].reason if high in tried else refusal
     return _report(tried, low, high, granularity, binds)
 
 
-def _further(tried: dict[int, Outcome], units: int, last: int) -> int:
+def _further(tried: dict[int, Result], units: int, last: int) -> int:
     """The next length to try above a length that fits: twice as far, or further. Further: just
     beyond the length at which the peaks of the last two lengths meet the device. The limit of the
     search is tried once before any length beyond it."""
@@ -75,7 +83,7 @@ def _further(tried: dict[int, Outcome], units: int, last: int) -> int:
     return further if units == last else min(further, last)
 
 
-def _between(tried: dict[int, Outcome], low: int, high: int) -> int:
+def _between(tried: dict[int, Result], low: int, high: int) -> int:
     """The next length to try inside a bracket. That is where the peaks meet the device, or a little
     below the upper end if an allocator's waste has already moved the upper end below that point."""
     guess = _crossing(tried, low, high)
@@ -86,7 +94,7 @@ def _between(tried: dict[int, Outcome], low: int, high: int) -> int:
     return max(low + 1, guess)
 
 
-def _crossing(tried: dict[int, Outcome], low: int, high: int) -> int | None:
+def _crossing(tried: dict[int, Result], low: int, high: int) -> int | None:
     """The last whole length before the line through two peaks meets the device. None if a peak is
     unknown or the second peak is not the higher one."""
     rooms = [_room(tried.get(units)) for units in (low, high)]
@@ -95,7 +103,7 @@ def _crossing(tried: dict[int, Outcome], low: int, high: int) -> int | None:
     return low + int(rooms[0] * (high - low) // (rooms[0] - rooms[1]))
 
 
-def _room(outcome: Outcome | None) -> int | None:
+def _room(outcome: Result | None) -> int | None:
     """Usable device bytes less allocated bytes (negative: bytes missing); None if unknown."""
     if outcome is None or outcome.evaluation is None or outcome.verdict is None:
         return None
@@ -103,26 +111,18 @@ def _room(outcome: Outcome | None) -> int | None:
     return outcome.verdict.headroom_bytes + found.reserved_bytes - max(found.peak_device_bytes)
 
 
-def _attempt(
-    factory: Factory, seq_len: int, method: Composition, reserved: Reserved | None
-) -> Outcome:
-    try:
-        problem = factory(seq_len)
-    except LayoutError as error:
-        return Outcome(status="failed", reason=str(error))
-    outcome = run_method(problem, method)
+def _attempt(problem: Problem, method: Composition, reserved: Reserved | None) -> Result:
+    outcome = evaluate_method(problem, method)
     if reserved is None or outcome.status != "ok" or outcome.plan is None:
         return outcome
     short = reserved(problem, outcome.plan) - problem.usable_bytes
     if short <= 0:
         return outcome
     reason = f"allocator reserves {short / 2**30:.2f} GiB more than the device has"
-    return Outcome(status="oom", reason=reason)
+    return replace(outcome, status="oom", reason=reason, evaluation=None, verdict=None)
 
 
-def _report(
-    tried: dict[int, Outcome], low: int, high: int, granularity: int, binds: str
-) -> Longest:
+def _report(tried: dict[int, Result], low: int, high: int, granularity: int, binds: str) -> Longest:
     best = tried[low].evaluation if low else None
     return Longest(
         seq_len=low * granularity,

@@ -16,7 +16,7 @@ from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.space import DEGREES
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
-from rematbench.evaluate.outcome import run_method
+from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.accuracy import Row
 from rematbench.evidence.predict import method_of
 from rematbench.evidence.published.rows import PublishedCase, RowError, read_case, text
@@ -44,7 +44,7 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         except RowError as error:
             yield {**_said(row), "reason": str(error)}
             continue
-        outcome = run_method(problem, method_of(case, problem, registry))
+        outcome = evaluate_method(problem, method_of(case, problem, registry))
         if outcome.evaluation is None or outcome.plan is None:
             yield {**_said(row), "reason": outcome.reason}
             continue

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
-from rematbench.evaluate.outcome import run_plan
+from rematbench.evaluate.result import evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.worlds.packages.process import baselines
@@ -50,7 +50,7 @@ class Costs(Struct, frozen=True, kw_only=True):
 def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
     """What the plan `other` costs against `plan`; None where either cannot be lowered."""
     try:
-        mine, found = run_plan(problem, plan), run_plan(problem, other)
+        mine, found = evaluate_plan(problem, plan), evaluate_plan(problem, other)
     except PlanError:
         return None
     assert mine.evaluation is not None

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from rematbench.evaluate.outcome import Status
+from rematbench.evaluate.result import Status
 from rematbench.host.errors import UserError
 from rematbench.host.rank_error import of_exit, of_record, recorded
 from rematbench.host.scratch import scratch

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate.outcome import hosting
+from rematbench.evaluate.problems import hosting
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry

@@ -15,7 +15,7 @@ from rematbench.spec.paths import data_dir
 PACKAGE = Path(__file__).resolve().parents[2]
 BASELINES = data_dir("baselines")
 COMMANDS = "rematbench.cli"
-SIMULATED = ("rematbench.evaluate.outcome", "rematbench.worlds.records.record")
+SIMULATED = ("rematbench.evaluate.result", "rematbench.worlds.records.record")
 """The root modules of a simulated record."""
 
 LOADS_BY_NAME = "rematbench.worlds.packages.process"

@@ -17,7 +17,8 @@ import rematbench
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import PHASES, resolve
 from rematbench.evaluate.evaluation import RankBytes
-from rematbench.evaluate.outcome import Outcome, Retries, Status, retries
+from rematbench.evaluate.result import Result, Status
+from rematbench.evaluate.verdict import Retries, retries
 from rematbench.host.errors import UserError
 from rematbench.host.files import write_atomically
 from rematbench.plan import Plan
@@ -204,7 +205,7 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
 def make_record(
     problem: Problem,
     method: Composition,
-    outcome: Outcome,
+    outcome: Result,
     *,
     base: Plan | None = None,
     asked: Problem | None = None,

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from rematbench.evaluate.outcome import make_problem, run_method
+from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import evaluate_method
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.spec.configfile import (
@@ -163,7 +164,7 @@ def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Recor
     """The record of a variant on a problem, simulated now."""
     settings: dict[str, Value] = dict(variant.settings)
     method: Composition = registry.resolve(variant.method, settings, problem)
-    return make_record(problem, method, run_method(problem, method))
+    return make_record(problem, method, evaluate_method(problem, method))
 
 
 def labels(suite: Suite, registry: Registry) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -126,7 +126,8 @@ class Runner:
         record = read_record(out) if out.exists() else None
         status: CellStatus
         if record is not None and record.status != "failed":
-            status, reason = record.status, record.reason
+            # no record is of a planner that was given up
+            status, reason = cast(CellStatus, record.status), record.reason
         else:
             status, reason = self._why(ended, out, limit, record)
         return self._record(

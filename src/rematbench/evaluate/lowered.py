@@ -1,6 +1,5 @@
 """Plans that are lowered, and the bytes that the allocator of their fullest rank reserves."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from math import inf
@@ -94,20 +93,6 @@ class Lowered:
         rank = fullest_rank(self.ranks)
         held = self.ranks[rank]
         return replayed(self.program, rank, held, capacity_bytes, enough_bytes=enough_bytes)
-
-
-_LATELY: deque[tuple[Problem, bytes, Lowered]] = deque(maxlen=8)
-
-
-def lately(problem: Problem, plan: Plan) -> Lowered:
-    """The lowered plan.  The last few are kept: a method weighs plans before it asks for the
-    seconds of one of them, and notes in `fit` how it chose."""
-    key = same_plan(plan)
-    for of, content, lowered in _LATELY:
-        if of is problem and content == key:
-            return lowered
-    _LATELY.append((problem, key, Lowered(problem, plan)))
-    return _LATELY[-1][-1]
 
 
 def weighed(

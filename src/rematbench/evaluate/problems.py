@@ -1,0 +1,60 @@
+"""Problems from plain inputs: names and files are loaded, the evaluator is bound."""
+
+from typing import Literal
+
+from msgspec.structs import replace
+
+from rematbench.evaluate.evaluator import evaluate, weigh
+from rematbench.plan import Unsupported
+from rematbench.problem import Problem
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import Calibration
+from rematbench.spec.load import calibration, load_cluster, load_model, load_system
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.spec.system import Home, System
+from rematbench.workload import Model, Workload
+
+Variant = Literal["compile", "async_tp"]
+
+
+def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Problem:
+    """A problem with the chunk-level evaluator bound; names and files are loaded. `attention` is
+    flash (the stack's kernel), unfused, or a kernel by name. Raises, each with one clear line:
+    ConfigError for names, LayoutError for layouts, RateError for a kernel that the GPUs cannot
+    run."""
+    layout = spec.layout
+    model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
+    cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
+    if spec.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
+    return Problem(
+        workload=Workload(model=model, seq_len=spec.seq_len, precision=spec.precision),
+        cluster=cluster,
+        system=hosting(spec.system, spec.optimizer),
+        layout=layout,
+        calibration=constants or calibration(),
+        attention="unfused" if spec.attention == "unfused" else "flash",
+        backend="" if spec.attention == "flash" else spec.attention,
+        evaluator=evaluate,
+        weigher=weigh,
+    )
+
+
+def hosting(named: str | System, optimizer: Home | None) -> System:
+    """The stack, with optimizer states on the device or on the host where `optimizer` says so."""
+    system = named if isinstance(named, System) else load_system(named)
+    return replace(system, optimizer_on_host=optimizer == "host") if optimizer else system
+
+
+def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
+    """A stack with one of its options switched on; Unsupported names an option that the stack
+    lacks. compile: torch.compile fuses SiLU with the product. async_tp: sequence-parallel
+    collectives run beside the GEMMs that they feed."""
+    for variant in variants:
+        if variant not in system.features:
+            return Unsupported(f"system {system.name} has no {variant}")
+    if "compile" in variants:
+        system = replace(system, compiled=True, fused_swiglu=True)
+    if "async_tp" in variants:
+        system = replace(system, tp_overlap="gemm")
+    return system

@@ -1,0 +1,73 @@
+"""The verdict on memory: whether a plan fits a device and a node's host memory."""
+
+from msgspec import Struct
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.lowered import replayed
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Whether a plan fits.  `headroom_bytes` is usable less needed device bytes on the rank with
+    the least headroom (negative: out of memory); `binds` names the memory that is short, else
+    "nothing"."""
+
+    fits: bool
+    headroom_bytes: int
+    host_headroom_bytes: int
+    binds: str
+
+
+class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often cudaMalloc is retried in a training step; `fails`: the last retry failed too."""
+
+    per_step: int = 0
+    fails: bool = False
+
+
+def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries | None:
+    """The allocator retries of the fullest rank in the second of two whole training steps. The
+    first step begins with an empty cache. None where no allocator was modelled; the cost of a retry
+    is modelled nowhere."""
+    if evaluation.pressed is None:
+        return None
+    if not evaluation.pressed:
+        return Retries()
+    rank, program = fullest_rank(evaluation.ranks), lower(plan, problem)
+    held = evaluation.ranks[rank]
+    found = replayed(program, rank, held, problem.usable_bytes, whole=True)
+    return Retries(per_step=found.retries, fails=found.oom_at is not None)
+
+
+def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
+    """The verdict on device and host memory of a plan's evaluation."""
+    held, pinned = evaluation.reserved_bytes, evaluation.host_node_bytes
+    return judged(problem, evaluation.ranks, held, pinned)
+
+
+def judged(
+    problem: Problem, ranks: tuple[RankBytes, ...], reserved_bytes: int, host_node_bytes: int
+) -> Verdict:
+    """The verdict on device and host memory. The bytes that the fullest rank reserves are held
+    against the usable bytes of a device, and a node's pinned bytes against the host memory that the
+    system leaves."""
+    rank = fullest_rank(ranks)
+    device = problem.usable_bytes - reserved_bytes
+    host = problem.cost.host_room_bytes - host_node_bytes
+    short = []
+    if device < 0:
+        short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")
+    if host < 0:
+        short.append(f"host memory of a node: {_gib(-host)} GiB short")
+    return Verdict(
+        fits=not short,
+        headroom_bytes=device,
+        host_headroom_bytes=host,
+        binds="; ".join(short) or "nothing",
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
