@@ -38,8 +38,6 @@ SYSTEMS = (
 CONTEXT_PARALLEL = ("rematbench", "megatron-kwai", "megatron-core")
 ROW_LOCAL = ("attn_norm_out", "mlp_norm_out", "fc2_in", "up_out", "q", "attn_residual")
 """Saved tensors of every layer that a part of the rows can rebuild."""
-LEFT_ALONE = ("layer_input", "attn_out", "attn_heads", "lse")
-"""Where a random plan starts a rebuild: the chunk's input and attention, as MEMO keeps them."""
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
 PHASES = ("warmup", "steady", "cooldown")
 

@@ -19,27 +19,11 @@ DEMO = [
 ]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
 SHARDED = ["--system", "torchtitan"]
-KEYS = {
-    "allocator_retries",
-    "band",
-    "fits",
-    "step_s",
-    "tokens_per_s_per_gpu",
-    "mfu_causal",
-    "mfu_dense",
-    "hfu",
-    "peak_device_bytes",
-    "peak_host_bytes",
-    "recompute_flop",
-    "offload_bytes",
-    "parameters",
-    "headroom_bytes",
-    "binds",
-    "status",
-    "reason",
-    "job",
-    "run_with",
-}
+KEYS = """
+allocator_retries band fits step_s tokens_per_s_per_gpu mfu_causal mfu_dense hfu peak_device_bytes
+peak_host_bytes recompute_flop offload_bytes parameters headroom_bytes binds status reason job
+run_with
+"""
 
 
 def words_of(places: Iterable[str]) -> list[str]:
@@ -50,13 +34,11 @@ def words_of(places: Iterable[str]) -> list[str]:
 def test_every_command_has_help_with_an_example(command: str) -> None:
     ran = typed(command, "--help")
     assert ran.code == 0
-    assert f"rematbench {command}" in ran.out.partition("Example:")[2]
-
-
-@pytest.mark.parametrize("command", words_of(COMMANDS))
-def test_examples_of_what_a_person_uses_need_no_checkout(command: str) -> None:
-    example = typed(command, "--help").out.partition("Example:")[2].partition("Options:")[0]
-    assert not [path for path in ("results/", "config/", "src/", "tests/") if path in example]
+    example, _, _ = ran.out.partition("Example:")[2].partition("Options:")
+    assert f"rematbench {command}" in example
+    if command in words_of(COMMANDS):  # a person has no checkout
+        places = ("results/", "config/", "src/", "tests/")
+        assert not [path for path in places if path in example]
 
 
 def listed(text: str) -> list[str]:
@@ -65,11 +47,21 @@ def listed(text: str) -> list[str]:
     return [line.split()[0] for line in lines if line.startswith("  ") and line[2:3].strip()]
 
 
+NAMES = """
+methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
+sheets tables study claims matrix matrix-tables report expect submit-plan run-cells cells
+collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
+curves baseline predict-gpu gpu-tables
+"""
+"""Names that are a contract."""
+
+
 def test_help_lists_what_a_person_uses_and_help_all_every_command() -> None:
     short, every = listed(typed("--help").out), listed(typed("--help-all").out)
     assert len(short) == 17
     assert sorted(short) == sorted([*words_of(COMMANDS), "baseline"])
     assert sorted(every) == sorted([*short, *words_of(WORKFLOW)])
+    assert set(NAMES.split()) <= set(every)
     assert listed(typed("--help").out) == short  # --help-all changes nothing that lasts
 
 
@@ -94,18 +86,6 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
     assert loaded.isdisjoint({"rematbench.cli.tables", "rematbench.cli.matrix"})
 
 
-NAMES = """
-methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
-sheets tables study claims matrix matrix-tables report expect run-cells cells
-collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
-curves baseline predict-gpu gpu-tables
-"""
-
-
-def test_names_of_commands_are_a_contract() -> None:
-    assert set(NAMES.split()) <= set(listed(typed("--help-all").out))
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -114,35 +94,25 @@ def test_names_of_commands_are_a_contract() -> None:
         (["simulate", "keep_all"], "missing option: --model, --cluster, --gpus"),
         (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
         (["simulate", "megatron_core", *DEMO], "`rematbench baseline predict megatron_core`"),
-        (["plan", "keep_all+deepspeed", *DEMO], "`rematbench baseline predict deepspeed`"),
         (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
-        (["simulate", "keep_all", *DEMO, "--cluster", "h900"], "unknown cluster 'h900'"),
-        (["simulate", "keep_all", *DEMO, "--system", "x"], "unknown system 'x'"),
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
-        (["simulate", "keep_all", *DEMO, "--gpus", "four"], "'--gpus'"),
         (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
         (["simulate", "keep_all", *DEMO, "--tp", "0"], "'--tp'"),
         (["simulate", "keep_all", *DEMO, "--zero", "4"], "less than or equal to 3"),
         (["simulate", "keep_all", *DEMO, "--attention", "big"], "'flash', 'unfused'"),
-        (["simulate", "keep_all", *DEMO, "--precision", "fp8"], "'bf16', 'fp16'"),
-        (["simulate", "keep_all", *DEMO, "--vpp", "2"], "vpp = 2 needs pp > 1"),
         (["simulate", "pp_offload", *PIPE, "--set", "alpha"], "expected KEY=VALUE"),
-        (["simulate", "pp_offload", *PIPE, "--set", "alpha=2"], "pp_offload.alpha"),
-        (["simulate", "pp_offload", *PIPE, "--set", "beta=2"], "unknown parameter 'beta'"),
         (["simulate", "keep_all", *PIPE, "--partition", "4,4"], "pp x vpp = 8 chunks of 32"),
         (["simulate", "keep_all", *PIPE, "--partition", "4,x"], "whole numbers"),
         (["plan", "keep_all", *PIPE, "--rank", "4"], "ranks 0 to 3"),
         (["timeline", "no.json", "-o", "t.json"], "no.json: cannot be read"),
         (["predict", "no.csv", "-o", "p.csv"], "no.csv: cannot be read"),
         (["validate", "--rows", "a.csv", "--predictions", "b.csv"], "give one of them"),
-        (["stages", "no.json"], "no.json: cannot be read"),
         (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
         (["collect", "config/smoke.yaml", "nowhere", "-o", "d"], "no record"),
         (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe has one chunk per rank, --vpp is 2"),
         (["simulate", "full_recompute:block", *DEMO], "give its num_layers"),
         (["simulate", "full_recompute:block x", *DEMO], "'x' behind the policy"),
-        (["simulate", "selective_recompute:mlp 2", *DEMO], "'2' behind the policy"),
         (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
         (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
         (
@@ -160,10 +130,7 @@ def test_names_of_commands_are_a_contract() -> None:
         (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
         (["compare"], "missing option: --model, --cluster, --gpus"),
         (["compare", "keep_all", *DEMO], "unexpected extra argument"),
-        (["compare", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
-        (["compare", *DEMO, "--set", "alpha=1"], "No such option: --set"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
-        (["compare", *DEMO, "--processes", "0"], "'--processes'"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
         (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
         (["compare", *DEMO, "-o", "."], "-o .: cannot be written (Is a directory)"),
@@ -173,7 +140,6 @@ def test_names_of_commands_are_a_contract() -> None:
         (["compare", *DEMO, "--plot", "a.doc"], ".pdf, .png, .svg"),
         (["compare", *DEMO, "--plot", "nowhere/a.png"], "no folder nowhere"),
         (["compare", *DEMO, "--price", "2"], "price: has no cost without tokens"),
-        (["compare", *DEMO, "--tokens", "-1"], "'--tokens'"),
     ],
     ids=lambda value: " ".join(value[:2] + value[-2:]) if isinstance(value, list) else "",
 )
@@ -190,7 +156,7 @@ def test_json_has_the_agreed_keys() -> None:
     )
     found = json.loads(ran.out)
     assert ran.code == 0
-    assert found.keys() == KEYS
+    assert found.keys() == set(KEYS.split())
     assert found["status"] == "ok"
     assert found["parameters"]["pp_offload"]["alpha"] == 0.5
     per_rank = found["peak_device_bytes"]["per_rank"]

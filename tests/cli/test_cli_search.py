@@ -31,7 +31,8 @@ WORDS = (
 
 
 def test_each_line_runs_again(tmp_path: Path) -> None:
-    """The CSV has the job, and its command simulates to the same step."""
+    """The CSV has the job, and its command simulates to the same step; the first lines name the
+    fastest plan with its layout and speed, the notes the packages that run the plans."""
     target = tmp_path / "found.csv"
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
     assert answer.exit_code == 0, answer.output
@@ -39,6 +40,10 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     kernels = "attention fa2, norm fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a800-80gb, stack default"
     assert f"assumes: {told}" in " ".join(answer.output.split())
+    assert re.search(
+        r"\nFASTEST: balanced_checkpointing at dp 4 zero \d, [\d,]+ tokens/s/GPU \(", answer.output
+    )
+    assert "runs on: M megatron_core" in answer.output
     rows = list(csv.DictReader(target.open()))
     assert len(rows) == 3
     for row in rows:
@@ -85,13 +90,11 @@ def test_an_engine_is_kept_to() -> None:
     )
     assert mine["rows"][0]["step_s"] >= every["rows"][0]["step_s"]
     assert "balanced" not in mine["rows"][0]["name"]
-    assert mine["fell"].get("no options of megatron_core", 0) >= 0
 
 
 def test_percents_may_have_their_sign() -> None:
-    """`--within 1%` asks what `--within 1` asks; what is no share of half at most is refused."""
+    """`1%` is `1`; what is no share of half at most is refused."""
     assert percents("1%") == percents("1 %") == percents("1") == percents(1.0) == 1.0
-    assert ask("--within", "20%", "--json") == ask("--within", "20", "--json")
     for text in ("-1", "51%", "nan", "a", "%"):
         with pytest.raises(BadParameter, match=f"'{text}' is not a percentage from 0 to 50"):
             percents(text, 50)
@@ -102,7 +105,7 @@ def test_percents_may_have_their_sign() -> None:
 
 def test_the_least_memory_is_bisected() -> None:
     """Of what is tried, all above the answer reach the speed and all below do not."""
-    lines = ask("--find", "memory", "--lose", "1").splitlines()
+    lines = ask("--find", "memory", "--lose", "1%", "--within", "1%").splitlines()
     tried = [(float(line.split()[0]), "no plan" in line) for line in lines[1:-1]]
     answer = float(lines[-1].removeprefix("ANSWER: ").split()[0])
     assert all(answer <= value for value, short in tried if not short)
@@ -136,6 +139,7 @@ def test_degrees_that_leave_no_replica_are_refused() -> None:
     assert "gpus 4 must be a multiple of the degrees given = 8" in str(none.exception)
 
 
+@pytest.mark.full
 def test_a_package_without_options_for_a_few_layouts_has_them_for_others() -> None:
     """DeepSpeed runs none of the first, the middle and the last layout; with more GPUs, of which
     the search for what would fit makes jobs of its own, nothing is an error either."""
@@ -149,14 +153,15 @@ def test_a_package_without_options_for_a_few_layouts_has_them_for_others() -> No
     assert "would fit" in told.output
 
 
-def test_a_plan_in_a_line_is_whole() -> None:
+def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     """Uneven ends and micro-batches too: the line alone names one plan."""
-    words = ("--pp", "4", "--global-batch", "7", "--limit", "0")
-    line = next(line for line in ask(*words).splitlines() if line.startswith("FASTEST"))
-    best = json.loads(ask(*words, "--json"))["rows"][0]
+    target = tmp_path / "found.csv"
+    words = ("--pp", "4", "--global-batch", "7", "--method", "lynx_heu", "--limit", "0")
+    text = ask(*words, "-o", str(target))
+    line = next(line for line in text.splitlines() if line.startswith("FASTEST"))
+    best = next(csv.DictReader(target.open()))
     assert ("--partition" in best["run_with"]) == ("--partition" in line)
     assert "pp 4" in line
-    text = ask(*words, "--method", "lynx_heu")
     assert "outside of the proof: lynx_heu (planners)\n" in text  # --limit 0: not solved
     assert "no other is faster than a row by more than the gap" in text
 
@@ -284,12 +289,3 @@ def test_the_default_stack_of_an_engine_is_its_own() -> None:
     assert "(a800-80gb), stack deepspeed" in RUN.invoke(app, words).output
     given = RUN.invoke(app, [*words, "--system", "huggingface-deepspeed"]).output
     assert "stack huggingface-deepspeed" in given
-
-
-def test_the_first_lines_name_the_fastest_plan() -> None:
-    """With its layout and speed; the notes name the packages that run the plans."""
-    told = RUN.invoke(app, ["search", *shlex.split(WORDS)]).output
-    assert re.search(
-        r"\nFASTEST: balanced_checkpointing at dp 4 zero \d, [\d,]+ tokens/s/GPU \(", told
-    )
-    assert "runs on: M megatron_core" in told

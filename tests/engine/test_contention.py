@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from rematbench.advise.search.probe import Prober
 from rematbench.costs.collectives import network_bytes
@@ -16,14 +15,8 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
-from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model, load_system
-from rematbench.workload import Workload
-from tests.cost_constants import ROUND
-from tests.engine.test_host_clock import PP_4, VPP_5, ZERO_3
 from tests.problems import (
-    BALANCED,
     all_methods,
     by_layer,
     half,
@@ -230,62 +223,6 @@ def test_both_simulators_see_the_same_crowd(case: Any) -> None:
     program = lower(plan, given)
     by_op = evaluate_program(given, plan, program, op_level=True).step_s
     assert by_op == pytest.approx(evaluate(given, plan).step_s, rel=1e-12)
-
-
-OFFLOADED: dict[str, tuple[dict[str, str], int, tuple[Any, ...], bool, Layout, float]] = {
-    "vpp 5, half offloaded": (
-        VPP_5,
-        4096,
-        (BALANCED, half()),
-        False,
-        Layout(tp=4, pp=4, vpp=5, dp=2, global_batch=16),
-        2.5005145411243257,
-    ),
-    "pp 4 across nodes, half offloaded": (
-        {**PP_4, "cluster": "a800-80gb"},
-        4096,
-        (half(),),
-        False,
-        Layout(tp=8, pp=4, global_batch=8),
-        0.5714754147433245,
-    ),
-    "pp 4, by layer": (
-        PP_4,
-        4096,
-        (rule(Offload(), "q", "k", "v"),),
-        True,
-        Layout(tp=2, pp=4, global_batch=8),
-        0.6884821973537723,
-    ),
-    "zero 3, by layer": (
-        ZERO_3,
-        8192,
-        (rule(Offload(), "layer_input"),),
-        True,
-        Layout(dp=16, zero_stage=3, global_batch=32),
-        2.32549916707671,
-    ),
-}
-"""What ran, and the seconds of its step (see the test)."""
-
-
-@pytest.mark.parametrize("name", OFFLOADED)
-def test_infinite_links_leave_every_number_as_it_was(name: str) -> None:
-    """Seconds kept of the code before a lone rank had its whole link, before collectives and copies
-    slowed each other, and before copies that run into a backward counted: where hosts issue at
-    once, PCIe has 1e21 bytes/s and DRAM no limit, no such factor may be left.  (Half offloaded, a
-    step gains what PCIe took; copies still take HBM rate from kernels.)"""
-    what, seq_len, rules, by, layout, step_s = OFFLOADED[name]
-    given = Problem(
-        Workload(model=load_model(what["model"]), seq_len=seq_len),
-        replace(load_cluster(what["cluster"]), pcie_bytes_per_s=1e21, dram_bytes_per_s=None),
-        load_system(what["system"]),
-        layout,
-        instant_hosts(ROUND),
-    )
-    plan = given.base_plan.with_rules(*rules)
-    found = evaluate(given, by_layer(plan) if by else plan)
-    assert found.step_s == pytest.approx(step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8, 16])

@@ -41,6 +41,10 @@ def test_every_event_has_what_the_format_asks_for(trace: dict[str, Any]) -> None
     for event in events:
         assert needs[event["ph"]] | {"pid", "tid"} <= set(event)
     assert trace["otherData"]["title"] == "a step"
+    threads = [event for event in events if event["name"] == "thread_name"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in threads}
+    assert [names[1, i] for i in range(len(STREAMS))] == list(STREAMS)
+    assert names[0, WAIT_THREAD] == "exposed waits"
 
 
 def test_durations_sum_to_the_busy_seconds_of_every_stream(run: Any, trace: dict[str, Any]) -> None:
@@ -68,16 +72,6 @@ def test_compute_and_its_waits_fill_the_time_until_its_last_kernel(
         compute = [i for i in run.evaluation.simulation.intervals if i.stream == "compute"]
         last = max(i.end_s for i in compute if i.rank == rank)
         assert spans[-1][1] == pytest.approx(last * 1e6)
-
-
-def test_threads_and_processes_have_names(trace: dict[str, Any]) -> None:
-    names = {
-        (e["pid"], e["tid"]): e["args"]["name"]
-        for e in trace["traceEvents"]
-        if e["name"] == "thread_name"
-    }
-    assert [names[1, i] for i in range(len(STREAMS))] == list(STREAMS)
-    assert names[0, WAIT_THREAD] == "exposed waits"
 
 
 def test_the_counter_starts_and_ends_with_the_states_alone(run: Any, trace: dict[str, Any]) -> None:

@@ -43,10 +43,6 @@ def everywhere(fate: Fate) -> Rule:
     return Rule(Select(), fate)
 
 
-def test_without_rules_all_is_kept() -> None:
-    assert fates()["l0.wide"] == Resolved(320, 0, 0)
-
-
 def test_the_last_rule_that_matches_wins() -> None:
     table = fates(everywhere(Offload()), Rule(Select(layers=(7,)), Recompute()), everywhere(Keep()))
     assert set(table.values()) == {Resolved(80, 0, 0), Resolved(320, 0, 0)}
@@ -130,14 +126,12 @@ def test_a_byte_budget_takes_the_largest_first(
     )
 
 
-def test_small_tensors_stay_and_do_not_count() -> None:
+def test_a_budget_spans_the_sites_it_won_and_no_small_ones() -> None:
     table = fates(everywhere(ByteBudget(alpha=1.0, granularity=1, min_bytes=81)))
     assert [fate.offload_bytes for fate in table.values()] == [0, 320, 0, 320, 0]
-
-
-def test_a_budget_spans_the_sites_it_won() -> None:
-    """Half of the two wide tensors, not of all."""
-    budget = ByteBudget(alpha=0.5, granularity=1, min_bytes=1)
+    budget = ByteBudget(
+        alpha=0.5, granularity=1, min_bytes=1
+    )  # of the two wide tensors, not of all
     table = fates(Rule(Select(activations=("wide",)), budget))
     assert [fate.offload_bytes for fate in table.values()] == [0, 320, 0, 0, 0]
 

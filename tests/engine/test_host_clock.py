@@ -41,39 +41,22 @@ ZERO_3 = {"model": "llama-7b", "cluster": "h100-80gb", "system": "torchtitan"}
 SYNC = {"model": "gpt-3.6b", "cluster": "a100-vtrain", "system": "megatron-deepspeed"}
 CELLS: dict[str, tuple[dict[str, str], int, str, tuple[Any, ...], Layout, float]] = {
     "tp 8": (
-        TP_8,
-        2048,
-        "unfused",
-        (),
-        Layout(tp=8, global_batch=4, micro_batch=4),
-        1.3098085471231564,
+        TP_8, 2048, "unfused", (), Layout(tp=8, global_batch=4, micro_batch=4), 1.3098085471231564,
     ),
     "pp 4": (PP_4, 4096, "flash", (), Layout(pp=4, global_batch=8), 1.225739462758151),
     "vpp 5, half offloaded": (
-        VPP_5,
-        4096,
-        "flash",
-        (BALANCED, half()),
-        Layout(tp=4, pp=4, vpp=5, dp=2, global_batch=16),
-        2.7186064889613455,
+        VPP_5, 4096, "flash", (BALANCED, half()),
+        Layout(tp=4, pp=4, vpp=5, dp=2, global_batch=16), 2.7186064889613455,
     ),
     "zero 3": (
-        ZERO_3,
-        8192,
-        "flash",
-        FULL,
-        Layout(dp=16, zero_stage=3, global_batch=32),
+        ZERO_3, 8192, "flash", FULL, Layout(dp=16, zero_stage=3, global_batch=32),
         3.015056111138749,
     ),
     "tp 2, pp 2, synchronous": (
-        SYNC,
-        2048,
-        "unfused",
-        FULL,
-        Layout(tp=2, sp=False, pp=2, dp=2, zero_stage=0, global_batch=8),
-        0.806985285069093,
+        SYNC, 2048, "unfused", FULL,
+        Layout(tp=2, sp=False, pp=2, dp=2, zero_stage=0, global_batch=8), 0.806985285069093,
     ),
-}
+}  # fmt: skip
 """What ran, and the seconds of its step with no word of hosts (norms and RoPE by their names)."""
 
 

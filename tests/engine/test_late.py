@@ -117,23 +117,17 @@ def on_one_gpu(seq_len: int, micro_batches: int, **facts: object) -> Problem:
     )
 
 
-def test_late_tensors_are_the_states_and_gradients_of_the_ledger() -> None:
-    made, plan = accumulated()
-    (program,) = lower(plan, made).ranks
-    held = program_bytes(made, plan, lower(plan, made))[0]
-    assert program.late.state_bytes == held.optimizer
-    assert program.late.gradient_bytes == held.gradient
-    assert held.blocks(program.late) == (held.parameter,)
-
-
-@pytest.mark.parametrize("facts", [{"late_state_bytes": 0}, {"fresh_gradients": False}])
-def test_each_fact_stands_alone(facts: dict[str, object]) -> None:
+@pytest.mark.parametrize("facts", [{}, {"late_state_bytes": 0}, {"fresh_gradients": False}])
+def test_late_tensors_are_the_states_and_gradients_of_the_ledger(facts: dict[str, object]) -> None:
+    """Each fact of the stack stands alone."""
     made, plan = accumulated(**facts)
     (program,) = lower(plan, made).ranks
     held = program_bytes(made, plan, lower(plan, made))[0]
-    states, gradients = program.late.state_bytes, program.late.gradient_bytes
-    wanted = (0, held.gradient) if "late_state_bytes" in facts else (held.optimizer, 0)
-    assert (states, gradients) == wanted
+    states = held.optimizer * ("late_state_bytes" not in facts)
+    gradients = held.gradient * ("fresh_gradients" not in facts)
+    assert (program.late.state_bytes, program.late.gradient_bytes) == (states, gradients)
+    if not facts:
+        assert held.blocks(program.late) == (held.parameter,)
 
 
 def test_no_late_tensor_without_a_fact_or_on_the_host() -> None:

@@ -7,19 +7,18 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.copies import pinned_block_bytes
+from rematbench.costs.estimators import Recomputation, korthikanti_layer_bytes
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import (
     issue_order,
     live_at_peak,
     live_bytes,
-    pool_bytes,
-    timeline,
 )
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Step, parse_program
-from rematbench.engine.simulate.step import simulate
 from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
 from tests.problems import (
     BALANCED,
     FULL,
@@ -77,17 +76,20 @@ def test_korthikanti_bytes_per_layer(t: int) -> None:
     """
     b, s, h, a = 2, 32, GPT.hidden, GPT.num_heads
 
-    def left(*rules: Rule, sp: bool = True) -> Fraction:
-        sizes = {"tp": t, "sp": sp, "micro_batch": b, "seq_len": s, "global_batch": b}
-        kind = {"system": "megatron-lm", "attention": "unfused"}
-        return Fraction(left_per_layer(rules, GPT, **kind, **sizes), s * b * h)
+    def left(*rules: Rule, sp: bool = True, again: Recomputation = "none") -> Fraction:
+        """In units of sbh; the estimator says the same."""
+        sizes = {"tp": t, "sp": sp, "micro_batch": b, "global_batch": b}
+        kind = {"system": "megatron-lm", "attention": "unfused", "seq_len": s}
+        found = left_per_layer(rules, GPT, **kind, **sizes)
+        assert found == korthikanti_layer_bytes(GPT, Layout(**sizes), s, again)
+        return Fraction(found, s * b * h)
 
     scores = Fraction(5 * a * s, h)
     assert left() == (34 + scores) / t
-    assert left(SELECTIVE) == Fraction(34, t)
-    assert left(*FULL) == Fraction(2, t)
+    assert left(SELECTIVE, again="selective") == Fraction(34, t)
+    assert left(*FULL, again="full") == Fraction(2, t)
     assert left(sp=False) == 10 + (24 + scores) / t
-    assert left(*FULL, sp=False) == 2
+    assert left(*FULL, sp=False, again="full") == 2
 
 
 def test_memo_skeleton() -> None:
@@ -162,46 +164,6 @@ def test_the_peak_is_explained_storage_by_storage() -> None:
         alive = live_at_peak(rank, ledger.peak_step)
         assert sum(item.nbytes for item in alive) == ledger.device_peak_bytes
         assert len({item[:3] for item in alive}) == len(alive)
-
-
-def test_slots_are_counted_with_their_pool() -> None:
-    """Two slots of the reloaded bytes; the ledger itself holds none of them."""
-    given = problem(pp=2, vpp=2, global_batch=4)
-    plan = given.base_plan.with_rules(rule(Offload(), "gate_out", "up_out"))
-    without, slotted = (
-        lower(transfers(plan, reload_slots=count), given).ranks[0] for count in (0, 2)
-    )
-    reload_bytes = 2 * given.layer(0).activations["gate_out"].nbytes
-    assert pool_bytes(without) == 0
-    assert pool_bytes(slotted) == 2 * reload_bytes
-    lower_by = [
-        max(device for device, _ in live_bytes(rank.actions())) for rank in (without, slotted)
-    ]
-    assert 0 < lower_by[0] - lower_by[1] <= 2 * reload_bytes
-
-
-def test_the_timeline_ends_empty_and_never_exceeds_the_storages() -> None:
-    given = problem(pp=2, global_batch=4)
-    program = lower(given.base_plan.with_rules(half()), given)
-    simulation = simulate(program, lambda action, rank: 1.0, record=True)
-    for rank in (0, 1):
-        points = timeline(simulation.intervals, rank)
-        assert points == sorted(points, key=lambda point: point[0])
-        assert points[-1][1] == 0
-        assert min(live for _, live in points) == 0
-
-
-def test_literal_ledger() -> None:
-    program = parse_program(
-        "rank 0\nblock F\n"
-        "F0.0 compute L0.a a=L0.x:8,L0.y:4 t=16\n"
-        "D2H0.0 d2h L0.x r=L0.x a=L0.x@host:8 n=8\n"
-        "FREE0.0 compute - f=L0.x\n"
-        "FREE0.0 compute - f=L0.y,L0.x@host\n"
-    )
-    assert list(live_bytes(program.ranks[0].actions())) == [(12, 0), (12, 8), (4, 8), (0, 0)]
-    ledger = issue_order(program)[0]
-    assert (ledger.device_peak_bytes, ledger.host_peak_bytes) == (28, 8)
 
 
 @pytest.mark.parametrize("unit", [1, 2**40, 2**62])

@@ -83,18 +83,13 @@ def test_rows_without_a_speed_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("cells", "expected"),
-    [({}, True), ({"tp": "2.0"}, True), ({"tp": "4"}, False), ({"tp": ""}, False)],
-)
+    [({}, True), ({"tp": "2.0"}, True), ({"tp": "4"}, False), ({"tp": ""}, False),
+     ({"layers": "12"}, False), ({"micro_batch": "2"}, False)],
+)  # fmt: skip
 def test_matching(cells: dict[str, str], expected: bool) -> None:
-    assert matches(RULE, row("a", **cells)) is expected
-
-
-def test_a_sweep_may_be_of_one_depth_and_micro_batch() -> None:
-    rule = FitRule(source="Somebody", layers=(24,), micro_batch=(1,))
-    deep = row("a", layers="24")
-    assert matches(rule, deep)
-    assert not matches(rule, {**deep, "layers": "12"})
-    assert not matches(rule, {**deep, "micro_batch": "2"})
+    """Also a sweep of one depth and micro-batch."""
+    rule = replace(RULE, layers=(24,), micro_batch=(1,))
+    assert matches(rule, row("a", **{"layers": "24", **cells})) is expected
 
 
 def test_known_constants_are_recovered() -> None:

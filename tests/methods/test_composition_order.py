@@ -120,12 +120,11 @@ def test_an_offloader_refuses_a_base_that_has_nothing_left_where_it_offloads(bef
     assert reason == "pp_offload: the base keeps no activation of the chunks that are offloaded"
 
 
-@pytest.mark.parametrize("rebuilds", ["lynx_heu", "lynx_opt"])
 @pytest.mark.parametrize(
-    ("base", "settings"),
+    ("base", "rebuilds", "settings"),
     [
-        ("pp_offload", {"alpha": 0.3, **SMALL}),
-        ("full_recompute", {"method": "block"}),
+        ("pp_offload", "lynx_opt", {"alpha": 0.3, **SMALL}),
+        ("full_recompute", "lynx_heu", {"method": "block"}),
     ],
 )
 def test_a_rule_that_finds_nothing_in_its_layers_is_left_out(

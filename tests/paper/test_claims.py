@@ -259,27 +259,22 @@ def test_a_ratio_has_no_unit_of_its_row() -> None:
     assert [line["unit"] for line in lines] == ["tokens", "x", "x"]
 
 
-def test_words_that_a_row_does_not_say_are_not_compared() -> None:
-    line = ledger("50", Part(query=query()), Part(query=query(), beside="5x"))[1]
-    assert line["verdict"] == "not comparable: '50' has no '5x'"
+@pytest.mark.parametrize(
+    ("part", "verdict"),
+    [({"beside": "5x"}, "'50' has no '5x'"), ({"number": 1}, "'50' has no number 1")],
+)
+def test_what_was_not_published_is_not_compared(part: dict[str, Any], verdict: str) -> None:
+    line = ledger("50", Part(query=query()), Part(query=query(), **part))[1]
+    assert line["verdict"] == f"not comparable: {verdict}"
 
 
 def test_a_tolerance_says_whether_it_came_before_our_value() -> None:
     lines = ledger("50", Part(query=query()), Part(query=query(), beside="4x", declared="after"))
     assert [line["declared"] for line in lines] == ["before", "after"]
+    assert lines[0]["command"] == "rematbench simulate ours w"
+    assert (lines[0]["world"], lines[0]["basis"]) == ("simulated", "held-out")
     (bound,) = ledger("> 40")
     assert bound["tolerance"] is None
-
-
-def test_the_command_is_the_answers() -> None:
-    (line,) = ledger("50")
-    assert line["command"] == "rematbench simulate ours w"
-    assert (line["world"], line["basis"]) == ("simulated", "held-out")
-
-
-def test_a_number_that_was_not_published_is_not_compared() -> None:
-    line = ledger("50", Part(query=query()), Part(query=query(), number=1))[1]
-    assert line["verdict"] == "not comparable: '50' has no number 1"
 
 
 # -- queries ----------------------------------------------------------------------------------

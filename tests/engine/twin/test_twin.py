@@ -30,7 +30,6 @@ from tests.problems import (
     LLAMA,
     SKELETAL,
     half,
-    layers,
     problem,
     rule,
     transfers,
@@ -78,12 +77,10 @@ def gradients(ranks: list[Rank]) -> list[dict[tuple[str, ...], str]]:
     return [rank.gradients for rank in ranks]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
-def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> None:
-    """And every gradient reads the very bytes it reads under keep_all."""
-    given = problem(**LAYOUTS[layout])
-    program = lower(planned(given, case), given)
+def held(given: Problem, plan: Plan, like: Plan) -> list[Rank]:
+    """The law: the plan is sound, its bytes are the ledger's after every action, and every gradient
+    reads the very bytes that it reads under the plan `like`, which keeps everything."""
+    program = lower(plan, given)
     check(program)
     ranks = interpret(program)
     for twin, rank, ledger in zip(ranks, program.ranks, issue_order(program), strict=True):
@@ -91,8 +88,17 @@ def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> 
         assert twin.slot_bytes() == pool_bytes(rank)
         assert twin.peak == ledger.device_peak_bytes
         assert max(host for _, host in twin.after) == ledger.host_peak_bytes
-    assert gradients(ranks) == gradients(interpret(lower(given.base_plan, given)))
-    assert gradients(ranks) == gradients(interpret(program, EARLY))
+    assert gradients(ranks) == gradients(interpret(lower(like, given)))
+    return ranks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> None:
+    given = problem(**LAYOUTS[layout])
+    plan = planned(given, case)
+    ranks = held(given, plan, given.base_plan)
+    assert gradients(ranks) == gradients(interpret(lower(plan, given), EARLY))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,23 +124,11 @@ def test_what_a_plan_promises_happens(case: str) -> None:
 @pytest.mark.parametrize("layout", ["one rank", "tp", "1f1b", "zero 3"])
 def test_groups_and_pieces(layout: str) -> None:
     given = problem(**LAYOUTS[layout])
-    plans = {
-        "group": given.base_plan.with_rules(*grouped(given.base_plan.partition)),
-        "pieces": replace(given.base_plan, mini_sequences=PIECES),
-        "pieces again": replace(given.base_plan.with_rules(*FULL), mini_sequences=PIECES),
-    }
-    keep = replace(given.base_plan, mini_sequences=PIECES)
-    expected = {
-        "group": gradients(interpret(lower(given.base_plan, given))),
-        "pieces": gradients(interpret(lower(keep, given))),
-    }
-    for name, plan in plans.items():
-        program = lower(plan, given)
-        check(program)
-        ranks = interpret(program)
-        assert gradients(ranks) == expected[name.split()[0]]
-        for twin, rank in zip(ranks, program.ranks, strict=True):
-            assert twin.after == list(live_bytes(rank.actions()))
+    keep = given.base_plan
+    pieces = replace(keep, mini_sequences=PIECES)
+    held(given, keep.with_rules(*grouped(keep.partition)), keep)
+    for plan in (pieces, pieces.with_rules(*FULL)):
+        held(given, plan, pieces)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "tp", "1f1b", "zero 3", "unfused"])
@@ -145,13 +139,9 @@ def test_pieces_read_what_their_consumer_rebuilds_whole(
     """Attention stands before the pieces and cannot run on a share of its rows."""
     given = problem(**LAYOUTS[layout])
     keep = replace(given.base_plan, mini_sequences=(MiniSequence(operators, 3),))
-    program = lower(keep.with_rules(rule(Recompute()), rule(Keep(), "layer_input")), given)
-    check(program)
-    ranks = interpret(program)
-    assert gradients(ranks) == gradients(interpret(lower(keep, given)))
-    for twin, rank in zip(ranks, program.ranks, strict=True):
-        assert twin.after == list(live_bytes(rank.actions()))
-    again = [action for action, _, _ in program.ranks[0].actions()]
+    plan = keep.with_rules(rule(Recompute()), rule(Keep(), "layer_input"))
+    held(given, plan, keep)
+    again = [action for action, _, _ in lower(plan, given).ranks[0].actions()]
     attention = [a.fraction for a in again if (a.kind, a.op) == (Kind.RECOMPUTE, "attention")]
     assert attention
     assert set(attention) == {1.0}
@@ -162,9 +152,7 @@ def test_a_saved_output_of_pieces_is_rebuilt_once(granularity: str) -> None:
     """A norm after the MLP saves what the pieces write."""
     given = problem(model=replace(LLAMA, post_norm=True), tp=2, global_batch=2)
     keep = replace(given.base_plan, mini_sequences=PIECES)
-    program = lower(transfers(keep.with_rules(*FULL), granularity=granularity), given)
-    check(program)
-    assert gradients(interpret(program)) == gradients(interpret(lower(keep, given)))
+    held(given, transfers(keep.with_rules(*FULL), granularity=granularity), keep)
 
 
 def test_rebuilt_rows_cover_what_their_reader_needs() -> None:
@@ -174,10 +162,7 @@ def test_rebuilt_rows_cover_what_their_reader_needs() -> None:
         rule(Split(recompute=0.25), "attn_norm_out"),
         rule(Split(recompute=0.625), "q"),
     )
-    program = lower(given.base_plan.with_rules(*rules), given)
-    check(program)
-    keep_all = interpret(lower(given.base_plan, given))
-    assert gradients(interpret(program)) == gradients(keep_all)
+    held(given, given.base_plan.with_rules(*rules), given.base_plan)
 
 
 def test_a_window_waits_for_what_it_rebuilds_from() -> None:
@@ -187,21 +172,10 @@ def test_a_window_waits_for_what_it_rebuilds_from() -> None:
         rule(Recompute(scope="layer", window=WINDOW), "attn_norm_out"),
         rule(Offload(), "layer_input"),
     )
-    program = lower(transfers(plan, granularity="layer"), given)
-    check(program)
-    interpret(program)
-
-
-def test_sends_carry_the_bytes_that_are_received() -> None:
-    given = problem(model=layers(3), pp=3, global_batch=2)
-    ranks = interpret(lower(given.base_plan, given))
-    boundary = given.layer(0).activations["layer_input"].nbytes
-    assert [rank.moved[Kind.RECV] for rank in ranks] == [2 * boundary, 4 * boundary, 2 * boundary]
+    held(given, transfers(plan, granularity="layer"), given.base_plan)
 
 
 def test_tied_embeddings_and_select_by_micro_batch() -> None:
     given = problem(model=replace(LLAMA, tied_embeddings=True), pp=2, global_batch=4)
     some = Rule(Select(parts=("layer",), micro_batches=(1, 3)), Offload())
-    program = lower(given.base_plan.with_rules(some), given)
-    check(program)
-    assert gradients(interpret(program)) == gradients(interpret(lower(given.base_plan, given)))
+    held(given, given.base_plan.with_rules(some), given.base_plan)
