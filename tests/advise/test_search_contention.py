@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from rematbench.advise.search import walk
 from rematbench.advise.search.arms import Arm, Single
-from rematbench.advise.search.bounds import Bounds
 from rematbench.advise.search.contention import least_crowd, stages
 from rematbench.advise.search.events import NONE, Copies, Turns, events, shortened
 from rematbench.advise.search.job import Asked, SearchJob
@@ -29,7 +28,6 @@ from rematbench.advise.search.walk import Beside, Pieces, Rules, walked, walked_
 from rematbench.costs.copies import ALONE, Crowd
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.plan import Offload, Plan, Recompute, Rule, Select
 from rematbench.spec.problemspec import ProblemSpec
@@ -98,26 +96,6 @@ def test_copies_are_beside_collectives_between_nodes(text: str, vpp: int) -> Non
     assert real.sent_per_d2h > 10 * inside.sent_per_d2h
     assert least.sent_per_d2h >= 0.7 * real.sent_per_d2h
     assert least.received_per_h2d >= 0.55 * real.received_per_h2d
-
-
-@pytest.mark.parametrize(("alpha", "near", "closed"), [(0.25, 0.97, 0.87), (1.0, 0.85, 0.65)])
-@pytest.mark.parametrize(("pp", "vpp"), DEPTHS[1:])
-def test_a_step_that_waits_for_its_copies_is_bounded_nearly(
-    alpha: float, near: float, closed: float, pp: int, vpp: int
-) -> None:
-    """With the whole share, chunks of fewer layers than a probe's wait longer than their lines
-    say."""
-    made = job(tp=1, pp=pp, vpp=vpp)
-    shard, index = even(made)
-    site = shard.site(index)
-    arm = Arm((Single("memo", f"memo:alpha={alpha}"),))
-    plan = planned_at(shard.choices[index], site.problem, arm.text(), made.registry)
-    assert isinstance(plan, Plan)
-    step_s = evaluate_program(site.problem, plan, lower(plan, site.problem)).step_s
-    assert near * step_s < shard.tight_s(arm, 1, 1, index) <= step_s
-    bounds = shard.bounds(arm)
-    assert isinstance(bounds, Bounds)
-    assert closed * step_s < bounds.step_s[0, index] <= step_s
 
 
 TURNS = st.builds(

@@ -99,21 +99,6 @@ def test_pinned_blocks_hold_no_less_than_the_bound(
     assert Pinned(1, tuple(ordered), budget=None).more_bytes(share, layers) == 0.0
 
 
-@pytest.mark.parametrize(("step", "least"), [(8, 0.97), (20, 0.95), (32, 0.85)])
-def test_bytes_of_a_share_are_bounded_within_a_few_per_cent(step: int, least: float) -> None:
-    """The copied chunks that a forward runs beside count, and so do blocks of a power of two."""
-    made = job(tp=1, pp=8)
-    (arm,) = (Arm((one,)) for one in made.singles if one.method == "pp_offload")
-    for index in range(len(made._cuts)):
-        shard = made._shard(index)
-        bounds = shard.bounds(arm)
-        assert isinstance(bounds, Bounds)
-        for at, choice in enumerate(shard.choices):
-            _, found = lowered(made, choice, arm.text(step))
-            live = found.live_bytes
-            assert least * live <= bounds.peak_bytes[step - 1, at] <= live
-
-
 def test_one_rank_and_its_layers_slots_count_with_one_micro_batch() -> None:
     """Rounding buffers are there however many micro-batches come."""
     made = job(tp=8, pp=1)
@@ -205,7 +190,7 @@ def test_copies_make_a_bound_where_a_faster_link_lowers_it() -> None:
     by_cluster = []
     for cluster in (slow, fast):
         spec = ProblemSpec(
-            model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=8, seq_len=4096,
+            model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=4, seq_len=4096,
             global_batch=16,
         )  # fmt: skip
         made = SearchJob(Asked(spec=spec, only=("pp_offload", "balanced_checkpointing")))

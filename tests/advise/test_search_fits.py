@@ -11,7 +11,6 @@ from rematbench.advise.search import questions, trial
 from rematbench.advise.search.arms import Arm
 from rematbench.advise.search.fits import leaner
 from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.halves import rounds
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.least import LeastBytes
 from rematbench.advise.search.space import Fixed
@@ -31,30 +30,6 @@ def asked(**changes: Any) -> Asked:
         only=("balanced_checkpointing", "memo", "mst"),
         fixed=Fixed(tp=1, zero_stage=1),
     )
-
-
-def short_bytes(one: Asked) -> float:
-    """What the whole search, best first by seconds, lacks: 0 where a plan fits."""
-    *_, end = rounds(replace(one, within=0.0), shown=1, processes=1)
-    return 0.0 if end.found else end.short_bytes
-
-
-@pytest.mark.parametrize(
-    "only", ["balanced_checkpointing", pytest.param("pp_offload", marks=pytest.mark.full)]
-)
-def test_a_plan_is_found_where_the_search_by_seconds_finds_one(only: str) -> None:
-    """On both sides of the least memory in which any plan fits, however near."""
-    hbm, fits = 11 * GIB, set()
-    for turn in range(12):
-        if turn > 3 and fits == {True, False}:
-            break
-        one = replace(asked(seq_len=2048, hbm_bytes=hbm), only=(only,))
-        short = short_bytes(one)
-        found = questions.reached(one, inf, 1)
-        assert (found is None) == (short > 0), f"{hbm / GIB:.2f} GiB"
-        fits.add(found is not None)
-        hbm = int(hbm - 3 * GIB // 2 if found else hbm + max(short, GIB // 8))
-    assert fits == {True, False}
 
 
 def arms_alone(one: Asked) -> Search:
@@ -77,7 +52,7 @@ def everything(one: Asked) -> Search:
 METHODS = (asked().only, ("balanced_checkpointing", "pp_offload", "mst"))
 
 
-@pytest.mark.parametrize("only", METHODS, ids="+".join)
+@pytest.mark.parametrize("only", [METHODS[0], pytest.param(METHODS[1], marks=pytest.mark.full)])
 @pytest.mark.parametrize("searched", [arms_alone, pytest.param(everything, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("seq_len", "gib", "fits"), [(32768, 12, False), (4096, 16, True)])
 def test_arms_that_fall_unprobed_change_no_answer(
@@ -121,8 +96,10 @@ def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPat
         if found.best_s == inf:
             assert found.short_bytes == every.short_bytes
         seen.add((any(ended), found.best_s < inf))
+        if {(True, False), (True, True)} <= seen:
+            return
         hbm += int(min(found.short_bytes, GIB // 8)) + 2**20
-    assert {(True, False), (True, True)} <= seen
+    pytest.fail(f"seen: {seen}")
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full), 4])

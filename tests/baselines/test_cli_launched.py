@@ -13,7 +13,6 @@ pytest.importorskip("torch", reason="baselines need torch")
 
 from rematbench.host import rank_error
 from rematbench.host.rank_error import RankError
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.record import Record, read_record
 from tests.installed import needs
 
@@ -208,15 +207,3 @@ def test_a_single_process_of_an_allocation_starts_the_ranks_itself(tmp_path: Pat
 def test_ranks_that_cannot_meet_are_one_line(given: dict[str, str], words: str) -> None:
     code, _, said = ended(started(given, *WORDS))
     assert (code, said) == (2, f"rematbench baseline: {words}\n")
-
-
-def test_the_bare_process_under_srun_says_the_same(tmp_path: Path) -> None:
-    (tmp_path / "jobs.json").write_text("[]")
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    words = (str(data_dir("baselines") / "run.py"), "megatron_core", str(tmp_path / "jobs.json"))
-    code = (
-        "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], None, '__main__')"
-    )
-    result, _, said = ended(started(slurm, *words, str(tmp_path), code=code))
-    assert result == 1
-    assert said == "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)\n"

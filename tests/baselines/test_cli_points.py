@@ -153,10 +153,11 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     done = RUN.invoke(APP, asked)
     assert done.exit_code == 1
     assert done.output == "UNSUPPORTED: megatron_core: --x is not known\n"
-    printed.write_bytes(b"\xff\xfe")
-    unread = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
-    assert isinstance(unread.exception, CommandError)
-    assert "is no text, as `flags` prints it" in str(unread.exception)
+    for text, why in ((b"\xff\xfe", "is no text, as `flags` prints it"), (b" \n", "is empty")):
+        printed.write_bytes(text)
+        unread = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
+        assert isinstance(unread.exception, CommandError)
+        assert why in str(unread.exception)
 
 
 def test_states_on_the_host_are_said_beside_those_on_the_device(
@@ -256,10 +257,3 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
         assert record.status == ("ok" if reserved <= usable else "oom")
         assert record.repeats[0].peak_device_bytes == record.ranks[0].device_peak
     assert f"stage 0: peak {record.ranks[0].device_peak / 2**30:.2f} GiB" in done.output
-
-
-def test_options_that_say_nothing_are_a_mistake(tmp_path: Path) -> None:
-    (tmp_path / "flags").write_text(" \n")
-    done = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(tmp_path / "flags")])
-    assert isinstance(done.exception, CommandError)
-    assert "is empty; give it what `flags` prints" in str(done.exception)

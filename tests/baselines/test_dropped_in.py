@@ -80,6 +80,8 @@ def refuse(job):
 
 def execute(job, rank):
     weight = torch.tensor([job.run.parameters["toy"]["slope"]], requires_grad=True)
+    if weight > 9:
+        raise KeyError("slope of rank")
     loss = (weight * (rank.rank + 1)).sum()
     loss.backward()
     dist.all_reduce(weight.grad)
@@ -133,7 +135,10 @@ def test_one_that_breaks_the_contract_is_caught(folder: Path) -> None:
         baselines()
 
 
-def test_it_is_run_refused_and_not_traced(folder: Path, tmp_path: Path) -> None:
+def test_it_is_run_refused_fails_and_is_not_traced(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a failure the record has a line and the terminal the rest."""
     made = problem(dp=2, zero_stage=0, global_batch=4)
     plan = policy("toy").plan(made)
     assert isinstance(plan, Plan)
@@ -142,24 +147,16 @@ def test_it_is_run_refused_and_not_traced(folder: Path, tmp_path: Path) -> None:
         job(made, policy("toy", {"slope": 3.0}), steps=1),
         job(made, policy("toy", {"slope": -1.0}), steps=1),
         job(made, policy("toy"), "traced"),
+        job(made, policy("toy", {"slope": 10.0}), steps=1),
     ]
-    ran, refused, traced = run_jobs("toy", jobs, tmp_path / "records")
+    ran, refused, traced, failed = run_jobs("toy", jobs, tmp_path / "records")
     assert ran.status == "ok"
     assert ran.measured.losses == (3.0,)
     assert ran.measured.gradient_norms == (3.0,)
     assert (refused.status, refused.reason) == ("unsupported", "toy: a negative slope")
     assert traced.status == "unsupported"
     assert "toy: is not traced" in traced.reason
-
-
-def test_of_a_failure_the_record_has_a_line_and_the_terminal_the_rest(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    broken = RUN.replace("    loss.backward()", "    raise KeyError('slope of rank')")
-    (folder / "toy" / "run.py").write_text(broken)
-    made = problem(dp=2, zero_stage=0, global_batch=4)
-    (ran,) = run_jobs("toy", [job(made, policy("toy"), steps=1)])
-    assert (ran.status, ran.reason) == ("failed", "KeyError: 'slope of rank'")
+    assert (failed.status, failed.reason) == ("failed", "KeyError: 'slope of rank'")
     shown = capfd.readouterr().err
     assert "toy/run.py" in shown, "where it happened"
     assert "KeyError: 'slope of rank'" in shown

@@ -204,13 +204,8 @@ def test_what_a_baseline_cannot_say_is_named() -> None:
 UNSAID: list[tuple[str, Asked, str]] = [
     ("megatron_core", Asked("dp2-zero2"), "zero_stage 2 is Megatron-FSDP"),
     ("megatron_core", Asked("ulysses2"), "Ulysses needs TransformerEngine"),
-    ("megatron_core", Asked(precision="fp16"), "precision fp16"),
-    ("megatron_core", Asked("tp2", model=replace(TINY, num_kv_heads=1)), "KV heads replicated"),
-    ("megatron_core", Asked(model=replace(TINY, mlp_bias=True)), "biases of some linears only"),
     ("megatron_core", Asked("pp2", model=replace(TINY, num_layers=5)), "5 layers in pp x vpp"),
     ("deepspeed", Asked("ulysses2"), "sequence_parallel_size alone exchanges nothing"),
-    ("deepspeed", Asked(precision="fp16"), "precision fp16"),
-    ("deepspeed", Asked(model=replace(TINY, dropout=0.1)), "dropout"),
     ("deepspeed", Asked("tp2"), "tensor parallelism"),
 ]
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +18,6 @@ from baselines.common import driver, gpu, training
 from baselines.common.contract import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.records import write
-from rematbench.host import ranks
-from rematbench.host.rank_error import KILLED, of_job
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import read_record
@@ -109,14 +106,6 @@ def test_a_loss_that_is_no_number_is_a_failure_that_says_so() -> None:
     assert (status, reason) == ("failed", "nan: NotFinite: loss of step 0 is nan")
     assert driver._outcome(RuntimeError("CUDA error: out of memory"))[0] == "oom"
     assert driver._outcome(NotRunnable("no\nway")) == ("unsupported", "no way")
-
-
-def test_a_rank_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> None:
-    """Also beside one that only lost its peer."""
-    (tmp_path / "0.1.error").write_text("failed\nRuntimeError: Connection closed by peer")
-    ended = ranks.watch([SimpleNamespace(exitcode=code) for code in (-9, 1)], tmp_path, 5.0)
-    assert (ended.status, ended.reason) == ("oom", f"rank 0: {KILLED}")
-    assert of_job(tmp_path.glob("0.*.error"), ended) == ended
 
 
 @pytest.mark.parametrize(("seen", "why"), [(0, "torch sees no GPU"), (1, "torch sees 1 here")])

@@ -60,6 +60,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.full  # a package's import; the same count in this process: Transformers', below
 @pytest.mark.parametrize(("model", "attention"), DISPATCHED)
 def test_a_host_launches_in_proportion_to_the_table(model: str, attention: str) -> None:
     """Megatron-core also adds biases and gradients, copies and casts: about two dispatched kernels
@@ -73,13 +74,8 @@ def test_a_host_launches_in_proportion_to_the_table(model: str, attention: str) 
         assert found[f"{phase} collectives"] == table[f"{phase} collectives"] == 2
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        pytest.param(*key, marks=() if key[0] == "ulysses2" else pytest.mark.full)
-        for key in DEEPSPEED
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "model"), DEEPSPEED)
 def test_deepspeed_launches_more_than_the_table(layout: str, model: str) -> None:
     """Its decoder takes RoPE apart.  q, k and v are exchanged one by one, where the table has one
     all-to-all; and at 8B's width ZeRO 3 gathers a layer in four parts, where the lowering has one

@@ -51,8 +51,6 @@ MORE = [
     Asked("dp2-zero0"),
     Asked("dp2-zero2", precision="bf16"),
     Asked("dp2-zero2", {"checkpointing": "plain"}),
-]
-OFFLOADED = [
     Asked("dp2", {"offload_optimizer": True}),
     Asked("dp2-zero2", {"offload_optimizer": True, "overlap_comm": True}, precision="bf16"),
     Asked("dp2-zero2", {"checkpointing": "partitioned_cpu"}),
@@ -68,47 +66,35 @@ SMALL_PARTS = {
 """Of a tiny model ZeRO 3 would keep every parameter whole and gather none of them again."""
 
 
-def of_megatron_core(asked: list[Asked], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(MEGATRON, id="few", marks=pytest.mark.full),
+        pytest.param(MORE_MEGATRON, id="more", marks=pytest.mark.soak),
+    ],
+)
+def test_megatron_core_weighs_the_same_on_fake_tensors(asked: list[Asked], tmp_path: Path) -> None:
     needs("megatron.core")
-    real, fake = both("megatron_core", asked, folder)
+    real, fake = both("megatron_core", asked, tmp_path)
     assert {name: peaks[:2] for name, peaks in fake.items()} == {
         name: peaks[:2] for name, peaks in real.items()
     }
 
 
-@pytest.mark.full
-def test_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    of_megatron_core(MEGATRON, tmp_path)
-
-
-@pytest.mark.soak
-def test_more_of_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    of_megatron_core(MORE_MEGATRON, tmp_path)
-
-
-@pytest.mark.full
-def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(DEEPSPEED, id="few", marks=pytest.mark.full),
+        pytest.param(MORE, id="more", marks=pytest.mark.soak),
+    ],
+)
+def test_deepspeed_weighs_the_same_on_fake_tensors(asked: list[Asked], tmp_path: Path) -> None:
     """States too: those of its optimizer are computed where it has not made them yet.  Host and
     device apart: real tensors are followed from place to place, fake ones know theirs."""
     needs("deepspeed")
-    real, fake = both("deepspeed", DEEPSPEED, tmp_path)
+    real, fake = both("deepspeed", asked, tmp_path)
     assert fake == real
-    assert moved(fake) == {str(asked) for asked in DEEPSPEED if _moves(asked)}
-
-
-@pytest.mark.soak
-def test_more_of_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    needs("deepspeed")
-    real, fake = both("deepspeed", MORE, tmp_path)
-    assert fake == real
-
-
-@pytest.mark.soak
-def test_more_offloaded_states_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    needs("deepspeed")
-    real, fake = both("deepspeed", OFFLOADED, tmp_path)
-    assert fake == real
-    assert all(host for _, host, *_ in fake.values())
+    assert moved(fake) == {str(one) for one in asked if _moves(one)}
 
 
 @pytest.mark.soak

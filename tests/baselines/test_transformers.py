@@ -204,22 +204,6 @@ def test_sdpa_that_is_no_flash_kernel_fails_with_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_scores_made_by_hand_under_sdpa_fail() -> None:
-    """Whatever makes them: here a model whose attention is eager under SDPA's name."""
-    from unittest.mock import patch  # noqa: PLC0415
-
-    from transformers.models.llama import modeling_llama  # noqa: PLC0415
-
-    plain = modeling_llama.ALL_ATTENTION_FUNCTIONS
-    with (
-        patch.object(
-            type(plain), "get_interface", lambda *a: modeling_llama.eager_attention_forward
-        ),
-        pytest.raises(NotRunnable, match=r"a tensor of .*seq_len x seq_len"),
-    ):
-        run(tiny("llama"), Setup(seq_len=ROWS))
-
-
 class RecomputedScores(torch.autograd.Function):
     """A kernel that makes its scores in the backward only."""
 

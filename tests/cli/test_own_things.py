@@ -18,7 +18,7 @@ from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import predict_rows
 from rematbench.host.table import write_sheet
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover, entry_of
+from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
@@ -410,8 +410,3 @@ def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:
     ran = typed("timeline", "memo:alpha=0.3", *WORDS, "-o", str(out))
     assert ran.code in (0, None), ran.err
     assert out.stat().st_size > 0
-
-
-def test_a_plan_of_the_door_is_a_plan() -> None:
-    found = rematbench.simulate(PROBLEM, discover().resolve("full_recompute"))
-    assert isinstance(found.plan, Plan)

@@ -83,7 +83,4 @@ def test_phases_are_those_of_the_forward() -> None:
     assert [by_site[i, 0] for i in range(8)] == [
         *["warmup"] * 3, *["steady"] * 2, *["cooldown"] * 3
     ]  # fmt: skip
-
-
-def test_the_last_rank_of_1f1b_is_always_steady() -> None:
     assert set(phases(passes("1f1b", 3, 4, 1, 8)).values()) == {"steady"}

@@ -28,8 +28,9 @@ def test_what_a_rank_left_goes_before_what_is_seen(tmp_path: Path) -> None:
     crashed, killed = RankError("failed", "rank 1 ended with exit code 1"), RankError("oom", KILLED)
     assert of_job([], crashed) == crashed
     lost, own = tmp_path / "0.error", tmp_path / "1.error"
-    lost.write_text("failed\nRuntimeError: Connection closed by peer\nmore")
     own.write_text("nan\nNotFinite: loss of step 0 is nan\nmore")
-    assert of_job([lost], crashed).reason == "RuntimeError: Connection closed by peer"
-    assert of_job([lost], killed) == killed
-    assert of_job([lost, own], killed) == RankError("nan", "NotFinite: loss of step 0 is nan")
+    for words in ("Connection closed by peer", "Timed out", "Timeout of 60 s"):
+        lost.write_text(f"failed\nRuntimeError: {words}\nmore")
+        assert of_job([lost], crashed).reason == f"RuntimeError: {words}"
+        assert of_job([lost], killed) == killed
+        assert of_job([lost, own], killed) == RankError("nan", "NotFinite: loss of step 0 is nan")

@@ -178,16 +178,6 @@ def test_device_bytes_do_not_grow_with_the_layers() -> None:
     assert peaks[0] == peaks[1]
 
 
-@pytest.mark.parametrize("buffers", [0, 1, 2, 3])
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "global_batch": 3}])
-def test_every_byte_arrives(buffers: int, alpha: float, degrees: dict[str, Any]) -> None:
-    p = problem(model=layers(8), **degrees)
-    lowered = lower(plan_of(p, "memo", alpha=alpha, buffers=buffers), p)
-    check(lowered)
-    interpret(lowered)
-
-
 def without_a_wait(lowered: Program) -> Program:
     """Drop the first wait for a copy to the host (mutation)."""
     (rank,) = lowered.ranks
@@ -233,18 +223,6 @@ def test_copies_run_on_beside_the_next_pass() -> None:
     labels = [lowered.ranks[0].blocks[step.block].label for step in lowered.ranks[0].steps]
     first = labels.index("free_d2h")
     assert labels[:first].count("F") == 2  # its own pass and the next
-
-
-def test_memory_of_a_copy_under_way_is_not_freed() -> None:
-    _, lowered = pipelined()
-    rank = lowered.ranks[0]
-    blocks = tuple(
-        Block(block.label, tuple(a for a in block.actions if a.wait != "d2h"))
-        for block in rank.blocks
-    )
-    changed = msgspec.structs.replace(rank, blocks=blocks)
-    with pytest.raises(CheckError, match="d2h may still use it"):
-        check(msgspec.structs.replace(lowered, ranks=(changed, *lowered.ranks[1:])))
 
 
 # -- addresses --------------------------------------------------------------------------------

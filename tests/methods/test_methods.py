@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -183,15 +182,6 @@ def test_the_published_point_is_on_the_front(model: str, tp: int, cluster: str) 
     published = point(p, table, tuple(n for n in table.saved if n in PUBLISHED))
     assert published in points
     assert published.recompute_s < 0.1 * points[-1].recompute_s
-
-
-def test_the_front_falls_in_bytes_and_rises_in_seconds() -> None:
-    p = real("llama-65b", tp=2, pp=8, global_batch=8)
-    points = front(p, p.layer(0))
-    assert points[0].dropped == ()
-    assert all(
-        a.kept_bytes > b.kept_bytes and a.recompute_s < b.recompute_s for a, b in pairwise(points)
-    )
 
 
 def test_the_ladder_trades_bytes_for_seconds() -> None:

@@ -16,11 +16,9 @@ from rematbench.paper.studies.longest import longest_sequence
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
-from tests.engine.twin.interpreter import interpret
-from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem, refusal
+from tests.problems import all_methods, layers, make_problem, plan_of, problem, refusal
 
 REGISTRY = all_methods()
-ALL_OTHERS = ("keep_all", "full_recompute", "balanced_checkpointing", "memo", "selective_recompute")
 
 
 def counts(plan: Plan) -> dict[str, int]:
@@ -96,17 +94,6 @@ def test_logits_of_a_step_fall_by_the_number_of_pieces(pieces: int) -> None:
     assert {nbytes * pieces for nbytes in split} <= set(whole)
 
 
-def test_the_heads_peak_falls_with_the_pieces() -> None:
-    """With a vocabulary that dominates, the step's peak less what is there anyway goes as 1 / M."""
-    p = problem(model=replace(LLAMA, vocab=1 << 14), seq_len=64)
-    peaks = {
-        n: issue_order(lower(plan_of(p, "full_recompute+mst", head_chunks=n, mlp_chunks=1), p))[0]
-        for n in (2, 4, 8)
-    }
-    device = {n: ledger.device_peak_bytes for n, ledger in peaks.items()}
-    assert device[2] - device[4] == pytest.approx(2 * (device[4] - device[8]), rel=1e-6)
-
-
 def test_no_saved_byte_of_a_layer_changes() -> None:
     p = problem(seq_len=64)
     before = issue_order(lower(plan_of(p, "keep_all"), p))[0]
@@ -125,17 +112,6 @@ def test_logits_are_computed_again_by_piece() -> None:
 
 
 # -- composition ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "global_batch": 4}])
-@pytest.mark.parametrize("base", ALL_OTHERS)
-def test_composes_with_every_method(base: str, degrees: dict[str, Any]) -> None:
-    p = problem(model=layers(6), seq_len=64, **degrees)
-    plan = plan_of(p, f"{base}+mst")
-    assert "lm_head" in counts(plan)
-    lowered = lower(plan, p)
-    check(lowered)
-    interpret(lowered)
 
 
 def test_an_mlp_whose_tensors_leave_stays_whole_and_says_so() -> None:

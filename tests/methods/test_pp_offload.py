@@ -8,7 +8,6 @@ import pytest
 
 from rematbench.costs.estimators import PipelineOffloadEstimator
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.lowering.schedule import in_flight, passes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
@@ -100,8 +99,3 @@ def test_the_paper_estimate_is_linear_in_alpha() -> None:
     assert e.peak_bytes(1.0) == 90 + 400
     assert e.smallest_alpha(890) == 0.5
     assert (e.smallest_alpha(1290), e.smallest_alpha(0)) == (0.0, 1.0)
-
-
-def test_interleaving_in_flight_is_the_estimators() -> None:
-    """v p + p - 1 chunks: what the estimator counts is what the schedule holds on rank 0."""
-    assert in_flight(passes("interleaved_1f1b", 0, 8, 5, 32)) == 8 * 5 + 8 - 1

@@ -10,7 +10,6 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.arms import arms_of
 from rematbench.advise.search.shared import Shared
 from rematbench.advise.search.trial import tried_plan
 from rematbench.cli.app import command_line
@@ -130,37 +129,6 @@ def test_the_fastest_plan_of_all_is_no_slower_than_any_arm(ran: list[Line]) -> N
     (found,) = [line for line in ran if line["table"] == ANY]
     assert speed(found) >= max(speed(line) for line in ran if line["table"] == BEST)
     assert found["gap"] <= WITHIN
-
-
-@pytest.mark.full  # that a search finds what trying everything finds: test_search.py
-def test_no_layout_of_the_space_is_faster_by_more_than_the_gap(
-    tiny_ran: tuple[MatrixSpec, list[Line]],
-) -> None:
-    """Beside every layout tried by itself, on a small job that the best plans fill."""
-    spec, lines = tiny_ran
-    job = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared({}))
-    checked = 0
-    for arm in spec.arms:
-        (line,) = [one for one in lines if (one["table"], one["arm"]) == (BEST, arm.name)]
-        steps = [
-            tried_plan(choice, job.problem(choice), method, 0.0, REGISTRY).step_s
-            for choice in job.space.choices
-            for method in all_settings(arm.method)
-        ]
-        if line["status"] == "ok":
-            assert (1 - WITHIN) * line["step_s"] <= min(steps) <= (1 + 1e-9) * line["step_s"]
-            checked += 1
-        else:
-            assert min(steps) == math.inf
-    assert checked == len(spec.arms)
-
-
-def all_settings(method: str) -> list[str]:
-    """A method at all values of what the matrix leaves open."""
-    if method.endswith("pp_offload"):
-        return [method + f":alpha={step / 4}" for step in range(5)]
-    own = [method + f":alpha={step / 4}" for step in range(5)] if method == "memo" else []
-    return [method, *own]
 
 
 def test_committed_answers_are_simulated_and_the_rest_is_searched(
@@ -312,23 +280,6 @@ def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() 
     own = tried_plan(site.choice, site.problem, method, 0.0, REGISTRY, known=site.trials)
     assert len(tried) == before > 1
     assert found.step_s == min(own.step_s, *(one.step_s for one in tried.values()))
-
-
-def test_no_smaller_share_fits_at_the_layout_of_an_answer_and_is_faster() -> None:
-    """What a method with a share would choose by itself there is no faster either."""
-    names = ("full recomputation + offload", "balanced + offload")
-    spec = small(arms=tuple(arm for arm in declared().arms if arm.name in names))
-    cell = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared({}))
-    answers = Answers(cell, spec, REGISTRY, {})
-    for name in names:
-        found, (arm,) = answers.best(name), arms_of(answers.methods[name], REGISTRY)
-        assert found.choice is not None
-        site = cell.site(found.choice)
-        texts = [arm.text(step) for step in range(21)]
-        below = texts[: texts.index(found.name)]
-        for text in (*below, answers.methods[name].text):
-            own = tried_plan(site.choice, site.problem, text, 0.0, REGISTRY, known=site.trials)
-            assert own.step_s >= found.step_s
 
 
 def test_the_outcome_is_counted_from_the_best_layouts(

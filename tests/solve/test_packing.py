@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order, pool_bytes
 from rematbench.engine.program.program import Program
-from rematbench.evaluate.evaluation import evaluate
-from rematbench.paper.studies.measures import fragmentation
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import lifetimes, memory_plan
@@ -48,13 +46,9 @@ def test_packings_never_overlap_and_never_beat_the_live_bytes(items: tuple[Tenso
     assert min(found.offsets) >= 0
     assert found.peak_bytes == peak(items, found.offsets) >= found.lower_bound_bytes
     assert found.lower_bound_bytes == live_peak(items)
-
-
-@given(tensors())
-def test_the_milp_is_never_worse_than_best_fit(items: tuple[Tensor, ...]) -> None:
     offsets = best_fit(items)
     assert not overlaps(items, offsets)
-    assert pack(items).peak_bytes <= peak(items, offsets)
+    assert found.peak_bytes <= peak(items, offsets), "the MILP is never worse than best fit"
 
 
 def test_the_same_tensors_give_the_same_offsets() -> None:
@@ -124,13 +118,3 @@ def test_any_program_has_a_plan_between_its_live_bytes_and_their_sum(
 
 
 # -- beside the caching allocator -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", ["keep_all", "full_recompute", "memo", "memo+mst"])
-def test_no_allocator_reserves_less_than_lives(spec: str) -> None:
-    p = problem(model=layers(6), tp=2)
-    plan = plan_of(p, spec)
-    found = fragmentation(p, plan)
-    assert found.live_bytes <= found.planned_bytes
-    assert found.live_bytes <= min(found.reserved_bytes, found.expandable_bytes)
-    assert found.live_bytes == max(evaluate(p, plan).peak_device_bytes)

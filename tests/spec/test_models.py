@@ -8,8 +8,7 @@ import pytest
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.load import load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
-from rematbench.spec.system import System
-from rematbench.workload import Model, Workload
+from rematbench.workload import Workload
 from tests.problems import problem
 
 # Totals that the public checkpoints report (model cards, safetensors index), to the parameter.
@@ -123,27 +122,6 @@ def test_windows_repeat_over_the_layers() -> None:
     assert load_model("mistral-7b").attention_window == (4096,) * 32
     assert load_model("gemma-2-9b").attention_window == (4096, 0) * 21
     assert load_model("llama3-8b").attention_window == ()
-
-
-def layer_matrices_bytes(model: Model, system: System, ranks: int) -> float:
-    """GiB of parameters, gradients and optimizer of the layers' matrices, split over ranks."""
-    per_parameter = system.param_bytes + system.grad_bytes + system.optimizer_bytes
-    return per_parameter * model.num_layers * model.layer_matrix_parameters / ranks / 2**30
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "gib"),
-    [
-        ("gpt-22b", 8, 45.5625),
-        ("gpt-175b", 64, 45.5625),
-        ("gpt-530b", 280, 31.640625),
-        ("gpt-1t", 512, 32.958984375),
-    ],
-)
-def test_eighteen_bytes_a_parameter_give_korthikanti_figure_1(
-    name: str, ranks: int, gib: float
-) -> None:
-    assert layer_matrices_bytes(load_model(name), load_system("megatron-lm"), ranks) == gib
 
 
 def test_vocabulary_is_padded_by_the_system() -> None:

@@ -69,6 +69,8 @@ def test_compiled_torchtitan_is_what_a_row_that_compiles_runs() -> None:
     named = {"name": row.name, "version": row.version}
     assert replace(shipped, **named, sources=row.sources, constants=row.constants) == row
     assert shipped.constants == ("torchtitan",)
+    layout = Layout(dp=8, zero_stage=3, global_batch=8)
+    assert published_stack(made(system=shipped.name, layout=layout)) == "torchtitan"
 
 
 def test_bases_do_not_go_round(tmp_path: Path) -> None:
@@ -181,12 +183,6 @@ def test_systems_are_listed_and_explained() -> None:
     line = next(line for line in explained.splitlines() if "held_logit_bytes" in line)
     assert line.split("|")[2].split() == ["0"]
     assert line.split("|")[3].split() == [DEFAULT]
-
-
-def test_compiled_torchtitan_has_the_evidence_of_the_rows_that_compile() -> None:
-    layout = Layout(dp=8, zero_stage=3, global_batch=8)
-    found = made(system="torchtitan-compiled", layout=layout)
-    assert published_stack(found) == "torchtitan"
 
 
 SLOW = "3.958e14"

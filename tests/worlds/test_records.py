@@ -59,11 +59,6 @@ def test_every_cell_has_a_record_and_every_record_a_cell(world: str) -> None:
     assert {path.stem for path in PATHS if path.parent.name == world} == set(names(world))
 
 
-def test_there_are_records_of_both_worlds() -> None:
-    assert {path.parent.name for path in PATHS} == {"executed", "traced"}
-    assert {record(path).world for path in PATHS} == {"executed", "traced"}
-
-
 STATED = {"fp64": (1e-10, 1e-14), "fp32": (1e-6, 1e-6), "bf16": (1e-2, 1e-3)}
 """Bounds by precision of docs/executed.md: gradients of the first step, losses of every step."""
 

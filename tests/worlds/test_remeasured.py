@@ -157,14 +157,6 @@ def test_a_curve_of_a_folder_is_held_to_keep_alls_there(
     assert "bytes-one.keep_all.0.json: cannot be read" in capsys.readouterr().err
 
 
-def test_what_has_no_committed_record_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_record(executed(), tmp_path / "a.json")
-    assert not as_committed(["a"], tmp_path, tmp_path / "none")
-    assert "none/a.json: cannot be read" in capsys.readouterr().err
-
-
 def test_what_has_changed_is_said_where_a_number_has() -> None:
     spec = replace(executed().spec, cluster_hash="0", calibration_hash="1")
     assert differences(replace(executed(), spec=spec), executed()) == []

@@ -76,7 +76,9 @@ def test_host_memory_binds_too() -> None:
 
 def test_unsupported_and_failed_are_outcomes() -> None:
     p = replace(problem(), evaluator=evaluate)
-    assert outcome(p, "pp_offload").status == "unsupported"
+    refused = record(p, "pp_offload")
+    assert (refused.status, refused.repeats, refused.plan) == ("unsupported", (), None)
+    assert "pp >= 3" in refused.reason
 
     class Wrong(msgspec.Struct, frozen=True):
         name: ClassVar[str] = "wrong"
@@ -111,13 +113,6 @@ def test_records_survive_the_disk(tmp_path: Path, spec: str) -> None:
     write_record(made, tmp_path / "deep" / "r.json")
     assert read_record(tmp_path / "deep" / "r.json") == made
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.json"]
-
-
-def test_an_unsupported_run_is_a_record(tmp_path: Path) -> None:
-    p = replace(problem(), evaluator=evaluate)
-    made = record(p, "pp_offload")
-    assert (made.status, made.repeats, made.plan) == ("unsupported", (), None)
-    assert "pp >= 3" in made.reason
 
 
 def test_run_ids_follow_content() -> None:

@@ -11,8 +11,6 @@ import yaml
 
 from rematbench.costs.kernel_seconds import attention_share
 from rematbench.costs.operators.kernels import Attention
-from rematbench.evidence.kernels import kernel_attention
-from rematbench.evidence.kernels.kernel_attention import attention_fraction
 from rematbench.evidence.kernels.kernel_fit import as_text, curve_table, fit_share, refit
 from rematbench.evidence.kernels.kernel_rows import (
     Match,
@@ -131,27 +129,6 @@ def test_curves_lie_where_documents_do(
     for one, (low, high) in ((rates.forward, forward), (rates.backward, backward)):
         share = attention_share(one, float(s), 64.0, sms)
         assert low <= share <= high
-
-
-def test_a_curve_is_the_median_of_its_sources() -> None:
-    """The middle of three documents decides, however far the outer ones are."""
-    rows = [r for r in USED if r.implementation == "fa2" and DECLARED.of_generation("hopper", r)]
-    ahead = [r for r in rows if r.what == "attention_forward" and r.size("s") == 8192]
-    documents = {r.source for r in ahead}
-    assert len(documents) >= 3
-
-    def at(slow: float) -> float:
-        lowest = min(ahead, key=lambda r: attention_fraction(DECLARED, r))
-        changed = [
-            msgspec.structs.replace(r, value=r.value * slow) if r.line == lowest.line else r
-            for r in ahead
-        ]
-        found = kernel_attention.medians_by_length(
-            changed, lambda row: attention_fraction(DECLARED, row)
-        )
-        return float(found[0])
-
-    assert at(0.5) == at(0.9) == at(1.0)
 
 
 def test_a_share_needs_rows_or_a_sourced_value() -> None:

@@ -51,6 +51,7 @@ def predicted() -> list[dict[str, Any]]:
     return [dict(row) for row in predict_rows(rows, processes=1)]
 
 
+@pytest.mark.full  # as the promises of test_validate.py
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
 def test_all_rows_keep_the_promise(group: Group) -> None:
     """No row is left out but those that a constant was fitted to."""

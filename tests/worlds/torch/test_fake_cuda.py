@@ -7,20 +7,16 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import Action, Kind
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.worlds.torch import operators_attention, storages
+from rematbench.worlds.torch import operators_attention
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.streams import CudaStreams
 from tests.worlds.torch import cases, grid
 from tests.worlds.torch.cases import TINY_GPT
 from tests.worlds.torch.fake_cuda import DEVICE, OVERLAP, run
-from tests.worlds.torch.recorder import Event, recording
-from tests.worlds.torch.test_faults import edited
 
 FAST = (
     *(("one", "offload-slots"), ("tp2", "windows"), ("cp2", "rows")),
@@ -90,59 +86,11 @@ def faults(layout: str, plan: str, patch: pytest.MonkeyPatch, **changes: Any) ->
     return run(Case(**{**vars(case), **changes}), 0, patch)[0].faults
 
 
-def test_steps_that_do_not_wait_for_their_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaStreams, "begin", lambda streams: None)
-    assert any("does not wait for default" in fault for fault in faults("one", "keep", monkeypatch))
-
-
-def test_a_step_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaStreams, "flush", lambda streams: None)
-    assert any("zero_ on default" in fault for fault in faults("one", "keep", monkeypatch))
-
-
-def test_receives_whose_memory_compute_still_uses_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(CudaStreams, "lend", lambda streams, stream, tensor: None)
-    assert any("message" in fault for fault in faults("pp2", "keep", monkeypatch))
-
-
 def test_a_message_whose_handle_outlives_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's handle holds what it sends."""
     monkeypatch.setattr(CudaStreams, "under_way", lambda streams, channel, work: work)
     with pytest.raises(AssertionError):
         check(cases.case("pp2", "keep", precision="bf16"), monkeypatch)
-
-
-@pytest.mark.parametrize("stream", ["compute", "tp", "d2h", "h2d"])
-def test_a_stream_that_waits_for_nothing_is_found(
-    stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without(action: Action) -> list[Action]:
-        waits = action.kind is Kind.WAIT and action.stream == stream
-        return [replace(action, kind=Kind.EVENT, wait="") if waits else action]
-
-    whole = cases.case("tp2", "offload-layers", precision="bf16")
-    assert faults("tp2", "offload-layers", monkeypatch, program=edited(whole, without).program)
-
-
-def test_scratch_of_a_collective_from_computes_pool_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Let go of as soon as it is issued, it would be compute's again at once."""
-
-    def scratch(streams: CudaStreams, current: Tensor) -> None:
-        with streams.room():
-            taken = torch.empty(64, device=DEVICE)
-        with streams.on("tp"):
-            taken.fill_(1.0)
-        del taken
-        with streams.on("compute"):
-            torch.zeros(64, device=DEVICE)
-
-    with recording(monkeypatch) as recorder:
-        scratch(CudaStreams(DEVICE), torch.empty(1, device=DEVICE))
-    assert any("memory that s2 may still use" in fault for fault in recorder.faults)
 
 
 def test_a_blocking_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,54 +104,3 @@ def test_a_blocking_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the host pool ----------------------------------------------------------------------------
-
-
-def reused(patch: pytest.MonkeyPatch, *, wait: bool) -> list[str]:
-    """A reload reads a pinned block on h2d; compute waits for it and gives the block back; a copy
-    of something older, which waits for compute no more, gets it."""
-    with recording(patch) as recorder:
-        streams, pool = CudaStreams(DEVICE), storages.HostPool(DEVICE)
-        here = torch.zeros(8, dtype=torch.uint8, device=DEVICE)
-        streams.begin()
-        block = pool.take(("a", 0, 0), 8)
-        with streams.on("d2h"):
-            block.data.copy_(here, non_blocking=True)
-        streams.wait("h2d", streams.mark("d2h"))
-        with streams.on("h2d"):
-            torch.empty_like(here).copy_(block.data, non_blocking=True)
-        streams.wait("compute", streams.mark("h2d"))
-        pool.give(("a", 0, 0), streams.mark("compute"))
-        again = pool.take(("b", 0, 0), 8)
-        assert again.data is block.data
-        assert again.free_at is not None
-        if wait:
-            streams.wait("d2h", again.free_at)
-        with streams.on("d2h"):
-            again.data.copy_(here, non_blocking=True)
-    assert pool.pinned_bytes == 8
-    return recorder.faults
-
-
-def test_a_pinned_block_is_written_again_after_its_last_reader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert reused(monkeypatch, wait=True) == []
-    assert any("does not wait for" in fault for fault in reused(monkeypatch, wait=False))
-
-
-def test_the_executor_waits_for_a_reused_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[tuple[str, object]] = []
-    wait = CudaStreams.wait
-
-    def noted(streams: CudaStreams, stream: str, mark: Any) -> None:
-        waits.append((stream, mark))
-        wait(streams, stream, mark)
-
-    monkeypatch.setattr(CudaStreams, "wait", noted)
-    _, executor = run(cases.case("one", "offload", precision="bf16"), 0, monkeypatch)
-    given = {id(block.free_at) for block in executor.movers.host.spare}
-    assert {stream for stream, _ in waits} >= {"d2h", "h2d", "compute"}
-    copies = sum(a.kind is Kind.D2H for _, a, _, _ in executor.actions)
-    reused_blocks = 2 * copies - len(given)
-    asked = sum(1 for stream, mark in waits if stream == "d2h" and isinstance(mark.event, Event))
-    assert asked >= reused_blocks > 0

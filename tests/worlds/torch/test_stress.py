@@ -65,29 +65,9 @@ def test_a_removed_wait_for_a_copy_is_found() -> None:
     assert found.status == "nan" or not laws.gradient_error(case, found) <= grid.TOLERANCE
 
 
-def without_heads(case: Case) -> Case:
-    """The forward frees the order of heads; everything else is as it was."""
-    seen: set[str] = set()
-
-    def edit(action: Action) -> list[Action]:
-        if action.kind is Kind.ALL_TO_ALL and action.op == "to_rows" and action.allocs:
-            (source,) = action.reads
-            if not source.startswith("d:") and source not in seen:
-                seen.add(source)
-                return [action, Action(kind=Kind.FREE, stream="compute", frees=(source,))]
-        return [action]
-
-    return edited(case, edit)
-
-
 SOUND = [
-    *(
-        delayed(cases.case("tp2", p), seed)
-        for p in ("offload", "offload-layers")
-        for seed in (0, 1)
-    ),
-    *(delayed(cases.case("tp2", "windows"), seed) for seed in (0, 1)),  # beside collectives
-    *(delayed(cases.case("ulysses2", plan), 1) for plan in ("keep", "offload", "windows")),
+    *(delayed(cases.case("tp2", plan), 0) for plan in ("offload", "offload-layers", "windows")),
+    *(delayed(cases.case("ulysses2", plan), 1) for plan in ("offload", "windows")),
 ]
 
 
@@ -100,7 +80,6 @@ def results() -> dict[str, tuple[Case, Result]]:
     broken = {
         "no wait for a collective": edited(split, no_wait_for(reduced)),
         "no wait for an exchange": edited(exchanged, no_wait_for(sent)),
-        "one copy": without_heads(exchanged),
     }
     changed = [replace(delayed(case, 0, LONG_S), name=name) for name, case in broken.items()]
     made = [*SOUND, *changed]
@@ -117,12 +96,6 @@ def test_delayed_collectives_and_exchanges_change_nothing(name: str) -> None:
 def test_a_removed_wait_is_found(name: str) -> None:
     case, result = results()[name]
     assert result.status == "nan" or not laws.gradient_error(case, result) <= grid.TOLERANCE
-
-
-def test_one_copy_of_an_exchanged_output_is_not_enough() -> None:
-    _, result = results()["one copy"]
-    assert result.status == "failed"
-    assert "attn_heads" in result.reason
 
 
 @pytest.mark.soak
