@@ -1,6 +1,7 @@
 """A new baseline is one directory: dropped in, it is listed, held to the contract, and run."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,7 @@ def test_one_that_breaks_the_contract_is_caught(folder: Path) -> None:
         contract.test_the_policy_knows_no_framework("toy")
     plan.write_text(PLAN.replace("def flags", "def flags(:"))
     baselines.cache_clear()
+    del sys.modules["baselines.toy.plan"]
     with pytest.raises(BaselineError, match=r"toy/plan\.py: SyntaxError"):
         baselines()
 

@@ -49,7 +49,7 @@ def listed(text: str) -> list[str]:
 
 NAMES = """
 methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
-sheets tables study claims matrix matrix-tables report expect submit-plan run-cells cells
+sheets tables study claims matrix matrix-tables report expect run-cells cells
 collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
 curves baseline predict-gpu gpu-tables
 """

@@ -119,7 +119,7 @@ def test_a_crash_inside_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None
     def crash(*_: object) -> None:
         raise RuntimeError("no\nluck")
 
-    monkeypatch.setattr("rematbench.evidence.predict.run_method", crash)
+    monkeypatch.setattr("rematbench.evidence.predict.evaluate_method", crash)
     out = predict_case(case(), REGISTRY)
     assert (out["pred_status"], out["pred_reason"]) == ("failed", "RuntimeError: no luck")
 

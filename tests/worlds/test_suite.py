@@ -1,5 +1,6 @@
 """Verdicts and records: what fits, what binds, and that every outcome is a row on disk."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from rematbench.problem import Problem
 from rematbench.worlds.records.record import (
     Record,
     RecordError,
+    content_hash,
     make_record,
     plan_hash,
     read_record,
     run_spec,
+    same_content,
     write_record,
 )
 from tests.problems import all_methods, layers, plan_of, problem
@@ -123,6 +126,30 @@ def test_run_ids_follow_content() -> None:
         run_spec(p, REGISTRY.resolve("pp_offload", {"alpha": a})).run_id for a in (0.1, 0.2, None)
     }
     assert len(ids) == 3
+
+
+def test_a_new_field_at_its_default_changes_no_run_id() -> None:
+    """Later versions add fields to models, clusters, stacks and layouts."""
+    spec = run_spec(case(), KEEP)
+    model = spec.model
+    router = ("router", dict[str, int], msgspec.field(default_factory=dict))
+    grown = msgspec.defstruct(
+        "Model", [("experts", int, 1), router],
+        bases=(type(model),), frozen=True, kw_only=True,
+    )  # fmt: skip
+    values = {name: getattr(model, name) for name in model.__struct_fields__}
+    assert content_hash(grown(**values)) == content_hash(model)
+    assert content_hash(grown(**values, experts=8)) != content_hash(model)
+    assert msgspec.structs.replace(spec, model=grown(**values)).run_id == spec.run_id
+
+
+def test_records_of_before_defaults_were_left_out_are_replayed() -> None:
+    cluster = case().cluster
+    whole = msgspec.json.encode(msgspec.to_builtins(cluster, str_keys=True), order="sorted")
+    stored = hashlib.sha256(whole).hexdigest()[: len(content_hash(cluster))]
+    assert stored != content_hash(cluster)
+    assert same_content(cluster, stored)
+    assert not same_content(msgspec.structs.replace(cluster, hbm_bytes=1), stored)
 
 
 def test_plan_hashes_are_of_the_resolved_table() -> None:

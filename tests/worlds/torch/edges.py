@@ -27,6 +27,8 @@ from rematbench.worlds.torch.streams import Mark
 from tests.worlds.torch.test_faults import edited
 
 SOURCE = Path(rematbench.__file__).parent
+TORCH = ("worlds", "measure")
+"""Rooms with a folder torch."""
 CONTEXTS = frozenset({"on", "room", "_room"})
 CALLS = frozenset({
     "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "mark", "lend",
@@ -84,8 +86,8 @@ def _calls(path: Path, names: frozenset[str]) -> dict[Edge, ast.Call]:
 
 @cache
 def of_runtime() -> tuple[Edge, ...]:
-    """Of rematbench.worlds.torch, but for its threads (which stand in for streams in tests)."""
-    files = sorted((SOURCE / "torch").glob("*.py"))
+    """Of the rooms with torch, but for threads (which stand in for streams in tests)."""
+    files = sorted(path for room in TORCH for path in (SOURCE / room / "torch").glob("*.py"))
     found = [_calls(path, CALLS | CONTEXTS) for path in files if path.stem != "threads"]
     every = (edge for calls in found for edge in calls)
     return tuple(edge for edge in every if "tracker" not in edge.words)  # it counts bytes
@@ -116,7 +118,8 @@ class _Leave(ast.NodeTransformer):
 
 def leave_out(edge: Edge, patch: pytest.MonkeyPatch) -> None:
     """The runtime without one of its edges."""
-    module: ModuleType = sys.modules[f"rematbench.worlds.torch.{edge.module}"]
+    names = (f"rematbench.{room}.torch.{edge.module}" for room in TORCH)
+    module: ModuleType = next(sys.modules[name] for name in names if name in sys.modules)
     owner: Any = module
     *classes, name = (
         edge.function.split(".")[:2]
@@ -138,7 +141,7 @@ def leave_out(edge: Edge, patch: pytest.MonkeyPatch) -> None:
 
 # -- the program's --------------------------------------------------------------------------------
 
-LOWERING = SOURCE / "lowering"
+LOWERING = SOURCE / "engine/lowering"
 WRITES_A_WAIT = frozenset({"collective", "state_copy"})
 """Methods of BlockWriter that write a wait of their own stream for whoever calls them."""
 

@@ -7,6 +7,7 @@ the event simulator, `traced` and `executed` numbers from the real code.
 import datetime
 import hashlib
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,10 +140,38 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def content_hash(value: object) -> str:
-    """A short SHA-256 of a value's canonical JSON (sorted keys)."""
+    """A short SHA-256 of a value's canonical JSON (sorted keys, without fields at their defaults).
+    A field that is added with a default changes no hash of what was said before it."""
+    return _hash(without_defaults(value))
+
+
+def same_content(value: object, stored: str) -> bool:
+    """Whether a stored hash is the value's: by `content_hash`, or by all its fields, as records
+    had it that were written before defaults were left out."""
+    return stored in (content_hash(value), _hash(value))
+
+
+def _hash(value: object) -> str:
     plain = msgspec.to_builtins(value, str_keys=True)
     text = msgspec.json.encode(plain, order="sorted")
     return hashlib.sha256(text).hexdigest()[:HASH_DIGITS]
+
+
+def without_defaults(value: object) -> object:
+    """A value as JSON types, without the fields of structs that have their default."""
+    if isinstance(value, Struct):
+        fields = [one for one in msgspec.structs.fields(value) if not _is_default(value, one)]
+        return {one.encode_name: without_defaults(getattr(value, one.name)) for one in fields}
+    if isinstance(value, Mapping):
+        return {str(key): without_defaults(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return [without_defaults(item) for item in value]
+    return msgspec.to_builtins(value, str_keys=True)
+
+
+def _is_default(value: Struct, one: msgspec.structs.FieldInfo) -> bool:
+    usual = one.default_factory() if callable(one.default_factory) else one.default
+    return usual is not msgspec.NODEFAULT and bool(getattr(value, one.name) == usual)
 
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
@@ -160,7 +189,7 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     rest = msgspec.structs.replace(plan, rules=tuple(windows), fit={})
     deeds = msgspec.to_builtins(rest, str_keys=True)
     del deeds["addresses"]
-    return content_hash([table, deeds])
+    return _hash([table, deeds])
 
 
 def run_spec(

@@ -14,7 +14,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.worlds.records.record import Record, RecordError, RunSpec, content_hash
+from rematbench.worlds.records.record import Record, RecordError, RunSpec, same_content
 
 
 class Replay(Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def recorded_problem(record: Record, cluster: str = "") -> Problem:
         raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
     problem = spec_problem(record.spec, there)
     for what in ("cluster", "system", "calibration"):
-        if content_hash(getattr(problem, what)) != getattr(record.spec, f"{what}_hash"):
+        if not same_content(getattr(problem, what), getattr(record.spec, f"{what}_hash")):
             text = f"its {what} has changed since; simulate it again"
             raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
     return problem
