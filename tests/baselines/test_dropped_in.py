@@ -108,6 +108,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     baselines.cache_clear()
     yield place
     baselines.cache_clear()
+    sys.modules["baselines"].__path__.remove(str(place))
+    for name in [name for name in sys.modules if name.startswith("baselines.toy")]:
+        del sys.modules[name]
 
 
 def test_it_is_listed_and_held_to_the_contract(folder: Path) -> None:
