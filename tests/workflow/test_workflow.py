@@ -21,8 +21,8 @@ NAME = "recompute_mlp"
 
 @pytest.fixture(scope="module")
 def smoked(tmp_path_factory: pytest.TempPathFactory, short: bool) -> Checkout:
-    """A checkout with the method of docs/own_method.md, after one `snakemake smoke`; in the short run with no
-    other methods than its figures need."""
+    """A checkout with the method of docs/own_method.md, after one `snakemake smoke`; in the short
+    run with no other methods than its figures need."""
     checkout = Checkout(tmp_path_factory.mktemp("checkout"))
     if short:
         leave_methods(checkout.path, {"balanced_checkpointing", "pp_offload"})
