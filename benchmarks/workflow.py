@@ -6,11 +6,11 @@
 Each line is one whole `snakemake` command in a copy of the checkout: wall seconds, CPU seconds of
 the command and of all its jobs, beside the same cells without Snakemake; what is left is the
 engine's.  Slurm's jobs are nobody's children once started: this process adopts them (Linux'
-subreaper) and counts them when they end.  `--slurm` submits to the two nodes that tests/slurm
+subreaper) and counts them when they end.  `--slurm` submits to two nodes that tests/worlds/slurm
 starts on this machine (as root, with Debian's packages), with the profile as it is.  `--write` adds
 the lines to a table with their versions and the machine's load when each began: CPU seconds hold on
-a busy one, wall seconds do not.  The table stands in docs/slurm.md; the bundling there is chosen
-from it.
+a busy one, wall seconds do not.  The table is in docs/decisions/worlds.md; the bundling there
+is chosen from it.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def _key(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def table(rows: Iterable[dict[str, str]]) -> str:
-    """The lines as the Markdown table of docs/slurm.md."""
+    """The lines as the Markdown table of docs/decisions/worlds.md."""
     heads = (
         "where",
         "cells",

@@ -1,7 +1,7 @@
 """recompute_mlp: drop what the MLP saves and run it again in the backward.
 
 Claim: frees most of a layer's activation bytes for one more forward of the MLP.
-Source: ours, the example of the README.
+Source: ours, the example of docs/own_method.md.
 Deviations: none.
 """
 

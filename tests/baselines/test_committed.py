@@ -20,7 +20,7 @@ FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09, "k1t-none": 1.051}
 """Traced bytes over published ones, where docs/baselines.md says that they are apart."""
 UNEXPLAINED = {"megatron_core": 6.5e-3, "deepspeed": 1e-6}
 NOT_REPLAYED = {"llama2-7b-4k-offload": 1.3e-2}
-"""What replays would explain that are worth less than their lines (docs/baselines.md)."""
+"""Replays that are worth less than their lines would explain this rest (docs/baselines.md)."""
 LABELS = {
     "megatron_core": "megatron-core + CPU shim (fake tensors)",
     "deepspeed": "deepspeed + CPU shim (fake tensors)",

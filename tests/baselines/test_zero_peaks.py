@@ -91,7 +91,7 @@ def sizes_of(case: Case) -> Sizes:
 
 
 TOLERANCE = 0.01
-"""Of the peak; at 7B parameters the rest is at most 0.05 % (docs/baselines.md)."""
+"""Of the peak; at 7B parameters the rest is at most 0.05 %."""
 
 
 @pytest.mark.full

@@ -28,6 +28,7 @@ from rematbench.workload import Workload
 from rematbench.worlds.records.cell import cells
 from rematbench.worlds.records.suite import load_suite
 from tests.typed import typed
+from tests.workflow.checkout import GUIDES
 from tests.wrong_inputs import ROW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -318,11 +319,11 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     assert table["gpus"].eq(4).all()
 
 
-def test_the_snippet_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_snippet_of_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/python.md").read_text()
     (snippet,) = (block.partition("```")[0] for block in text.split("```python\n")[1:]
                   if block.startswith("from rematbench import"))  # fmt: skip
-    exec(compile(snippet, "README.md", "exec"), {})  # our own text
+    exec(compile(snippet, "docs/python.md", "exec"), {})  # our own text
     told = capsys.readouterr().out
     assert told.startswith("True ")
     assert "rematbench simulate memo:alpha=0.25 --model llama-7b" in told
@@ -330,9 +331,9 @@ def test_the_snippet_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "memo:alpha=0.5" in told
 
 
-def test_what_the_readme_writes_is_ignored() -> None:
-    """Every file that a command of the README writes into the checkout."""
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+def test_what_the_guides_write_is_ignored() -> None:
+    """Every file that a command of the README or of a guide writes into the checkout."""
+    text = "\n".join((ROOT / page).read_text() for page in GUIDES).replace("\\\n", " ")
     shell = "\n".join(block.partition("```")[0] for block in text.split("```sh\n")[1:])
     written = re.findall(r" (?:-o|--out|--plot|--write) (\S+)", shell)
     assert {"run.json", "mine/predictions.csv", "compare.png"} <= set(written)
@@ -385,9 +386,9 @@ def test_the_examples_run_where_they_are_written(
     assert "recompute_mlp.py" in again.err
 
 
-def test_the_example_method_is_that_of_the_readme() -> None:
+def test_the_example_method_is_that_of_the_guide() -> None:
     text = (data_dir("config") / "examples" / "recompute_mlp.py").read_text()
-    assert f"```python\n{text}```" in (ROOT / "README.md").read_text()
+    assert f"```python\n{text}```" in (ROOT / "docs/own_method.md").read_text()
 
 
 def test_a_folder_that_does_not_exist_is_refused_before_the_work(tmp_path: Path) -> None:

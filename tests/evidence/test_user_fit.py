@@ -104,8 +104,10 @@ def test_the_band_follows_the_rows_where_they_disagree() -> None:
         assert wide > 2.0 * band_after(len(errors))
 
 
-def test_the_readme_says_the_bands_after_few_rows() -> None:
-    said = " ".join((data_dir("config").parent / "README.md").read_text(encoding="utf-8").split())
+def test_the_guide_says_the_bands_after_few_rows() -> None:
+    said = " ".join(
+        (data_dir("config").parent / "docs/calibrate.md").read_text(encoding="utf-8").split()
+    )
     one, three, five = (f"{100 * band_after(count):.1f}" for count in COUNTS)
     assert f"{one} % after one, {three} after three, {five} after five" in said
 
@@ -330,7 +332,7 @@ def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_few_rows_never_harm_and_mostly_help() -> None:
-    """The bars that are met; DESIGN.md says which are not."""
+    """The bars that are met; docs/decisions/evidence.md says which are not."""
     found = calibrated()
     assert len(found) == sum(len(rows) >= 10 for rows in stacks().values())
     for one in found:

@@ -1,4 +1,4 @@
-"""The life of a tensor, CONTRIBUTING and DESIGN.md name files and functions that are there."""
+"""Documents name files and functions that exist, are short, and begin with a command."""
 
 import ast
 import re
@@ -11,7 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/engine/golden/interleaved_offload.txt"
 FILE = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|txt|yaml|smk))(?::([\w.]+))?`")
 FENCED = re.compile(r"```text\n(.*?)```", re.DOTALL)
-PLACEHOLDER = "config/clusters/NAME.yaml"
+PLACEHOLDERS = {
+    "config/clusters/NAME.yaml",
+    "methods/recompute_mlp.py",
+    *("run.py", "stack.py", "requirements.txt"),
+}
+"""Files that a user writes: a cluster, a method, a baseline."""
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
+NO_COMMAND = {"words.md"}
+MOST = {"README.md": 900, "DESIGN.md": 1800}
+"""Words."""
+MOST_LINES = {"CHANGELOG.md": 100}
 
 
 def guide(name: str) -> str:
@@ -55,7 +66,7 @@ def missing(text: str) -> list[str]:
     for path, name in FILE.findall(text):
         found = located(path)
         known = found is not None and (not name or name in names(found))
-        if not known and path != PLACEHOLDER:
+        if not known and path not in PLACEHOLDERS:
             wrong.append(f"{path}:{name}")
     return wrong
 
@@ -64,6 +75,38 @@ def missing(text: str) -> list[str]:
 def test_a_guide_names_files_and_functions_that_exist(name: str) -> None:
     assert len(FILE.findall(guide(name))) > 10
     assert not missing(guide(name))
+
+
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("*.md"), *PAGES, *DECISIONS], ids=lambda path: path.stem
+)
+def test_a_document_names_files_that_exist(path: Path) -> None:
+    text = path.read_text()
+    assert not missing(text)
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert not [link for link in links if not (path.parent / link).exists()]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_begins_with_a_command(path: Path) -> None:
+    _, _, rest = path.read_text().partition("\n\n")
+    assert path.name in NO_COMMAND or rest.startswith("```sh\n")
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_has_its_date(path: Path) -> None:
+    """Every entry, or the page for all of its entries, says when."""
+    head, *entries = path.read_text().split("\n## ")
+    when = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+    undated = [entry.partition("\n")[0] for entry in entries if not when.search(entry)]
+    assert when.search(head) or not undated, undated
+
+
+def test_documents_are_short() -> None:
+    assert all(len((ROOT / name).read_text().split()) <= most for name, most in MOST.items())
+    assert all(
+        len((ROOT / name).read_text().splitlines()) <= most for name, most in MOST_LINES.items()
+    )
 
 
 def test_a_name_that_is_gone_is_found() -> None:

@@ -259,9 +259,9 @@ def test_the_tensors_that_do_not_fit_are_those_that_the_readme_names() -> None:
     alive = [t.nbytes for t in lives if t.start <= largest.start < t.end]
     gib = [nbytes / 2**30 for nbytes in sorted(alive, reverse=True)[:5]]
     assert gib == pytest.approx([25.0, 25.0, 15.0, 15.0, 12.5], abs=0.05)
-    readme = " ".join((data_dir("config").parent / "README.md").read_text().split())
+    page = " ".join((data_dir("config").parent / "docs/claims.md").read_text().split())
     words = "(25.0 GiB each), two rounding buffers (15.0 each) and the logits (12.5)"
-    assert words in readme
+    assert words in page
 
 
 def test_addresses_of_many_tensors_are_the_allocators() -> None:

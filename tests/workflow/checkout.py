@@ -8,6 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GUIDES = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "compare",
+            "search",
+            "own_model_and_cluster",
+            "calibrate",
+            "own_method",
+            "python",
+            "run_for_real",
+            "claims",
+        )
+    ),
+)
+"""The pages whose commands run as they stand, in the order in which a reader meets them."""
 PARTS = (
     "Snakefile",
     "README.md",

@@ -19,7 +19,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def test_the_table_of_the_page_is_the_measured_one() -> None:
-    page = (ROOT / "docs/slurm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/decisions/worlds.md").read_text(encoding="utf-8")
     assert table(rows()) in page
     assert {(row["where"], row["cells"]) for row in rows()} >= {
         (where, cells) for where in ("here", "Slurm") for cells in ("10", "100", "1000")

@@ -1,4 +1,5 @@
-"""`smoke` from a clean checkout, twice; editing a method; the README's first ten minutes."""
+"""`smoke` from a clean checkout, twice; editing a method; the commands of the README and of the
+guides."""
 
 import re
 import shlex
@@ -7,20 +8,21 @@ from pathlib import Path
 import pytest
 
 from rematbench.evidence.published.sheets import read_sheet
-from tests.workflow.checkout import ROOT, Checkout
+from tests.installed import needs
+from tests.workflow.checkout import GUIDES, ROOT, Checkout
 from tests.worlds.slurm.slow import leave_methods
 
-README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEXT = "\n".join((ROOT / page).read_text() for page in GUIDES)
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 METHOD = [block for block in PYTHON if "def plan" in block]
-SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 NAME = "recompute_mlp"
 
 
 @pytest.fixture(scope="module")
 def smoked(tmp_path_factory: pytest.TempPathFactory, short: bool) -> Checkout:
-    """A checkout with the README's method, after one `snakemake smoke`; in the short run with no
-    other methods than its figures need."""
+    """A checkout with the method of docs/own_method.md, after one `snakemake smoke`; in the short
+    run with no other methods than its figures need."""
     checkout = Checkout(tmp_path_factory.mktemp("checkout"))
     if short:
         leave_methods(checkout.path, {"balanced_checkpointing", "pp_offload"})
@@ -37,7 +39,7 @@ def planned(checkout: Checkout) -> set[str]:
     return set(re.findall(r"wildcards: suite=smoke, method=(\S+)", text))
 
 
-def test_the_method_of_the_readme_is_in_the_table(smoked: Checkout) -> None:
+def test_the_method_of_the_guide_is_in_the_table(smoked: Checkout) -> None:
     table = (smoked.path / "results/smoke/tables/methods.md").read_text()
     assert f"| {NAME} " in table
     runs = read_sheet(smoked.path / "results/smoke/runs.csv")
@@ -102,8 +104,8 @@ def test_what_reruns_a_rule_is_made_from_no_input() -> None:
         assert not re.search(r"lambda wildcards, \w+: *code\(", path.read_text()), path
 
 
-def readme_commands() -> list[str]:
-    """Every command of the README that a test can afford, without the front door."""
+def guide_commands() -> list[str]:
+    """Every command of the guides, without those of the front door."""
     text = "\n".join(SHELL).replace("\\\n", " ")
     text = re.sub(r"^\./bench run ", "", text, flags=re.MULTILINE)
     commands: list[str] = []
@@ -123,13 +125,15 @@ def _here_document(command: str) -> bool:
 
 
 @pytest.mark.full
-def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+def test_the_commands_of_the_guides_run(tmp_path: Path) -> None:
+    needs("torch")
     checkout = Checkout(tmp_path / "checkout")
     (checkout.path / "methods" / f"{NAME}.py").write_text(*METHOD)
-    commands = readme_commands()
+    commands = guide_commands()
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
-    assert used == wanted | {"compare", "search", "systems", "verify", "calibrate", "examples"}
+    wanted |= {"compare", "search", "systems", "verify", "calibrate", "examples"}
+    assert used == wanted | {"execute", "trace"}
     for command in commands:
         done = checkout.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -137,8 +141,8 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         assert (checkout.path / name).stat().st_size > 0
 
 
-def test_the_readme_only_uses_targets_of_bench_and_snakemake() -> None:
-    targets = set(re.findall(r"\./bench ([\w-]+)(?: (\w+))?", README))
+def test_the_guides_only_use_targets_of_bench_and_snakemake() -> None:
+    targets = set(re.findall(r"\./bench ([\w-]+)(?: (\w+))?", TEXT))
     known = {"setup", "run", "test", "reproduce", "measure", "stand-in"}
     assert {target for target, _ in targets} == known
     files = [ROOT / "Snakefile", *(ROOT / "workflows").glob("*.smk")]

@@ -75,7 +75,7 @@ def test_in_float64_the_same_runs_agree() -> None:
 def test_in_fp32_the_first_step_agrees_and_later_ones_do_not() -> None:
     first, *later = deviation("fp32", ADAMW)
     assert first <= 1e-6
-    assert 1e-5 < max(later) < 1e-3  # docs/executed.md says so
+    assert 1e-5 < max(later) < 1e-3  # docs/decisions/worlds.md
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ TIMED_STEPS = 3
 LEARNING_RATE = 1e-3
 """AdamW's learning rate in the long training runs whose loss curves are kept."""
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
-"""Norm-wise relative errors that rounding alone may cause (DESIGN.md, the gradient law)."""
+"""Norm-wise relative errors that rounding alone may cause (docs/executed.md, the gradient law)."""
 OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")
 """Bytes that torch's allocators report for a rank, on the device and pinned on the host."""
 
