@@ -13,7 +13,7 @@ from rematbench.host.console import CommandError
 from rematbench.paper.expected import check, load_artifact
 from rematbench.paper.html import matrix_grids, page_html
 from rematbench.paper.matrix.sweep import TABLES
-from rematbench.paper.matrix.verdicts import outcome
+from rematbench.paper.matrix.verdicts import summary
 from rematbench.paper.page import (
     Page,
     gather,
@@ -62,7 +62,7 @@ def report(
     }
     page = Page(
         config=config,
-        outcome=outcome(lines, spec.baseline).sentence,
+        outcome=summary(lines, spec.baseline),
         trusted=whether_bands_hold(tables),
         unmeasured=never_measured(tables, results),
         facts=tuple(facts.items()),

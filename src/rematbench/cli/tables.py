@@ -28,7 +28,7 @@ from rematbench.evidence.validate import validate as score
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import Column, Table, gib, write_sheet
 from rematbench.paper.claim_ledger import claims_table, prediction_answers, study_tables
-from rematbench.paper.matrix.verdicts import judged, outcome
+from rematbench.paper.matrix.verdicts import judged, summary
 from rematbench.paper.studies.answers import StudyAnswer, read_answers
 from rematbench.paper.studies.claims import load_claims
 from rematbench.paper.studies.front import pareto_table
@@ -262,7 +262,7 @@ def matrix_tables(
     for table in made:
         table.write(output)
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")
-    typer.echo(outcome(lines, spec.baseline).sentence)
+    typer.echo(summary(lines, spec.baseline))
 
 
 def speeds(

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from math import inf
 
 from msgspec.json import encode
 from msgspec.structs import replace
@@ -27,10 +28,13 @@ def without_cluster(problem: Problem) -> Hashable:
 
 class Evaluator:
     """Lowered plans and their numbers.  `same` tells which problems share a lowered plan (by
-    default only a problem with itself); the last `kept` lowered plans stay (None: all)."""
+    default only a problem with itself); the last `kept` lowered plans stay (None: all).  Live bytes
+    above the usable bytes are replayed only with `replay_all`: no allocator needs less."""
 
-    def __init__(self, same: Same = id, kept: int | None = None) -> None:
-        self._same, self._kept = same, kept
+    def __init__(
+        self, same: Same = id, kept: int | None = None, *, replay_all: bool = False
+    ) -> None:
+        self._same, self._kept, self._replay_all = same, kept, replay_all
         self._lowered: OrderedDict[tuple[Hashable, bytes], Lowered] = OrderedDict()
 
     def lowered(self, problem: Problem, plan: Plan) -> Lowered:
@@ -43,32 +47,33 @@ class Evaluator:
         return self._lowered[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> Reserved:
-        """What the allocator of the plan's fullest rank reserves on the cluster's devices.  Live
-        bytes above the usable bytes are not replayed: no allocator needs less."""
-        return weighed(problem, self.lowered(problem, plan), problem.usable_bytes)
+        """What the allocator of the plan's fullest rank reserves on the cluster's devices."""
+        room_bytes = inf if self._replay_all else problem.usable_bytes
+        return weighed(problem, self.lowered(problem, plan), room_bytes)
 
     def weigh(self, problem: Problem, plan: Plan) -> Weight:
         """The bytes of a plan; can be the `weigher` of problems."""
-        lowered = self.lowered(problem, plan)
-        return Weight(lowered.peak_device_bytes, weighed(problem, lowered).nbytes)
-
-    def weigh_within(self, problem: Problem, plan: Plan) -> Weight:
-        """As `weigh`, but a plan with more live bytes than the device has is not replayed."""
         reserved = self.reserved(problem, plan)
         return Weight(self.lowered(problem, plan).peak_device_bytes, reserved.nbytes)
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
         """The chunk-level evaluation with the allocator's bytes; can be the `evaluator` of
         problems."""
-        lowered = self.lowered(problem, plan)
-        return timed(problem, lowered, weighed(problem, lowered))
+        lowered, key = self.lowered(problem, plan), encode(problem.cluster)
+        if key not in lowered.evaluations:
+            held = self.reserved(problem, plan)
+            lowered.evaluations[key] = timed(problem, lowered, held)
+        return lowered.evaluations[key]
 
     def parts_s(self, problem: Problem, plan: Plan, step_s: float) -> dict[str, float]:
         """Seconds of the parts of a step that takes `step_s`."""
-        return parts_of(problem, self.lowered(problem, plan).program, step_s)
+        lowered, key = self.lowered(problem, plan), (encode(problem.cluster), step_s)
+        if key not in lowered.parts_s:
+            lowered.parts_s[key] = parts_of(problem, lowered.program, step_s)
+        return lowered.parts_s[key]
 
 
-RECENTLY = Evaluator(kept=RECENT)
+RECENTLY = Evaluator(kept=RECENT, replay_all=True)
 """The evaluator of problems that share nothing."""
 
 

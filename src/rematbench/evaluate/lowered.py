@@ -12,7 +12,12 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import AllocatorPeaks, Mode
 from rematbench.engine.program.program import Program
 from rematbench.engine.program.replay import replay
-from rematbench.evaluate.evaluation import RankBytes, fullest_rank, program_bytes
+from rematbench.evaluate.evaluation import (
+    PlanEvaluation,
+    RankBytes,
+    fullest_rank,
+    program_bytes,
+)
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import planned_peak
@@ -34,11 +39,14 @@ class Reserved(NamedTuple):
 
 class Lowered:
     """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
-    unlimited memory, each made once.  No cluster changes them."""
+    unlimited memory, each made once.  No cluster changes them.  `evaluations` and `parts_s` have
+    the numbers that an evaluator computed, by what they depend on."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
         self.held: dict[int, Reserved] = {}  # what `weighed` found, by usable bytes
+        self.evaluations: dict[bytes, PlanEvaluation] = {}
+        self.parts_s: dict[tuple[bytes, float], dict[str, float]] = {}
         self._peaks: AllocatorPeaks | None = None  # perhaps of a replay that ended early
 
     @cached_property

@@ -1,5 +1,6 @@
 """The result of one method on one problem: a row of a table in every case."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
@@ -7,12 +8,12 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS, losses
-from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.evaluator import RECENTLY, timed
+from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
+from rematbench.evaluate.evaluator import RECENTLY, Evaluator, timed
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.lowered import weighed
 from rematbench.evaluate.proof import Proof, check
-from rematbench.evaluate.verdict import Retries, Verdict, judge
+from rematbench.evaluate.verdict import Retries, Verdict, judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
@@ -25,7 +26,7 @@ Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
 Fit = Literal["yes", "tight", "no"]
 
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
-AMOUNTS = ("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes")
+AMOUNTS = ("recompute_flop", "offload_bytes")
 ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
 
 
@@ -102,6 +103,17 @@ class Result(Struct, frozen=True, kw_only=True):
         return self.verdict.headroom_bytes if self.verdict else None
 
     @property
+    def reserved_bytes(self) -> int | None:
+        """Bytes that the allocator of the fullest device reserves."""
+        return self.problem.usable_bytes - self.verdict.headroom_bytes if self.verdict else None
+
+    @property
+    def host_node_bytes(self) -> int | None:
+        """Pinned bytes of the fullest node."""
+        room_bytes = self.problem.cost.host_room_bytes
+        return room_bytes - self.verdict.host_headroom_bytes if self.verdict else None
+
+    @property
     def band(self) -> tuple[float, float] | None:
         """(low, high) tokens per second and GPU: 80 % of such predictions lie between the two."""
         speed, band = self.tokens_per_s_per_gpu, self.error_band
@@ -147,6 +159,8 @@ class Result(Struct, frozen=True, kw_only=True):
             "gpu_hours_per_1e9_tokens": self.gpu_hours_per_1e9_tokens,
             "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else None,
             **{key: getattr(evaluation, key, None) for key in AMOUNTS},
+            "reserved_bytes": self.reserved_bytes,
+            "host_node_bytes": self.host_node_bytes,
             **{key: getattr(self.verdict, key, None) for key in ROOMS},
             "usable_bytes": self.problem.usable_bytes,
             "allocator_retries": self.retries and self.retries.per_step,
@@ -176,20 +190,35 @@ def evaluate_method(
     checked: bool = False,
     words: tuple[str, ...] = (),
     text: str = "",
+    shared: Evaluator | None = None,
 ) -> Result:
     """The result of a method on a problem; `checked` also proves the lowered program safe.
-    `words` are the options that say the problem, `text` the method's name as it was typed."""
+    `words` are the options that say the problem, `text` the method's name as it was typed.  With an
+    evaluator that is `shared` by problems, a plan that does not fit has a verdict and no
+    evaluation: its step is not simulated."""
+    if shared is not None:
+        problem = dataclasses.replace(problem, evaluator=shared.evaluate, weigher=shared.weigh)
     job = Job(problem=problem, base=problem.base_plan if base is None else base, words=words)
     blank = Result(job=job, method=text or method.text, family=method.name, status="failed")
     try:
         plan = method.plan(problem, base)
         if isinstance(plan, Unsupported):
             return replace(blank, status="unsupported", reason=plan.reason)
+        verdict = _weighed(problem, plan, shared) if shared is not None else None
+        if verdict and not verdict.fits:
+            return replace(blank, status="oom", reason=verdict.binds, plan=plan, verdict=verdict)
         return of_plan(blank, plan, checked=checked)
     except (PlanError, LayoutError) as error:
         return replace(blank, reason=f"{method.name}: {error}")
     except MethodError as error:
         return replace(blank, reason=str(error))
+
+
+def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
+    """The verdict on a plan, whose step is not simulated."""
+    ranks = shared.lowered(problem, plan).ranks
+    reserved_bytes = shared.reserved(problem, plan).nbytes
+    return judged(problem, ranks, reserved_bytes, host_node_bytes(problem, ranks))
 
 
 def evaluate_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Result:

@@ -19,6 +19,12 @@ class Verdict(Struct, frozen=True, kw_only=True):
     host_headroom_bytes: int
     binds: str
 
+    @property
+    def short_bytes(self) -> dict[str, int]:
+        """Missing bytes by place (device, host); empty where the plan fits."""
+        rest = {"device": self.headroom_bytes, "host": self.host_headroom_bytes}
+        return {place: -nbytes for place, nbytes in rest.items() if nbytes < 0}
+
 
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often cudaMalloc is retried in a training step; `fails`: the last retry failed too."""

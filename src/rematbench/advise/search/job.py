@@ -243,7 +243,7 @@ class SearchJob:
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
         if self.shared.programs:  # a problem and its costs hold each other, but no programs
-            weigher = partial(Evaluator.weigh_within, proxy(self.shared.programs))
+            weigher = partial(Evaluator.weigh, proxy(self.shared.programs))
             problem = replaced(problem, weigher=weigher)
         return _reserving(self.asked.reserve_gib, problem)
 

@@ -5,16 +5,17 @@ layouts that a user would run.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rematbench.advise.search.shared import Shared
-from rematbench.evaluate.breakdown import busiest
+from rematbench.advise.search.space import Choice
+from rematbench.evaluate.evaluator import Evaluator, without_cluster
+from rematbench.evaluate.result import ROOMS, SPEEDS, Result, evaluate_method
 from rematbench.evidence.accuracy import Row
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
-from rematbench.paper.matrix.cell import ArmTried, Numbers, tried
 from rematbench.plugins.registry import Registry
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 
@@ -23,9 +24,17 @@ NOT_RUN = "not run"
 ROUNDING = 1e-6
 """Largest difference of a step from the committed one, as a share of the step."""
 LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "ulysses")
+PICKED = (
+    *("status", "reason", "name", *LAYOUT, "global_batch", "partition", "run_with"),
+    *("reserved_bytes", "usable_bytes", "host_node_bytes", *ROOMS[:2]),
+)
+"""Columns of a result that a line has."""
+TIMED = (*SPEEDS, "recompute_flop", "offload_bytes")
+"""Further columns of a result that fits."""
 
 Line = dict[str, Any]
-Result = tuple[Line, ArmTried | None]
+Cell = tuple[Line, Result | None]
+"""A line with the result that it is picked from (None: no layout of the cell fits the arm)."""
 
 
 def run_matrix(
@@ -39,7 +48,7 @@ def run_matrix(
         known[tuple(row[key] for key in CELL)][row["table"], row["arm"]] = row
     for work in spec.works:
         for seq_len in spec.seq_lens:
-            programs = Numbers()
+            programs = Evaluator(without_cluster)
             shared = Shared({}, programs)
             for cluster in spec.clusters:
                 cell = CellJob(spec, work, cluster, seq_len, shared)
@@ -47,33 +56,31 @@ def run_matrix(
                 yield run_cell(Answers(cell, spec, registry, own), programs)
 
 
-def run_cell(answers: Answers, programs: Numbers) -> list[Line]:
+def run_cell(answers: Answers, programs: Evaluator) -> list[Line]:
     """The result lines of a cell: each arm at the one layout and at its best, and the fastest plan
     of all."""
-    results = [*_of_arms(answers, programs), _of_answer(answers, ANY, "", programs)]
+    cells = [*_of_arms(answers, programs), _of_answer(answers, ANY, "", programs)]
     for table in TABLES:
-        _add_parts([result for result in results if result[0]["table"] == table], programs)
-    return [line for line, _ in results]
+        _add_parts([cell for cell in cells if cell[0]["table"] == table], programs)
+    return [line for line, _ in cells]
 
 
-def _of_arms(answers: Answers, programs: Numbers) -> Iterator[Result]:
-    cell, one_layout = answers.cell, answers.one_layout()
-    shared = one_layout.choice
+def _of_arms(answers: Answers, programs: Evaluator) -> Iterator[Cell]:
+    one_layout = answers.one_layout()
     for arm in answers.arms.values():
-        if not runs(arm, cell.at[-1]):
+        if not runs(arm, answers.cell.at[-1]):
             for table in TABLES:
                 yield {**_head(answers, table, arm.name), "status": NOT_RUN}, None
             continue
-        method = answers.methods[arm.name]
-        one = tried(cell.job(shared), method, programs) if shared else None
-        result = _result(one, method.text)
-        if one and (arm.name, one_layout.name) == (answers.spec.baseline, method.text):
+        text = answers.methods[arm.name].text
+        one = _evaluated(answers, one_layout.choice, text, programs)
+        if one and (arm.name, one_layout.name) == (answers.spec.baseline, text):
             _check_step(_head(answers, SAME, arm.name), one_layout, one)
-        yield {**_head(answers, SAME, arm.name), **result}, one
+        yield {**_head(answers, SAME, arm.name), **_line(one)}, one
         if arm.name in answers.searched:
             yield _of_answer(answers, BEST, arm.name, programs)
         else:
-            yield {**_head(answers, BEST, arm.name), **result}, one
+            yield {**_head(answers, BEST, arm.name), **_line(one)}, one
 
 
 def _head(answers: Answers, table: str, name: str) -> Line:
@@ -81,79 +88,63 @@ def _head(answers: Answers, table: str, name: str) -> Line:
     where = dict(zip(CELL, answers.cell.at, strict=True))
     gpus = answers.cell.asked.spec.gpus
     head = {"table": table, **where, "gpus": gpus, "arm": name}
-    if name not in answers.arms:
-        return head
-    return {**head, "of": answers.arms[name].of, "method": answers.methods[name].name}
+    return {**head, "method": answers.methods[name].name} if name in answers.arms else head
 
 
-def _of_answer(answers: Answers, table: str, name: str, programs: Numbers) -> Result:
+def _of_answer(answers: Answers, table: str, name: str, programs: Evaluator) -> Cell:
     """The line of a searched answer, whose plan is simulated again."""
     answer = answers.best(name) if table == BEST else answers.any_plan()
     head = _head(answers, table, name) | answer.proof
-    if answer.choice is None:
+    result = _evaluated(answers, answer.choice, answer.name, programs)
+    if result is None:
         status = "oom" if answer.short else "failed" if answer.gap is None else "unsupported"
         return {**head, "status": status, "reason": answer.reason}, None
-    method = answers.registry.resolve(answer.name)
-    found = tried(answers.cell.job(answer.choice), method, programs)
-    _check_step(head, answer, found)
-    return {**head, "method": method.name, **_result(found, answer.name)}, found
+    _check_step(head, answer, result)
+    return {**head, "method": result.family, **_line(result)}, result
 
 
-def _check_step(head: Line, answer: Answer, found: ArmTried) -> None:
-    step_s = found.evaluation.step_s if found.evaluation else 0.0
+def _evaluated(
+    answers: Answers, choice: Choice | None, text: str, programs: Evaluator
+) -> Result | None:
+    """A method at a layout of the cell (None without a layout).  A method that fills the device
+    leaves the reserve of the job's problem free."""
+    if choice is None:
+        return None
+    job, method = answers.cell.job(choice), answers.registry.resolve(text)
+    return evaluate_method(
+        job.problem, method, job.base, words=job.words, text=text, shared=programs
+    )
+
+
+def _check_step(head: Line, answer: Answer, result: Result) -> None:
+    step_s = result.step_s or 0.0
     if abs(step_s - answer.step_s) > ROUNDING * answer.step_s:
         where = " ".join(str(head[key]) for key in (*CELL, "arm"))
-        now = f"takes {step_s:.6g} s now" if step_s else f"is {found.status} now"
+        now = f"takes {step_s:.6g} s now" if step_s else f"is {result.status} now"
         raise CommandError(
             f"matrix: {where}: {answer.name} {now}, not {answer.step_s:.6g} s: "
             "costs have changed, search again (./bench reproduce --full)"
         )
 
 
-def _result(found: ArmTried | None, name: str) -> Line:
+def _line(result: Result | None) -> Line:
     """The columns of a plan at a layout (None: no layout is known for the arm)."""
-    if found is None:
+    if result is None:
         return {"status": "oom", "reason": "the cell has no layout that any arm fits"}
-    problem, plan, weight = found.job.problem, found.plan, found.weight
-    lay = problem.layout
-    line: Line = {"status": found.status, "reason": found.reason, "name": name}
-    line |= {key: getattr(lay, key) for key in LAYOUT}
-    line |= {"micro_batches": lay.num_micro_batches, "global_batch": lay.global_batch}
-    line |= {"partition": found.job.facts()["partition"], "run_with": found.job.run_with(name)}
-    if plan is None or weight is None:
-        return line
-    line |= {
-        "alpha": plan.fit.get("alpha"),
-        "peak_device_bytes": weight.peak_bytes,
-        "reserved_bytes": weight.reserved_bytes,
-        "usable_bytes": problem.usable_bytes,
-        "headroom_bytes": problem.usable_bytes - weight.reserved_bytes,
-        "host_node_bytes": weight.host_node_bytes,
-        "host_headroom_bytes": problem.cost.host_room_bytes - weight.host_node_bytes,
-    }
-    line |= {f"{where}_short_bytes": short for where, short in weight.missing(problem).items()}
-    evaluation = found.evaluation
-    if evaluation is None:
-        return line
-    busy, _ = busiest(evaluation.simulation)
-    return line | {
-        "step_s": evaluation.step_s,
-        "tokens_per_s_per_gpu": evaluation.tokens_per_s_per_gpu,
-        "mfu_causal": evaluation.mfu_causal,
-        "mfu_dense": evaluation.mfu_dense,
-        "hfu": evaluation.hfu,
-        "recompute_flop": evaluation.recompute_flop,
-        "offload_bytes": evaluation.offload_bytes,
-        "idle_share": 1.0 - busy / evaluation.step_s,
-    }
+    row, verdict = result.row(), result.verdict
+    line = {key: row[key] for key in (*PICKED, *(TIMED if result.fits else ()))}
+    line |= {"alpha": result.plan.fit.get("alpha") if result.plan else None}
+    short = verdict.short_bytes if verdict else {}
+    return line | {f"{where}_short_bytes": nbytes for where, nbytes in short.items()}
 
 
-def _add_parts(results: Sequence[Result], programs: Numbers) -> None:
+def _add_parts(cells: list[Cell], programs: Evaluator) -> None:
     """Add the parts of the step, as shares, to the line of the fastest fitting arm."""
-    fitting = [(line, found) for line, found in results if found and found.evaluation]
+    fitting = [(line, result) for line, result in cells if result and result.fits]
     if not fitting:
         return
-    line, found = max(fitting, key=lambda result: result[1].speed)
-    assert found.plan is not None
-    parts = programs.parts(found.job.problem, found.plan)
-    line |= {f"part_{name}": seconds / line["step_s"] for name, seconds in parts.items()}
+    line, result = max(fitting, key=lambda cell: cell[1].tokens_per_s_per_gpu or 0.0)
+    assert result.plan is not None
+    assert result.step_s is not None
+    parts = programs.parts_s(result.problem, result.plan, result.step_s)
+    line |= {f"part_{name}": seconds / result.step_s for name, seconds in parts.items()}

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
-
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.accuracy import number
@@ -87,68 +85,28 @@ def _mark_ties(cell: list[Line]) -> None:
             line["rank"] = "tie"
 
 
-class MatrixOutcome(Struct, frozen=True, kw_only=True):
-    """Counts of cells from the best-layout table: `cells` in all, `fitting` with an arm that fits,
-    `tied` with a tie, `inside` and `tight` by their fastest arm, and `beaten` where the baseline
-    fits and is neither the fastest nor tied.  `gains`: of the fastest arm over the baseline at its
-    best layout, as fractions."""
-
-    cells: int
-    fitting: int
-    tied: int
-    inside: int
-    tight: int
-    gains: tuple[float, ...]
-    beaten: int
-    baseline: str
-
-    @property
-    def clear(self) -> int:
-        """The number of fitting cells without a tie."""
-        return self.fitting - self.tied
-
-    @property
-    def sentence(self) -> str:
-        """The outcome in one sentence."""
-        if not self.gains:
-            return f"Of {self.cells} simulated cells, {self.fitting} fit with any method."
-        median, low, high = (
-            100 * value
-            for value in (statistics.median(self.gains), min(self.gains), max(self.gains))
-        )
-        return (
-            f"Predicted, not measured: something fits in {self.fitting} of {self.cells} cells "
-            f"(model x cluster x length); each method at its best layout, the fastest is a median "
-            f"{median:.0f} % (from {low:.0f} to {high:.0f} %) above {self.baseline} in the "
-            f"{len(self.gains)} cells where that fits too, by more than the error of such "
-            f"ratios in {self.beaten} of them; which method is fastest is clear in "
-            f"{self.clear or 'none'} and a tie in {self.tied}, and {self.inside} of the "
-            f"{self.fitting} winners lie inside the contexts, GPU counts, stacks and mechanisms "
-            f"that were published; {self.tight} of them are tight."
-        )
-
-
-def outcome(lines: Sequence[Line], baseline: str) -> MatrixOutcome:
-    """The counts and gains of the best-layout table."""
+def summary(lines: Sequence[Line], baseline: str) -> str:
+    """The best-layout table in one sentence: the cells where an arm fits, the gains of the fastest
+    arm over the baseline at its best layout, ties, and what bears out the winners."""
     cells = by_cell(line for line in lines if line["table"] == BEST)
     fitting = [cell for cell in cells.values() if any(speed(line) for line in cell)]
-    gains, inside, tight, tied, beaten = [], 0, 0, 0, 0
-    for cell in fitting:
-        best = max(cell, key=speed)
-        inside += not best["outside"]
-        tight += best["fits"] == "tight"
-        tied += any(line.get("rank") == "tie" for line in cell)
-        base = next(line for line in cell if line["arm"] == baseline)
-        if speed(base):
-            gains.append(speed(best) / speed(base) - 1.0)
-            beaten += base.get("rank") not in ("tie", "best")
-    return MatrixOutcome(
-        cells=len(cells),
-        fitting=len(fitting),
-        tied=tied,
-        inside=inside,
-        tight=tight,
-        gains=tuple(gains),
-        beaten=beaten,
-        baseline=baseline,
+    winners = [max(cell, key=speed) for cell in fitting]
+    bases = [next(line for line in cell if line["arm"] == baseline) for cell in fitting]
+    pairs = [pair for pair in zip(winners, bases, strict=True) if speed(pair[1])]
+    if not pairs:
+        return f"Of {len(cells)} simulated cells, {len(fitting)} fit with any method."
+    gains = [100 * (speed(best) / speed(base) - 1.0) for best, base in pairs]
+    beaten = sum(base.get("rank") not in ("tie", "best") for _, base in pairs)
+    tied = sum(any(line.get("rank") == "tie" for line in cell) for cell in fitting)
+    inside = sum(not best["outside"] for best in winners)
+    tight = sum(best["fits"] == "tight" for best in winners)
+    return (
+        f"Predicted, not measured: something fits in {len(fitting)} of {len(cells)} cells "
+        f"(model x cluster x length); each method at its best layout, the fastest is a median "
+        f"{statistics.median(gains):.0f} % (from {min(gains):.0f} to {max(gains):.0f} %) above "
+        f"{baseline} in the {len(gains)} cells where that fits too, by more than the error of such "
+        f"ratios in {beaten} of them; which method is fastest is clear in "
+        f"{(len(fitting) - tied) or 'none'} and a tie in {tied}, and {inside} of the "
+        f"{len(fitting)} winners lie inside the contexts, GPU counts, stacks and mechanisms "
+        f"that were published; {tight} of them are tight."
     )

@@ -8,7 +8,7 @@ from rematbench.evidence.accuracy import number
 from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN
-from rematbench.paper.matrix.verdicts import Line, by_cell, outcome, speed
+from rematbench.paper.matrix.verdicts import Line, by_cell, speed, summary
 from rematbench.spec.load import load_system
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 
@@ -180,7 +180,7 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
             *(Column(f"part_{part}", "") for part in PARTS),
         ),
         rows=tuple(rows),
-        note=outcome(lines, spec.baseline).sentence + f" {equal_terms(spec)} {HOW} {GAP} "
+        note=summary(lines, spec.baseline) + f" {equal_terms(spec)} {HOW} {GAP} "
         "fastest plan of all: of every method, setting and composition, declared as an arm or not.",
     )
 
