@@ -95,7 +95,7 @@ def test_a_plan_near_the_limit(usable_bytes: int, found: Retries) -> None:
     assert outcome.verdict == judge(problem, outcome.evaluation)
     assert retries(problem, outcome.plan, outcome.evaluation) == found
     method = discover(()).resolve(METHOD, None, problem)
-    assert make_record(problem, method, outcome).allocator_retries == found
+    assert make_record(outcome, method).allocator_retries == found
 
 
 def test_a_retry_that_fails_after_the_peak_is_out_of_memory() -> None:
@@ -123,7 +123,7 @@ def test_what_was_not_modelled_is_not_said_to_need_none() -> None:
     assert retries(problem, plan, bare) is None
     method = discover(()).resolve(METHOD, None, problem)
     none = msgspec.structs.replace(evaluate_plan(problem, plan), evaluation=None)
-    assert make_record(problem, method, none).allocator_retries is None
+    assert make_record(none, method).allocator_retries is None
 
 
 def test_simulate_says_them() -> None:

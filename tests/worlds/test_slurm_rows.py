@@ -55,7 +55,7 @@ def rows(made: Campaign, folder: Path, status: str = "ok", **parts: Any) -> list
     """All rows, the first cell with a record of these parts."""
     store, cell = Store(folder / "cells", is_final=is_final), made.cells[0]
     problem = made.problem(cell.spec)
-    plain = make_record(problem, made.method(cell), evaluate_method(problem, made.method(cell)))
+    plain = make_record(evaluate_method(problem, made.method(cell)), made.method(cell))
     origin = replace(plain.provenance, torch="2.13", device=parts.pop("device", "NVIDIA H800"))
     record = replace(plain, provenance=origin, **parts)
     lease = store.claim(made.key(cell))
@@ -211,7 +211,7 @@ def test_baseline_run_prints_speed_after_the_step(
 ) -> None:
     made = on_h800(tmp_path)
     problem, method = made.problem(made.cells[0].spec), made.method(made.cells[0])
-    plain = make_record(problem, method, evaluate_method(problem, method))
+    plain = make_record(evaluate_method(problem, method), method)
     show(replace(plain, **PACKAGE), problem)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("  step 0.03 s (median of 3 steps")

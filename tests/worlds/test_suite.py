@@ -107,7 +107,7 @@ def test_checked_and_memoised_runs_agree() -> None:
 
 def record(p: Problem, spec: str = "keep_all") -> Record:
     method = REGISTRY.resolve(spec)
-    return make_record(p, method, evaluate_method(p, method))
+    return make_record(evaluate_method(p, method), method)
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "balanced_checkpointing+pp_offload", "memo"])

@@ -90,12 +90,12 @@ def predict_baseline(
     need_file("--out", out)
     made = of_baseline(run)
     here = packaged(made.method, made.problem)
-    outcome = evaluate_method(here, made.method)
-    record = make_record(here, made.method, outcome, asked=made.problem)
+    result = evaluate_method(here, made.method)
+    record = make_record(result, made.method, made.problem)
     if out is not None:
         write_record(record, out)
     typer.echo(f"{run.method} policy (simulated): {record.status} {record.reason}".rstrip())
-    found = outcome.evaluation
+    found = result.evaluation
     if found is None:
         return
     if not found.not_timed:

@@ -66,7 +66,7 @@ def simulate(
     form = estimated(asked, outcome, estimator)
     shown = ShownRun(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
-        record = make_record(asked.problem, asked.method, outcome, base=asked.base)
+        record = make_record(outcome, asked.method)
         write_record(record, out)
     if json:
         values = result(shown) | ({"estimate": estimate_result(form)} if form else {})

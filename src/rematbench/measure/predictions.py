@@ -39,22 +39,21 @@ def predict(cell: Cell) -> Prediction:
     known |= {"cell": cell.name, "provenance": provenance(cell.problem.calibration)}
     if isinstance(cell.plan, Unsupported):
         return Prediction(status="unsupported", reason=cell.plan.reason, **known)
-    outcome = evaluate_plan(cell.problem, cell.plan)
-    found = outcome.evaluation
-    if found is None:
-        return Prediction(status=outcome.status, reason=outcome.reason, **known)
-    lowered, step_s = RECENTLY.lowered(cell.problem, cell.plan), found.step_s
-    number = fullest_rank(found.ranks)
+    result, lowered = (
+        evaluate_plan(cell.problem, cell.plan),
+        RECENTLY.lowered(cell.problem, cell.plan),
+    )
+    step_s, number = result.step_s, fullest_rank(lowered.ranks)
     if cell.problem.layout.pp > 1:  # the first rank runs alone
         number, alone = 0, without_neighbours(lowered.program)
         step_s = simulate_chunks(alone, action_seconds(cell.problem, alone)).step_s
-    rank = found.ranks[number]
+    rank = lowered.ranks[number]
     # The runtime places no activations itself, so the allocator is asked for every plan.
     reserved = unpressed(lowered.program, number, rank)
     return Prediction(
-        status=outcome.status,
-        reason=outcome.reason,
-        step_s=step_s if outcome.status == "ok" else None,
+        status=result.status,
+        reason=result.reason,
+        step_s=step_s if result.fits else None,
         allocated_bytes=rank.device_peak,
         reserved_bytes=reserved.reserved_bytes,
         pinned_bytes=rank.host_peak,

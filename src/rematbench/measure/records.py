@@ -47,9 +47,10 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is predicted of a cell before it is measured: seconds of a step, and bytes of the
-    fullest rank.  `run_id` and `plan_hash` are those of a simulated record, so that a changed
-    constant or plan is seen; `code` is the digest of the simulator's code.
+    """A line of a committed file of predictions, and nothing else: of the Result of a cell, before
+    it is measured, the seconds of a step and the bytes of the fullest rank.  `run_id` and
+    `plan_hash` are those of a simulated record, so that a changed constant or plan is seen; `code`
+    is the digest of the simulator's code.
 
     `pinned_bytes` counts blocks of powers of two, `host_bytes` the tensors in them.  A cell that
     does not fit has its bytes, and the reason.
@@ -70,10 +71,11 @@ class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prediction of a plan that a search of `job` found for a device of `memory_gib`: row
-    `place` of the answer, where rows that differ in settings alone count as one (0: no such row).
-    `beside`: the best plan of the methods that the suite sets beside the answer.  `spec` and
-    `method` (the text of the composition) make the cell again, whatever a later search finds."""
+    """A line of the part `searched`: the prediction of a plan that a search of `job` found for a
+    device of `memory_gib`.  It is row `place` of the answer, where rows that differ in settings
+    alone count as one (0: no such row).  `beside`: the best plan of the methods that the suite sets
+    beside the answer.  `spec` and `method` (the text of the composition) make the cell again,
+    whatever a later search finds."""
 
     job: str
     memory_gib: float

@@ -7,5 +7,4 @@ from rematbench.worlds.records.record import Record, make_record
 
 def run(cell: Cell) -> Record:
     """The record of a simulated cell."""
-    outcome = evaluate_method(cell.problem, cell.method, cell.base)
-    return make_record(cell.problem, cell.method, outcome, base=cell.base)
+    return make_record(evaluate_method(cell.problem, cell.method, cell.base), cell.method)

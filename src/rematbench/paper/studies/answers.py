@@ -37,6 +37,8 @@ from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.suite import NamedProblem
 
+SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
+BYTES = ("reserved_bytes", "headroom_bytes", "host_node_bytes", "recompute_flop")
 Number = int | float | str
 Values = dict[str, Number]
 
@@ -130,7 +132,7 @@ def _at_length(
     settings: dict[str, Value] = dict(contender.settings)
     method = registry.resolve(contender.method, settings)
     if ask == "run":
-        return of_outcome(blank, evaluate_method(problem, method))
+        return of_result(blank, evaluate_method(problem, method))
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return replace(blank, status="unsupported", reason=plan.reason)
@@ -146,28 +148,21 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 }
 
 
-def of_outcome(blank: StudyAnswer, outcome: Result) -> StudyAnswer:
+def of_result(blank: StudyAnswer, result: Result) -> StudyAnswer:
     """A simulated run as an answer; a plan that does not fit keeps its would-be numbers."""
-    found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
-    if found is None or plan is None or verdict is None:
-        return replace(blank, status=outcome.status, reason=outcome.reason)
-    speeds = (
-        () if found.not_timed else ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
-    )
-    states = found.ranks[fullest_rank(found.ranks)]
+    evaluation, plan = result.evaluation, result.plan
+    if evaluation is None or plan is None:
+        return replace(blank, status=result.status, reason=result.reason)
+    row, rank = result.row(), evaluation.ranks[fullest_rank(evaluation.ranks)]
+    speeds = () if evaluation.not_timed else SPEEDS
     values: Values = {
-        **{name: getattr(found, name) for name in speeds},
-        "peak_device_bytes": max(found.peak_device_bytes),
-        "parameter_bytes": states.parameter,
-        "gradient_bytes": states.gradient,
-        "optimizer_bytes": states.optimizer,
-        "reserved_bytes": found.reserved_bytes,
-        "headroom_bytes": verdict.headroom_bytes,
-        "host_node_bytes": found.host_node_bytes,
-        "recompute_flop": found.recompute_flop,
+        **{name: row[name] for name in speeds},
+        "peak_device_bytes": row["peak_device_bytes"],
+        **{f"{kind}_bytes": getattr(rank, kind) for kind in ("parameter", "gradient", "optimizer")},
+        **{name: row[name] for name in BYTES},
         **{f"plan.{key}": value for key, value in plan.fit.items()},
     }
-    return replace(blank, status=outcome.status, reason=outcome.reason, values=values)
+    return replace(blank, status=result.status, reason=result.reason, values=values)
 
 
 def _fewest(
@@ -185,7 +180,7 @@ def _fewest(
 
     most = -(-layers // lay.num_chunks)
     fewest = first_true(fits, 0, most) if fits(most) else most
-    answer = of_outcome(blank, tried[fewest])
+    answer = of_result(blank, tried[fewest])
     return replace(answer, values={**answer.values, contender.fewest: fewest})
 
 

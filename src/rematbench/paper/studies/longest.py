@@ -103,23 +103,22 @@ def _crossing(tried: dict[int, Result], low: int, high: int) -> int | None:
     return low + int(rooms[0] * (high - low) // (rooms[0] - rooms[1]))
 
 
-def _room(outcome: Result | None) -> int | None:
+def _room(result: Result | None) -> int | None:
     """Usable device bytes less allocated bytes (negative: bytes missing); None if unknown."""
-    if outcome is None or outcome.evaluation is None or outcome.verdict is None:
+    if result is None or result.evaluation is None:
         return None
-    found = outcome.evaluation
-    return outcome.verdict.headroom_bytes + found.reserved_bytes - max(found.peak_device_bytes)
+    return result.problem.usable_bytes - max(result.evaluation.peak_device_bytes)
 
 
 def _attempt(problem: Problem, method: Composition, reserved: Reserved | None) -> Result:
-    outcome = evaluate_method(problem, method)
-    if reserved is None or outcome.status != "ok" or outcome.plan is None:
-        return outcome
-    short = reserved(problem, outcome.plan) - problem.usable_bytes
+    result = evaluate_method(problem, method)
+    if reserved is None or not result.fits or result.plan is None:
+        return result
+    short = reserved(problem, result.plan) - problem.usable_bytes
     if short <= 0:
-        return outcome
+        return result
     reason = f"allocator reserves {short / 2**30:.2f} GiB more than the device has"
-    return replace(outcome, status="oom", reason=reason, evaluation=None, verdict=None)
+    return replace(result, status="oom", reason=reason, evaluation=None, verdict=None)
 
 
 def _report(tried: dict[int, Result], low: int, high: int, granularity: int, binds: str) -> Longest:

@@ -44,21 +44,21 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         except RowError as error:
             yield {**_said(row), "reason": str(error)}
             continue
-        outcome = evaluate_method(problem, method_of(case, problem, registry))
-        if outcome.evaluation is None or outcome.plan is None:
-            yield {**_said(row), "reason": outcome.reason}
+        result = evaluate_method(problem, method_of(case, problem, registry))
+        if result.evaluation is None or result.plan is None:
+            yield {**_said(row), "reason": result.reason}
             continue
         asked = asked_of(case, within)
         *_, end = rounds(asked, shown=1, processes=processes)
-        step_s = outcome.evaluation.step_s
+        step_s = result.evaluation.step_s
         yield {
             **_said(row),
             "published_layout": "-".join(str(getattr(problem.layout, key)) for key in DEGREES),
             "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
-            "pred_tokens_per_s_per_gpu": outcome.evaluation.tokens_per_s_per_gpu,
+            "pred_tokens_per_s_per_gpu": result.evaluation.tokens_per_s_per_gpu,
             "pred_step_s": step_s,
             **_rank(asked, problem, step_s, processes),
-            **_best(asked, end, problem, outcome.plan, step_s),
+            **_best(asked, end, problem, result.plan, step_s),
         }
 
 

@@ -231,22 +231,13 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
     )
 
 
-def make_record(
-    problem: Problem,
-    method: Composition,
-    outcome: Result,
-    *,
-    base: Plan | None = None,
-    asked: Problem | None = None,
-) -> Record:
+def make_record(result: Result, method: Composition, asked: Problem | None = None) -> Record:
     """The record of a simulated run.  `asked`: the requested problem, where a package's own problem
     (worlds/packages/stack.py) was simulated in its place."""
+    problem, plan, base = result.problem, result.plan, None if asked else result.base
     spec = run_spec(asked or problem, method, base=base)
-    evaluation, verdict = outcome.evaluation, outcome.verdict
+    evaluation, verdict = result.evaluation, result.verdict
     repeats: tuple[Metrics, ...] = ()
-    tried = None
-    if evaluation is not None and outcome.plan is not None:
-        tried = retries(problem, outcome.plan, evaluation)
     if evaluation is not None and not evaluation.not_timed:
         repeats = (
             Metrics(
@@ -258,16 +249,16 @@ def make_record(
     return Record(
         run_id=spec.run_id,
         spec=spec,
-        status=outcome.status,
-        reason=outcome.reason,
-        plan_hash=plan_hash(problem, outcome.plan) if outcome.plan else "",
-        plan=outcome.plan,
+        status=result.status,
+        reason=result.reason,
+        plan_hash=plan_hash(problem, plan) if plan else "",
+        plan=plan,
         repeats=repeats,
         ranks=evaluation.ranks if evaluation else (),
-        headroom_bytes=verdict.headroom_bytes if verdict else None,
+        headroom_bytes=result.headroom_bytes,
         host_headroom_bytes=verdict.host_headroom_bytes if verdict else None,
         binds=verdict.binds if verdict else "",
-        allocator_retries=tried,
+        allocator_retries=retries(problem, plan, evaluation) if plan and evaluation else None,
         provenance=provenance(problem.calibration),
     )
 

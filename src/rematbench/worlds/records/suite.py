@@ -164,7 +164,7 @@ def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Recor
     """The record of a variant on a problem, simulated now."""
     settings: dict[str, Value] = dict(variant.settings)
     method: Composition = registry.resolve(variant.method, settings, problem)
-    return make_record(problem, method, evaluate_method(problem, method))
+    return make_record(evaluate_method(problem, method), method)
 
 
 def labels(suite: Suite, registry: Registry) -> dict[str, str]:
