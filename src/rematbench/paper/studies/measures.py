@@ -4,8 +4,6 @@ from collections.abc import Callable
 from math import fsum
 from typing import TypeAlias
 
-from msgspec import Struct
-
 from rematbench.costs.estimators import fujii_estimate
 from rematbench.costs.operators.kernels import Attention
 from rematbench.engine.lowering.chunk_ops import ChunkOps
@@ -90,16 +88,23 @@ def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
 
 
 def plan_waste(problem: Problem, plan: Plan) -> Values:
-    """Bytes of the fullest rank: alive at the peak, planned ahead, and reserved by the allocator.
-    Planned: MEMO's two levels. Reserved: by the caching allocator, with default and with expandable
-    segments."""
-    found = fragmentation(problem, plan)
+    """Device bytes of the fullest rank, states included, on an unlimited device: alive at the peak,
+    planned ahead (MEMO's two levels), and reserved by the caching allocator with default and with
+    expandable segments."""
+    program = lower(plan, problem)
+    ranks = program_bytes(problem, plan, program)
+    number = fullest_rank(ranks)
+    held, actions = ranks[number], program.ranks[number]
+    states = held.parameter + held.gradient + held.optimizer
+    resident, planned = held.blocks(actions.late), memory_plan(actions)
+    live_bytes = states + planned.lower_bound_bytes
+    reserved_bytes = replay(actions, resident, None).reserved_bytes
     return {
-        "live_bytes": found.live_bytes,
-        "planned_bytes": found.planned_bytes,
-        "reserved_bytes": found.reserved_bytes,
-        "expandable_bytes": found.expandable_bytes,
-        "reserved_over_live": found.reserved_bytes / found.live_bytes,
+        "live_bytes": live_bytes,
+        "planned_bytes": states + planned.peak_bytes,
+        "reserved_bytes": reserved_bytes,
+        "expandable_bytes": replay(actions, resident, None, mode="expandable").reserved_bytes,
+        "reserved_over_live": reserved_bytes / live_bytes,
         "usable_bytes": problem.usable_bytes,
     }
 
@@ -127,33 +132,3 @@ def hidden_from(
 
     last = max(1, limit // granularity)
     return first_true(hides, 0, last) * granularity if hides(last) else 0
-
-
-class Fragmentation(Struct, frozen=True, kw_only=True):
-    """Device bytes of the fullest rank, states included. `live_bytes` are alive at the peak;
-    `planned_bytes` is the two-level plan of MEMO; `reserved_bytes` and `expandable_bytes` are what
-    the caching allocator reserves with default and with expandable segments."""
-
-    rank: int
-    live_bytes: int
-    planned_bytes: int
-    reserved_bytes: int
-    expandable_bytes: int
-
-
-def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
-    """The bytes of a plan's fullest rank, replayed through an allocator on an unlimited device."""
-    program = lower(plan, problem)
-    ranks = program_bytes(problem, plan, program)
-    fullest = fullest_rank(ranks)
-    held, actions = ranks[fullest], program.ranks[fullest]
-    states = (held.parameter, held.gradient, held.optimizer)
-    resident = held.blocks(actions.late)
-    planned = memory_plan(actions)
-    return Fragmentation(
-        rank=fullest,
-        live_bytes=sum(states) + planned.lower_bound_bytes,
-        planned_bytes=sum(states) + planned.peak_bytes,
-        reserved_bytes=replay(actions, resident, None).reserved_bytes,
-        expandable_bytes=replay(actions, resident, None, mode="expandable").reserved_bytes,
-    )
