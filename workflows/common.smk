@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rematbench.worlds.records.digests import command_digest, digest
 from rematbench.plugins.discover import discover
-from rematbench.evidence.published.sheets import all_cells, bundles as sheet_bundles, read_sheet
+from rematbench.evidence.published.derived import all_cells, bundles as sheet_bundles
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.paper.studies.study import load_study
 from rematbench.host.table import SUFFIXES
 from rematbench.worlds.records.suite import bundles as suite_bundles, load_suite

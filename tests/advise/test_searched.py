@@ -14,8 +14,7 @@ from rematbench.advise.search import questions
 from rematbench.advise.search.halves import Progress, rounds
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.cli.app import command_line
-from rematbench.evidence.published.rows import read_case
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_case, read_sheet
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import asked_of
 from rematbench.paper.studies.published_sweeps import searched_sweeps

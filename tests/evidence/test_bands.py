@@ -10,16 +10,18 @@ from rematbench.evidence.bands import (
     LEAST_SOURCES,
     LEVEL,
     bands_of,
+    coverage,
     fits_word,
     peak_half_width,
+    pooled,
     quantile,
     ratio_band,
+    ratio_coverage,
     ratio_errors,
     reserve_bytes,
     shipped,
     speed_errors,
 )
-from rematbench.evidence.coverage import coverage, pooled, ratio_coverage
 from rematbench.evidence.job_evidence import Job, Known, covered, known_cells
 
 

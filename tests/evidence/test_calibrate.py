@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 
-from rematbench.evidence.accuracy import SPEED, load_accuracy
+from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.calibrate import StepModel, _lowered, _seconds, without_source
 from rematbench.evidence.fit import PRIORS, fit_rows, with_values
-from rematbench.evidence.left_out import (
-    REFITTED,
-    joined,
-    left_out_errors,
-    line_of,
-    log_error,
-    out_of_source,
-)
+from rematbench.evidence.job_evidence import REFITTED, joined, line_of, log_error, out_of_source
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.rows import read_case
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import SPEED, read_case, read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

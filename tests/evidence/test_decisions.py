@@ -4,16 +4,17 @@ from typing import Any
 
 import pytest
 
-from rematbench.evidence.accuracy import Accuracy, regret, sweeps
+from rematbench.evidence.accuracy import Accuracy, validate
 from rematbench.evidence.decisions import (
     constant_mfu_regret,
     decisions,
     formula_share,
     rank_correlation,
+    regret,
     summary,
+    sweeps,
 )
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.evidence.validate import validate
 from rematbench.paper.tables.scores import decision_table, score_tables
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.evidence.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
+from rematbench.evidence.fit import PredictAll, fit, fit_rows, published_step_s
+from rematbench.evidence.published.sheets import Row
 from rematbench.spec.constants import (
     Calibration,
     FitRule,
@@ -89,7 +90,7 @@ def test_rows_without_a_speed_are_left_out() -> None:
 def test_matching(cells: dict[str, str], expected: bool) -> None:
     """Also a sweep of one depth and micro-batch."""
     rule = replace(RULE, layers=(24,), micro_batch=(1,))
-    assert matches(rule, row("a", **{"layers": "24", **cells})) is expected
+    assert rule.matches(row("a", **{"layers": "24", **cells})) is expected
 
 
 def test_known_constants_are_recovered() -> None:

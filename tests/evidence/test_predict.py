@@ -9,8 +9,13 @@ import pytest
 from rematbench.cli.sheet import predict as predict_sheet
 from rematbench.cli.targets import read
 from rematbench.evidence.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
-from rematbench.evidence.published.rows import PublishedCase, RowError, read_case, recompute_method
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import (
+    PublishedCase,
+    RowError,
+    read_case,
+    read_sheet,
+    recompute_method,
+)
 from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
 from rematbench.spec.configfile import ConfigError

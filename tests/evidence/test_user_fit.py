@@ -12,32 +12,30 @@ import yaml
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import predict
 from rematbench.cli.show import trust
-from rematbench.evidence.accuracy import SPEED, load_accuracy
+from rematbench.evidence.accuracy import load_accuracy
 from rematbench.evidence.bands import band_of
 from rematbench.evidence.calibrate import SCALES, SLOW_HOST, leave_one_out, tangents
 from rematbench.evidence.fit import with_values
-from rematbench.evidence.left_out import LATE_STEP, slope_column
+from rematbench.evidence.job_evidence import LATE_STEP, slope_column
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.protocol import (
-    COUNTS,
-    band_after,
-    band_of_rows,
-    calibrated,
-    prior,
-    stacks,
-)
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import SPEED, read_sheet
 from rematbench.evidence.user_fit import (
+    COUNTS,
     SPREADS,
     Array,
     MeasuredRows,
     ScalePrior,
+    band_after,
+    band_of_rows,
+    calibrated,
     learnt,
     left_one_by_one,
     mean_error,
     measured,
+    prior,
     refusals,
     solved,
+    stacks,
     suspects,
 )
 from rematbench.host.console import CommandError

@@ -11,13 +11,13 @@ from rematbench.evidence.accuracy import (
     Accuracy,
     Group,
     Promise,
+    by_source,
     gain_errors,
-    is_scored,
     load_accuracy,
     members,
+    validate,
 )
-from rematbench.evidence.published.sheets import read_sheet
-from rematbench.evidence.validate import by_source, validate
+from rematbench.evidence.published.sheets import is_scored, read_sheet
 from rematbench.paper.tables.scores import promise_table
 from rematbench.spec.constants import FitRule, ShapedBy
 from rematbench.spec.paths import data_dir

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from rematbench.cli.targets import rich_table
-from rematbench.evidence.published.sheets import all_cells, bundle_of, bundles, layouts, read_sheet
+from rematbench.evidence.published.derived import all_cells, bundles, layouts
+from rematbench.evidence.published.sheets import bundle_of, read_sheet
 from rematbench.host.table import Column, Printed, Table, gib, signed_percent, write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir

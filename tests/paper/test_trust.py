@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from rematbench.evidence.accuracy import load_accuracy
-from rematbench.evidence.accuracy import sweeps as published_sweeps
+from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.decisions import Decision
-from rematbench.evidence.fit import is_fit
-from rematbench.evidence.job_evidence import Job, Known, known_cells
-from rematbench.evidence.left_out import left_out_by_source, left_out_errors, out_of_source
+from rematbench.evidence.decisions import sweeps as published_sweeps
+from rematbench.evidence.job_evidence import (
+    Job,
+    Known,
+    known_cells,
+    left_out_by_source,
+    out_of_source,
+)
 from rematbench.paper.tables.scores import out_of_source_means
 from rematbench.paper.tables.trust import ALL, NOTHING, evidence_table, regret_table
+from rematbench.spec.constants import is_fit
 from rematbench.spec.load import calibration
 
 

@@ -11,14 +11,13 @@ from typer import Option
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import PROCESSES, predicted
 from rematbench.cli.targets import More, Predictions, need_file, need_folder, read, rich_table
-from rematbench.evidence.accuracy import MORE, load_accuracy
+from rematbench.evidence.accuracy import MORE, Report, by_source, left_out_errors, load_accuracy
+from rematbench.evidence.accuracy import validate as score
 from rematbench.evidence.calibrate import calibrate as fitted
 from rematbench.evidence.calibrate import leave_one_out, moved
 from rematbench.evidence.fit import FitReport
-from rematbench.evidence.left_out import SHEETS, joined, left_out_errors, out_of_source
+from rematbench.evidence.job_evidence import SHEETS, joined, out_of_source
 from rematbench.evidence.published.sheets import SCORED, Cell
-from rematbench.evidence.validate import Report, by_source
-from rematbench.evidence.validate import validate as score
 from rematbench.host.console import CommandError, console, grid, plain
 from rematbench.host.table import write_sheet
 from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables

@@ -11,14 +11,18 @@ from rich.console import Console
 
 from rematbench.cli.sheet import predicted
 from rematbench.cli.targets import read
-from rematbench.evidence.accuracy import SPEED, ratio_error
+from rematbench.evidence.accuracy import ratio_error
 from rematbench.evidence.calibrate import SCALES, tangents
-from rematbench.evidence.left_out import PEAK
-from rematbench.evidence.protocol import COUNTS, band_after, band_of_rows, prior
+from rematbench.evidence.job_evidence import PEAK
+from rematbench.evidence.published.sheets import SPEED
 from rematbench.evidence.user_fit import (
+    COUNTS,
     Array,
+    band_after,
+    band_of_rows,
     left_one_by_one,
     measured,
+    prior,
     refusals,
     solved,
     suspects,

@@ -10,8 +10,7 @@ from typer import Argument, Option
 from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.options import Within
 from rematbench.cli.targets import Output, need_file
-from rematbench.evidence.accuracy import SPEED
-from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, read_sheet
+from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, SPEED, read_sheet
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely

@@ -9,8 +9,7 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, read
 from rematbench.evidence.predict import COLUMNS, predict_rows
-from rematbench.evidence.published.rows import ASSUMED
-from rematbench.evidence.published.sheets import Cell
+from rematbench.evidence.published.sheets import ASSUMED, Cell
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely

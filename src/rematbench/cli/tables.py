@@ -21,10 +21,11 @@ from rematbench.cli.targets import (
     rich_table,
 )
 from rematbench.engine.lowering.lower import lower
-from rematbench.evidence.accuracy import load_accuracy
-from rematbench.evidence.left_out import left_out_errors, out_of_source
-from rematbench.evidence.published.sheets import TABLED, all_cells, bundles, read_sheet
-from rematbench.evidence.validate import validate as score
+from rematbench.evidence.accuracy import left_out_errors, load_accuracy
+from rematbench.evidence.accuracy import validate as score
+from rematbench.evidence.job_evidence import out_of_source
+from rematbench.evidence.published.derived import all_cells, bundles
+from rematbench.evidence.published.sheets import TABLED, read_sheet
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import Column, Table, gib, write_sheet
 from rematbench.paper.claim_ledger import claims_table, prediction_answers, study_tables

@@ -9,7 +9,7 @@ class Band(Struct, frozen=True, kw_only=True):
     """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
     the job that no published row covers, each with its description.  `sources` is the number of
     sources behind the width; it is 0 for a stack that its user calibrated, whose width is
-    `evidence.protocol.band_of_rows`."""
+    `evidence.user_fit.band_of_rows`."""
 
     half_width: float
     outside: dict[str, str]

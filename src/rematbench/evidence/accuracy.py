@@ -2,24 +2,29 @@
 
 `config/accuracy.yaml` declares the groups.  A cell is `fitted` (a constant was fitted to its
 speed), `in-sample` (its source shaped a formula) or `held-out`.  Fitted cells never count as
-predictions.
+predictions.  `validate` scores predicted rows by these groups: errors, a floor, verdicts on
+memory.
 """
 
 import datetime
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from rematbench.evidence.fit import is_fit, matches
+from rematbench.evidence.bands import fits_word
+from rematbench.evidence.decisions import regret, sweeps
+from rematbench.evidence.job_evidence import REFITTED
+from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.constants import Calibration, FitRule
+from rematbench.spec.constants import Calibration, FitRule, is_fit
+from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
 
-Row: TypeAlias = Mapping[str, Any]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret"]
 Split = Literal["fitted", "in-sample", "held-out"]
 Sheet = Literal["runs.csv", "runs_more.csv"]
@@ -29,8 +34,6 @@ Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 value."""
 LEAST_OOMS = 50
 """Least number of published cells out of memory for a promise of their verdicts."""
-
-SPEED: Metric = "tokens_per_s_per_gpu"
 
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,22 +86,9 @@ def load_accuracy() -> Accuracy:
     return found
 
 
-def number(row: Row, key: str) -> float | None:
-    """The number in a column of a row; None where the column is missing or empty."""
-    value = row.get(key)
-    return None if value in ("", None) else float(str(value))
-
-
-def is_scored(row: Row) -> bool:
-    """Whether a published cell can be scored: its status is ok or oom, its note does not call it
-    SUSPECT, and its layout is published."""
-    known = row["status"] in ("ok", "oom") and "SUSPECT" not in str(row.get("note", ""))
-    return known and number(row, "tp") is not None
-
-
 def members(group: Group, rows: Sequence[Row]) -> list[Row]:
     """The scored cells of a group."""
-    return [row for row in rows if is_scored(row) and matches(group.rule, row)]
+    return [row for row in rows if is_scored(row) and group.rule.matches(row)]
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
@@ -126,43 +116,6 @@ def gain_errors(rows: Sequence[Row]) -> list[float]:
     pairs = [(number(row, key), number(row, f"pred_{key}")) for row in rows]
     known = sorted((a, b) for a, b in pairs if a and b)
     return [(b1 / b0) - (a1 / a0) for (a0, b0), (a1, b1) in itertools.pairwise(known)]
-
-
-SWEEP = (
-    *("source", "system", "cluster", "model", "layers", "hidden"),
-    *("gpus", "seq_len", "global_batch"),
-)
-"""Columns with equal values in all rows of a sweep: the source, stack, cluster and job."""
-LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "zero_stage")
-FEWEST_LAYOUTS = 4
-
-
-def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
-    """Rows with a speed or out of memory, by SWEEP, of the jobs that a source ran in at least
-    FEWEST_LAYOUTS layouts."""
-    found: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        if is_scored(row) and (row["status"] == "oom" or number(row, SPEED)):
-            found.setdefault(tuple(str(row.get(key, "")) for key in SWEEP), []).append(row)
-    return {
-        key: cells
-        for key, cells in found.items()
-        if len({tuple(row.get(name) for name in LAYOUT) for row in cells}) >= FEWEST_LAYOUTS
-    }
-
-
-def regret(rows: Sequence[Row]) -> float:
-    """Share of the best measured speed that a sweep's pick loses.  The pick is the row with the
-    highest predicted speed among the rows predicted to fit.  1 where the pick ran out of memory or
-    no row is predicted to fit."""
-    fitting = [row for row in rows if row["pred_status"] == "ok"]
-    pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
-    return 1.0 if pick is None else lost(pick, rows)
-
-
-def lost(pick: Row, rows: Sequence[Row]) -> float:
-    """Share of the best measured speed that a row loses; 1 where the row ran out of memory."""
-    return 1.0 - (number(pick, SPEED) or 0.0) / max(number(row, SPEED) or 0.0 for row in rows)
 
 
 def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
@@ -204,3 +157,329 @@ def statistic(name: Statistic, metric: Metric, rows: Sequence[Row]) -> float | N
         return float(OVER_ROWS[name](rows)) if rows else None
     errors = [abs(error) for error in errors_of(metric, rows)]
     return OVER_ERRORS[name](errors) if errors else None
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+WHOLE = ("verdict", "regret")
+"""Metrics that compare every cell, including cells without a speed."""
+Status = Literal["met", "accepted", "FAIL", "reported", "-"]
+
+
+class Check(Struct, frozen=True, kw_only=True):
+    """A statistic with the value reached (None: no cell could be compared).  `target` and
+    `accepted` are None where it is reported and not promised."""
+
+    group: str
+    statistic: str
+    value: float | None
+    target: float | None = None
+    accepted: float | None = None
+    reason: str = ""
+
+    @property
+    def status(self) -> Status:
+        """met: within the target; accepted: above the target, with a reason; FAIL: above `accepted`
+        or without a value; reported: not promised."""
+        if self.target is None or self.accepted is None:
+            return "reported"
+        if self.value is None:
+            return "FAIL"
+        if self.value <= self.target:
+            return "met"
+        return "accepted" if self.value <= self.accepted else "FAIL"
+
+
+class GroupReport(Struct, frozen=True, kw_only=True):
+    """Absolute errors of a group's predictions, without fitted cells, and two references.
+
+    `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to.
+    `left_out` is the mean error with constants refitted without the group's source.
+    """
+
+    name: str
+    metric: str
+    splits: dict[Split, int]
+    missing: int
+    constants: int
+    mean: float | None
+    median: float | None
+    max: float | None
+    floor: float | None
+    left_out: float | None
+    checks: tuple[Check, ...] = ()
+    note: str = ""
+
+    @property
+    def cells(self) -> int:
+        """The number of cells compared as predictions."""
+        return self.splits["in-sample"] + self.splits["held-out"]
+
+    @property
+    def status(self) -> Status:
+        """The worst status of the group's promised checks; `-` without any."""
+        found = {check.status for check in self.checks}
+        order: tuple[Status, ...] = ("FAIL", "accepted", "met")
+        return next((status for status in order if status in found), "-")
+
+
+class Verdicts(Struct, frozen=True, kw_only=True):
+    """Published against predicted verdicts.  `counts` and `headroom_bytes` (negative: predicted not
+    to fit) are by (published status, predicted status).  `tight` counts the cells predicted to fit
+    with a headroom below the error of peaks."""
+
+    tight: int
+    counts: dict[tuple[str, str], int]
+    headroom_bytes: dict[tuple[str, str], tuple[float, ...]]
+
+    @property
+    def cells(self) -> int:
+        """The number of cells with a published verdict."""
+        return sum(self.counts.values())
+
+    @property
+    def ooms(self) -> int:
+        """The number of cells published as out of memory."""
+        return sum(count for (told, _), count in self.counts.items() if told == "oom")
+
+    @property
+    def right(self) -> float:
+        """Share of cells whose predicted verdict is the published verdict."""
+        hits = sum(count for (told, said), count in self.counts.items() if told == said)
+        return hits / self.cells if self.cells else 0.0
+
+    @property
+    def always_fits(self) -> float:
+        """Share of correct verdicts if every cell were predicted to fit."""
+        hits = sum(count for (told, _), count in self.counts.items() if told == "ok")
+        return hits / self.cells if self.cells else 0.0
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """The scores that `rematbench validate` prints."""
+
+    groups: tuple[GroupReport, ...]
+    verdicts: Verdicts
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks whose status is FAIL."""
+        return tuple(c for g in self.groups for c in g.checks if c.status == "FAIL")
+
+
+def validate(
+    rows: Sequence[Row],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    left_out: Mapping[str, float] | None = None,
+    more: Sequence[Row] = (),
+) -> Report:
+    """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
+    `left_out`: mean errors out of source by group.  `more`: predicted rows of runs_more.csv, which
+    only the groups of that sheet read; without them these groups are left out."""
+    groups = [
+        _group_report(g, more if g.sheet == MORE else rows, calibration, left_out or {})
+        for g in accuracy.groups
+        if more or g.sheet != MORE
+    ]
+    return Report(groups=tuple(groups), verdicts=verdicts(rows))
+
+
+def by_source(rows: Sequence[Row]) -> Accuracy:
+    """Groups without promises, for rows of no declared group: one per source and metric."""
+    found: dict[str, Group] = {}
+    for row in rows:
+        source = str(row["source"])
+        for metric in (SPEED, "peak_device_bytes"):
+            if number(row, metric) is not None:
+                name = source if metric == SPEED else f"{source} (peak bytes)"
+                rule = FitRule(source=source)
+                found[name] = Group(name=name, rule=rule, metric=metric)
+    return Accuracy(groups=tuple(found.values()))
+
+
+def _group_report(
+    group: Group, rows: Sequence[Row], calibration: Calibration, left_out: Mapping[str, float]
+) -> GroupReport:
+    cells = members(group, rows)
+    judged = [(row, split_of(row, group, calibration)) for row in cells]
+    tested = [row for row, split in judged if split != "fitted"]
+    if group.metric in ("gain", "regret"):
+        tested = cells
+    errors = [abs(error) for error in errors_of(group.metric, tested)]
+    reached = {name: over(errors) if errors else None for name, over in OVER_ERRORS.items()}
+    floor = _floor(group, rows, tested, calibration)
+    return GroupReport(
+        name=group.name,
+        metric=group.metric,
+        splits=_splits(group, judged),
+        missing=_missing(group, tested),
+        constants=_constants(cells, calibration),
+        floor=floor,
+        left_out=left_out.get(group.name),
+        checks=_checks(group, tested, reached["mean"], floor),
+        note=group.note or group.in_sample,
+        **reached,
+    )
+
+
+def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, int]:
+    """The number of comparable cells by split (the metrics in WHOLE compare every cell)."""
+    counts: dict[Split, int] = {"fitted": 0, "in-sample": 0, "held-out": 0}
+    key = SPEED if group.metric == "gain" else group.metric
+    for row, split in judged:
+        counts[split] += group.metric in WHOLE or number(row, key) is not None
+    return counts
+
+
+def _missing(group: Group, tested: Sequence[Row]) -> int:
+    """The number of published cells without a prediction."""
+    if group.metric in WHOLE:
+        return sum(row["pred_status"] not in ("ok", "oom") for row in tested)
+    key = SPEED if group.metric == "gain" else group.metric
+    published = [row for row in tested if number(row, key) is not None]
+    return sum(number(row, f"pred_{key}") is None for row in published)
+
+
+def _checks(
+    group: Group, tested: Sequence[Row], mean: float | None, floor: float | None
+) -> tuple[Check, ...]:
+    checks = [
+        Check(
+            group=group.name,
+            statistic=name,
+            value=statistic(name, group.metric, tested),
+            target=promise.target,
+            accepted=promise.accepted,
+            reason=promise.reason,
+        )
+        for name, promise in group.promises.items()
+    ]
+    checks += [
+        Check(
+            group=group.name,
+            statistic=name,
+            value=statistic(name, group.metric, tested),
+            reason=remark,
+        )
+        for name, remark in group.reported.items()
+    ]
+    missing = _missing(group, tested)
+    if missing and not set(group.promises) <= OVER_ROWS.keys():
+        checks.append(_zero(group.name, "cells without a prediction", missing))
+    if floor is not None and mean is not None and group.promises:
+        checks.append(
+            Check(
+                group=group.name,
+                statistic="mean below floor",
+                value=mean,
+                target=math.nextafter(floor, 0.0),
+                accepted=math.nextafter(floor, 0.0),
+            )
+        )
+    return tuple(checks)
+
+
+def _zero(group: str, what: str, value: float) -> Check:
+    return Check(group=group, statistic=what, value=value, target=0.0, accepted=0.0)
+
+
+def _constants(cells: Sequence[Row], calibration: Calibration) -> int:
+    """The number of fitted constants that a group's predictions depend on."""
+    owners: set[str] = set()
+    for row in cells:
+        try:
+            cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
+        except ConfigError:  # a user's row; the row's status has the error
+            continue
+        owners |= {
+            f"gpus.{cluster.generation}",
+            f"networks.{cluster.name}",
+            f"systems.{system.name}",
+        }
+    return sum(name.rpartition(".")[0] in owners for name in calibration.fitted)
+
+
+def mfu_per_speed(row: Row) -> float | None:
+    """MFU per token/s/GPU of a row, from the FLOPs per token and the GPU's peak; None where the row
+    has no prediction."""
+    mfu, speed = number(row, "pred_mfu_causal"), number(row, f"pred_{SPEED}")
+    return mfu / speed if mfu and speed else None
+
+
+def _floor(
+    group: Group, rows: Sequence[Row], tested: Sequence[Row], calibration: Calibration
+) -> float | None:
+    """Mean error of a constant MFU: the geometric mean over the fitted cells of the same sources
+    and clusters, or else of the same sources, or else of the same GPU generations.  None where
+    there is no such cell or the metric is not the speed."""
+    if group.metric != SPEED:
+        return None
+    fitted = [row for row in rows if is_scored(row) and _is_fitted(row, group, calibration)]
+    sources, clusters = ({test[key] for test in tested} for key in ("source", "cluster"))
+    own = [row for row in fitted if row["source"] in sources]
+    same = [row for row in own if row["cluster"] in clusters]
+    generations = {_generation(test) for test in tested}
+    alike = [row for row in fitted if _generation(row) in generations]
+    base = _mfus(same or own or alike)
+    published = _mfus(tested)
+    if not base or not published:
+        return None
+    constant = statistics.geometric_mean(base)
+    return statistics.fmean(abs(constant / value - 1.0) for value in published)
+
+
+def _is_fitted(row: Row, group: Group, calibration: Calibration) -> bool:
+    return split_of(row, group, calibration) == "fitted"
+
+
+def _mfus(rows: Sequence[Row]) -> list[float]:
+    pairs = [(number(row, SPEED), mfu_per_speed(row)) for row in rows]
+    return [speed * factor for speed, factor in pairs if speed and factor]
+
+
+def _generation(row: Row) -> str:
+    try:
+        return load_cluster(row["cluster"]).generation
+    except ConfigError:
+        return ""
+
+
+def verdicts(rows: Sequence[Row]) -> Verdicts:
+    """The confusion matrix of published and predicted verdicts over all scored rows."""
+    counts: dict[tuple[str, str], int] = {}
+    headroom: dict[tuple[str, str], tuple[float, ...]] = {}
+    tight = 0
+    for row in rows:
+        if not is_scored(row):
+            continue
+        cell = (str(row["status"]), str(row["pred_status"]))
+        counts[cell] = counts.get(cell, 0) + 1
+        left = headroom_bytes(row)
+        if left is not None:
+            headroom[cell] = (*headroom.get(cell, ()), left)
+            tight += fits_word(left, number(row, "pred_usable_bytes") or 0.0) == "tight"
+    return Verdicts(tight=tight, counts=counts, headroom_bytes=headroom)
+
+
+def headroom_bytes(row: Row) -> float | None:
+    """Usable device bytes less the predicted peak; None where the row has no prediction."""
+    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
+    return None if peak is None or usable is None else usable - peak
+
+
+def left_out_errors(
+    rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
+) -> dict[str, float]:
+    """Mean absolute error of every group of speeds under refits without the source, over the cells
+    to which the shipped constants were not fitted.  Groups without such cells are left out."""
+    found: dict[str, float] = {}
+    refitted = [row for row in rows if row["constants"] == REFITTED]
+    for group in accuracy.groups:
+        if group.metric != SPEED:
+            continue
+        cells = [r for r in members(group, refitted) if split_of(r, group, calibration) != "fitted"]
+        errors: list[Any] = errors_of(group.metric, cells)
+        if errors:
+            found[group.name] = statistics.fmean(abs(error) for error in errors)
+    return found

@@ -19,20 +19,18 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evidence.accuracy import SPEED, Accuracy
+from rematbench.evidence.accuracy import Accuracy
 from rematbench.evidence.fit import (
     PRIORS,
     Concerns,
     FitReport,
-    Row,
     StepFit,
     fit,
     fit_rows,
-    is_fit,
     value_of,
     with_values,
 )
-from rematbench.evidence.left_out import (
+from rematbench.evidence.job_evidence import (
     LATE_STEP,
     REFITTED,
     SHEETS,
@@ -41,13 +39,12 @@ from rematbench.evidence.left_out import (
     slope_column,
 )
 from rematbench.evidence.predict import predict_rows, run_case
-from rematbench.evidence.published.rows import PublishedCase, read_case
-from rematbench.evidence.published.sheets import Cell
+from rematbench.evidence.published.sheets import SPEED, Cell, PublishedCase, Row, read_case
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.spec.constants import Calibration
+from rematbench.spec.constants import Calibration, is_fit
 from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3

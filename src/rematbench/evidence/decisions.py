@@ -17,9 +17,17 @@ from rematbench.costs.estimators import (
     korthikanti_activation_bytes,
 )
 from rematbench.costs.states import state_bytes
-from rematbench.evidence.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
 from rematbench.evidence.published.closed_forms import fujii_refusal
-from rematbench.evidence.published.rows import RowError, read_case
+from rematbench.evidence.published.sheets import (
+    LAYOUT,
+    SPEED,
+    SWEEP,
+    Row,
+    RowError,
+    is_scored,
+    number,
+    read_case,
+)
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem, rank_parameters
@@ -31,6 +39,37 @@ RECOMPUTED: dict[str, Recomputation] = {
     "full_recompute": "full",
 }
 """Methods that Korthikanti's formula covers, and the name of their recomputation in the formula."""
+
+
+FEWEST_LAYOUTS = 4
+
+
+def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Rows with a speed or out of memory, by SWEEP, of the jobs that a source ran in at least
+    FEWEST_LAYOUTS layouts."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if is_scored(row) and (row["status"] == "oom" or number(row, SPEED)):
+            found.setdefault(tuple(str(row.get(key, "")) for key in SWEEP), []).append(row)
+    return {
+        key: cells
+        for key, cells in found.items()
+        if len({tuple(row.get(name) for name in LAYOUT) for row in cells}) >= FEWEST_LAYOUTS
+    }
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """Share of the best measured speed that a sweep's pick loses.  The pick is the row with the
+    highest predicted speed among the rows predicted to fit.  1 where the pick ran out of memory or
+    no row is predicted to fit."""
+    fitting = [row for row in rows if row["pred_status"] == "ok"]
+    pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
+    return 1.0 if pick is None else lost(pick, rows)
+
+
+def lost(pick: Row, rows: Sequence[Row]) -> float:
+    """Share of the best measured speed that a row loses; 1 where the row ran out of memory."""
+    return 1.0 - (number(pick, SPEED) or 0.0) / max(number(row, SPEED) or 0.0 for row in rows)
 
 
 class Decision(Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ The step model is a callable argument, so that this file depends on no engine.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.spec.constants import Calibration, FitRule
+from rematbench.evidence.published.sheets import Row
+from rematbench.spec.constants import Calibration, FitRule, is_fit
 
-Row: TypeAlias = Mapping[str, Any]
 Concerns: TypeAlias = Callable[[str, Row], bool]
 """Whether a constant (`section.entry.field`) may move a row."""
 PredictAll: TypeAlias = Callable[[Sequence[tuple[Row, Calibration]]], Sequence[float]]
@@ -64,37 +64,6 @@ class FitReport(Struct, frozen=True, kw_only=True):
     rows: int
     constants: int
     errors: dict[str, list[float]]
-
-
-def matches(rule: FitRule, row: Row) -> bool:
-    """Whether a row belongs to a rule's sweep, judged by the job that ran and never by a result."""
-    lists = {
-        "system": rule.system,
-        "cluster": rule.cluster,
-        "model": rule.model,
-        "layers": rule.layers,
-        "gpus": rule.gpus,
-        "micro_batch": rule.micro_batch,
-        "tp": rule.tp,
-        "cp": rule.cp,
-        "pp": rule.pp,
-    }
-    return (
-        rule.source in row["source"]
-        and rule.table in row.get("table", "")
-        and all(not allowed or _typed(row.get(key, ""), allowed) for key, allowed in lists.items())
-    )
-
-
-def _typed(value: Any, allowed: tuple[Any, ...]) -> bool:
-    if isinstance(allowed[0], int):
-        return value not in ("", None) and int(float(value)) in allowed
-    return value in allowed
-
-
-def is_fit(row: Row, rules: Iterable[FitRule]) -> bool:
-    """Whether any rule claims the row."""
-    return any(matches(rule, row) for rule in rules)
 
 
 def fit_rows(rows: Iterable[Row], rules: Sequence[FitRule]) -> list[Row]:

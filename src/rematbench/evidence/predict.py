@@ -14,7 +14,7 @@ from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.evidence.bands import band_of
-from rematbench.evidence.published.rows import PublishedCase, Row, RowError, read_case
+from rematbench.evidence.published.sheets import PublishedCase, Row, RowError, read_case
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

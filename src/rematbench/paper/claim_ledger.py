@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rematbench.evaluate.result import Status
-from rematbench.evidence.accuracy import number
-from rematbench.evidence.published.sheets import LAYOUTS, PUBLISHED
+from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
+from rematbench.evidence.published.sheets import number
 from rematbench.host.table import Column, Table, signed_percent
 from rematbench.paper.studies.answers import Number, StudyAnswer
 from rematbench.paper.studies.claims import (

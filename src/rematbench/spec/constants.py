@@ -6,7 +6,7 @@ generation, network and system.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,29 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
+
+    def matches(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row belongs to the sweep, judged by the job that ran and never by a result."""
+        return (
+            self.source in row["source"]
+            and self.table in row.get("table", "")
+            and all(_is_among(row.get(key, ""), getattr(self, key)) for key in JOB_COLUMNS)
+        )
+
+
+JOB_COLUMNS = ("system", "cluster", "model", "layers", "gpus", "micro_batch", "tp", "cp", "pp")
+"""Columns of a published row that a rule may restrict."""
+
+
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    if allowed and isinstance(allowed[0], int):
+        return value not in ("", None) and int(float(value)) in allowed
+    return not allowed or value in allowed
+
+
+def is_fit(row: Mapping[str, Any], rules: Iterable[FitRule]) -> bool:
+    """Whether any rule claims the row."""
+    return any(rule.matches(row) for rule in rules)
 
 
 class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

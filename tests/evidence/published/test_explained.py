@@ -14,11 +14,11 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.problems import make_problem
-from rematbench.evidence.accuracy import MORE, SPEED, load_accuracy, members
-from rematbench.evidence.fit import is_fit, with_values
+from rematbench.evidence.accuracy import MORE, load_accuracy, members
+from rematbench.evidence.fit import with_values
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import read_sheet
-from rematbench.spec.constants import Calibration
+from rematbench.evidence.published.sheets import SPEED, read_sheet
+from rematbench.spec.constants import Calibration, is_fit
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 from rematbench.evidence.predict import predict_case
-from rematbench.evidence.published.rows import read_case
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.published.sheets import read_case, read_sheet
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 

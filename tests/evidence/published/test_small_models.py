@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from rematbench.cli.sheet import predict
-from rematbench.evidence.accuracy import MORE, Accuracy, Group, Row, load_accuracy, members
-from rematbench.evidence.fit import is_fit
+from rematbench.evidence.accuracy import MORE, Accuracy, Group, load_accuracy, members, validate
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import read_sheet
-from rematbench.evidence.validate import validate
+from rematbench.evidence.published.sheets import Row, read_sheet
 from rematbench.host.table import write_sheet
-from rematbench.spec.constants import instant_hosts
+from rematbench.spec.constants import instant_hosts, is_fit
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 

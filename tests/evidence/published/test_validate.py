@@ -4,10 +4,9 @@ from functools import cache
 
 import pytest
 
-from rematbench.evidence.accuracy import MORE, load_accuracy
+from rematbench.evidence.accuracy import MORE, Report, load_accuracy, validate
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.evidence.validate import Report, validate
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 

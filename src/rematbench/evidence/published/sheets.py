@@ -1,31 +1,350 @@
-"""Sheets of cells to predict: published rows, and rows derived from published rows for tables.
+"""Sheets of published cells (results/published/runs.csv, or a user's), and a row of one -> problem
+and method.
 
-A sheet has the columns of runs.csv and `cell`, the purpose of the row.  The rows that one composed
-method plans form one bundle, so that editing a method's file reruns only the bundles of the method.
+Every cell is a text.  A missing or wrong cell raises a RowError of one line.
 """
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product, zip_longest
+import re
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any, Final, Literal, cast, get_args
 
-from rematbench.evidence.published.rows import RowError, recompute_method, text, whole
-from rematbench.plugins.registry import Registry
+import msgspec
+
+from rematbench.evaluate.problems import Variant, make_problem, system_variant
+from rematbench.plan import Unsupported
+from rematbench.plugins.registry import MethodError, Registry, Value
+from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError, require_unique
+from rematbench.spec.constants import Calibration
+from rematbench.spec.kernel_rates import RateError
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.spec.system import AttentionChoice, System, ZeroStage
+from rematbench.workload import MlpKind, Model, Precision
 
+Row = Mapping[str, Any]
+"""A row of a sheet: texts as they are read, and numbers of predictions."""
 Cell = dict[str, str]
-PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"
-WATERFALL = ("engine", "layout", "checkpointing", "offload")
-LAYOUTS = "layouts that fit"
+ASSUMED = "unknown model: norms, biases and positions taken from"
+"""Start of the remark that a row's model is not in config/models."""
+
+LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
+SHAPE_COLUMNS = {
+    "layers": "num_layers",
+    "hidden": "hidden",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "ffn": "ffn",
+    "vocab": "vocab",
+}
+YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
+SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
+"""Tensors that torchtitan's per-operator selective checkpointing keeps of a Llama layer: the
+outputs of every second matmul in the order wq, wk, wv, wo, w1, w3, w2, and of attention.  Without
+the compiler the output of w2 is kept too (`held`), although no backward reads that output; the
+compiler's partitioner drops it.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list,
+2024-12.  One difference: here q is kept after RoPE, not before."""
+
+SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
+
+
+class RowError(ValueError):
+    """A row that cannot be predicted: the row's status and a one-line reason."""
+
+    def __init__(self, status: Literal["failed", "unsupported"], reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
+    """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
+    of the model that the row does not give."""
+
+    model: Model
+    system: System
+    method: str
+    settings: dict[str, Value]
+    offload: float | None
+    assumed: str = ""
+
+    @property
+    def key(self) -> bytes:
+        """Canonical bytes of the case: equal for equal cases."""
+        return msgspec.json.encode(self, order="deterministic")
+
+    def problem(self, constants: Calibration | None = None) -> Problem:
+        """The problem, with `constants` or the shipped constants.  RowError where the layout breaks
+        a rule or no kernel rate covers the problem."""
+        try:
+            return make_problem(self, constants)
+        except LayoutError as error:
+            raise RowError("failed", f"layout: {error}") from error
+        except RateError as error:
+            raise RowError("unsupported", str(error)) from error
+
+
+def read_case(row: Row, registry: Registry) -> PublishedCase:
+    """The case of a row; RowError where a cell is missing, wrong or not modelled."""
+    system = _system(row)
+    layout = _layout(row, system)
+    word = text(row, "recompute")
+    said = claim_of_row(text(row, "system"), text(row, "note"))[1]
+    method, settings = recompute_method(said.get(word.lower(), word), registry)
+    if system.compiled and "held" in settings:
+        settings = {key: value for key, value in settings.items() if key != "held"}
+    if not text(row, "cluster"):
+        raise RowError("failed", "column cluster is missing or empty")
+    try:
+        load_cluster(text(row, "cluster"))
+    except ConfigError as error:
+        raise RowError("unsupported", str(error)) from error
+    model, assumed = _model(row)
+    return PublishedCase.at(
+        layout,
+        model=model,
+        assumed=assumed,
+        cluster=text(row, "cluster"),
+        system=system,
+        seq_len=whole(row, "seq_len"),
+        precision=_choice(row, "precision", "bf16", Precision),
+        attention=_choice(row, "attention", "flash", AttentionChoice),
+        method=method,
+        settings=settings,
+        offload=_fraction(row, "offload_fraction"),
+    )
+
+
+# -- cells ------------------------------------------------------------------------------------
+
+
+def text(row: Row, column: str) -> str:
+    """The stripped text of a cell; empty where the column is missing."""
+    return str(row.get(column) or "").strip()
+
+
+def whole(row: Row, column: str, default: int | None = None) -> int:
+    """The positive whole number in a cell (`zero_stage` may be 0), or `default` where the cell is
+    empty.  RowError for another text, or for an empty cell without a default."""
+    cell = text(row, column)
+    if not cell:
+        if default is None:
+            raise RowError("failed", f"column {column} is missing or empty")
+        return default
+    value = _number(column, cell)
+    if value != int(value) or value < (0 if column == "zero_stage" else 1):
+        raise RowError("failed", f"column {column}: {cell!r} is not a positive whole number")
+    return int(value)
+
+
+def _number(column: str, cell: str) -> float:
+    try:
+        value = float(cell.replace(",", ""))
+    except ValueError:
+        raise RowError("failed", f"column {column}: {cell!r} is not a number") from None
+    if not math.isfinite(value):
+        raise RowError("failed", f"column {column}: {cell!r} is not a number")
+    return value
+
+
+def _fraction(row: Row, column: str) -> float | None:
+    cell = text(row, column)
+    if not cell:
+        return None
+    value = _number(column, cell)
+    if not 0.0 <= value <= 1.0:
+        raise RowError("failed", f"column {column}: {cell!r} is not between 0 and 1")
+    return value
+
+
+def _flag(row: Row, column: str, default: bool) -> bool:
+    cell = text(row, column).lower()
+    if not cell:
+        return default
+    if cell not in YES | NO:
+        raise RowError("failed", f"column {column}: {cell!r} is neither yes nor no")
+    return cell in YES
+
+
+def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
+    """The word in a cell, one of the Literal `kind`; RowError for another word."""
+    cell = text(row, column).lower() or default
+    allowed = get_args(kind)
+    if cell not in allowed:
+        known = ", ".join(map(str, allowed))
+        raise RowError("unsupported", f"{column} {cell!r} is not modelled (known: {known})")
+    return cell
+
+
+# -- model, system, layout --------------------------------------------------------------------
+
+
+def _model(row: Row) -> tuple[Model, str]:
+    """The named model with the row's shape columns, and the remark of `Case.assumed`.  A model with
+    an unknown name takes all shapes from the row, and norms, biases and the kind of positions from
+    a known model of its family (as many learned positions as the sequence needs)."""
+    name = text(row, "model")
+    shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
+    mlp = text(row, "mlp").lower()
+    if mlp and mlp not in get_args(MlpKind):
+        raise RowError("unsupported", f"mlp {mlp!r} is not modelled")
+    assumed = ""
+    if name in names("model"):
+        model = load_model(name)
+    else:
+        missing = [c for c, field in SHAPE_COLUMNS.items() if field not in shape]
+        if missing:
+            columns = ", ".join(missing)
+            raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
+        relative = _relative(name, mlp)
+        model = msgspec.structs.replace(load_model(relative), max_positions=0)
+        assumed = f"{ASSUMED} {relative}"
+    return _reshaped(model, name, shape, mlp or model.mlp), assumed
+
+
+def _relative(name: str, mlp: str) -> str:
+    """The name of a known model of the same family (the word before the first digit or dash) and
+    kind of MLP, or of a known model with the same kind of MLP."""
+    family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
+    known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
+    gated = mlp != "gelu"
+    for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
+        if load_model(candidate).gated == gated:
+            return candidate
+    raise AssertionError("the fallback is of the right kind")
+
+
+def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model:
+    changed = {key: value for key, value in shape.items() if getattr(model, key) != value}
+    if not changed and mlp == model.mlp and name == model.name:
+        return model
+    new = {**changed, "mlp": mlp, "name": name or model.name}
+    heads, hidden = new.get("num_heads", model.num_heads), new.get("hidden", model.hidden)
+    assert isinstance(heads, int)
+    assert isinstance(hidden, int)
+    if {"num_heads", "hidden"} & changed.keys():
+        if hidden % heads:
+            raise RowError("failed", f"hidden {hidden} does not divide by heads {heads}")
+        new["head_dim"] = hidden // heads
+    if "num_layers" in changed:
+        new["attention_window"] = ()
+    result = msgspec.structs.replace(model, **new)
+    if result.num_heads % result.num_kv_heads:
+        raise RowError("failed", f"kv_heads {result.num_kv_heads} must divide heads {heads}")
+    return result
+
+
+def _system(row: Row) -> System:
+    name = text(row, "system")
+    if not name:
+        raise RowError("failed", "column system is missing or empty")
+    try:
+        system = load_system(claim_of_row(name, text(row, "note"))[0])
+    except ConfigError as error:
+        raise RowError("unsupported", str(error)) from error
+    options: tuple[Variant, ...] = get_args(Variant)
+    wanted = tuple(option for option in options if _flag(row, option, False))
+    variant = system_variant(system, wanted)
+    if isinstance(variant, Unsupported):
+        raise RowError("unsupported", variant.reason)
+    return variant
+
+
+def _layout(row: Row, system: System) -> Layout:
+    known = row if text(row, "dp") else {**row, "dp": _dp(row)}
+    missing = [column for column in LAYOUT_COLUMNS if not text(known, column)]
+    if missing:
+        raise RowError("unsupported", f"layout not published: {', '.join(missing)} empty")
+    tp = whole(row, "tp")
+    default_stage = 3 if system.data_parallel == "fsdp" else 1
+    stage = whole(row, "zero_stage", default_stage)
+    if stage not in get_args(ZeroStage):
+        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
+    cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
+    if system.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
+        cp, dp, ulysses = 1, dp * cp, cp
+    layout = Layout(
+        tp=tp,
+        sp=_flag(row, "sp", tp > 1),
+        cp=cp,
+        pp=whole(row, "pp"),
+        vpp=whole(row, "vpp", 1),
+        dp=dp,
+        zero_stage=cast(ZeroStage, stage),
+        ulysses=ulysses,
+        micro_batch=whole(row, "micro_batch", 1),
+        global_batch=whole(row, "global_batch"),
+    )
+    gpus = whole(row, "gpus", layout.gpus)
+    if gpus != layout.gpus:
+        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")
+    return layout
+
+
+def _dp(row: Row) -> str:
+    """The data-parallel degree gpus / (tp x cp x pp); empty where gpus, tp or pp is not given.
+    RowError where the degrees do not divide gpus."""
+    if not all(text(row, column) for column in ("gpus", "tp", "pp")):
+        return ""
+    gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
+    dp, rest = divmod(gpus, ranks)
+    if rest:
+        raise RowError("failed", f"gpus {gpus} is no multiple of tp x cp x pp = {ranks}")
+    return str(dp)
+
+
+# -- method -----------------------------------------------------------------------------------
+
+POLICIES: dict[str, tuple[str, dict[str, Value]]] = {
+    "": ("keep_all", {}),
+    "none": ("keep_all", {}),
+    "no": ("keep_all", {}),
+    "full": ("full_recompute", {}),
+    "selective": ("selective_recompute", {}),
+    "balanced": ("balanced_checkpointing", {}),
+    "balanced+fc1": ("balanced_checkpointing", {"point": "published+fc1"}),
+    "selective(sac)": ("selective_recompute", SELECTIVE_SAC),
+    "selective(per-op sac)": ("selective_recompute", SELECTIVE_SAC),
+    "selective(op)": ("selective_recompute", SELECTIVE_SAC),
+}
+"""Published words for recomputation -> method and parameters."""
+
+_COUNTED = re.compile(r"^(full|uniform|block|selective)[ (:]*(\d+)\)?$")
+
+
+def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Value]]:
+    """The method and parameters of a published policy (`full`, `uniform 2`, `block 4`,
+    `selective(2)`, ...) or of a method's name; RowError for an unknown policy."""
+    policy = " ".join(words.lower().split())
+    if policy in POLICIES:
+        return POLICIES[policy]
+    counted = _COUNTED.match(policy)
+    if counted and int(counted[2]) > 0:
+        kind, count = counted[1], int(counted[2])
+        if kind == "selective":
+            return "full_recompute", {"every": count}
+        method = "block" if kind == "block" else "uniform"
+        return "full_recompute", {"method": method, "num_layers": count}
+    try:
+        registry.resolve(words)
+    except MethodError:
+        known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
+        reason = f"recompute {words!r} is not a known policy (known: {known})"
+        raise RowError("unsupported", reason) from None
+    return words, {}
+
+
+# -- sheets ---------------------------------------------------------------------------------------
+
 NOBODY = "unplanned"
-OURS = "rematbench, derived from: "
-DEGREES = (1, 2, 4, 8)
-TP_CP, PP, CHUNK_LAYERS = (4, 8), (4, 8, 16), (1, 2, 4)
-POLICIES = ("full", "balanced")
 CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp")
 """Columns that a prediction needs, beside dp or gpus.  Their cells may be empty; the row's status
 then says so."""
+SPEED: Final = "tokens_per_s_per_gpu"
 SCORED = ("source", "status")
 """Further columns that scoring a row needs."""
 TABLED = ("table", "recompute", "gpus", "layers")
@@ -101,16 +420,6 @@ def _is_number(cell: str, *, positive: bool) -> bool:
     return 0.0 <= value < math.inf and (value > 0.0 or not positive)
 
 
-def all_cells(rows: Sequence[Mapping[str, str]]) -> list[Cell]:
-    """The published rows, then the derived rows, each with its purpose in `cell`."""
-    return [
-        *({**row, "cell": PUBLISHED} for row in rows),
-        *alpha_cells(rows),
-        *waterfall_cells(rows),
-        *layout_cells(rows),
-    ]
-
-
 def bundle_of(row: Mapping[str, str], registry: Registry) -> str:
     """The name of the composed method that plans a row, which is the name of the row's bundle."""
     try:
@@ -121,96 +430,22 @@ def bundle_of(row: Mapping[str, str], registry: Registry) -> str:
     return name if alone else f"{name}+pp_offload"
 
 
-def bundles(cells: Iterable[Cell], registry: Registry) -> dict[str, list[Cell]]:
-    """Cells by bundle."""
-    found: dict[str, list[Cell]] = {}
-    for cell in cells:
-        found.setdefault(bundle_of(cell, registry), []).append(cell)
-    return found
+SWEEP = (
+    *("source", "system", "cluster", "model", "layers", "hidden"),
+    *("gpus", "seq_len", "global_batch"),
+)
+"""Columns with equal values in all rows of a sweep: the source, stack, cluster and job."""
+LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "zero_stage")
 
 
-def alpha_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
-    """Rows of Figure 9 with a predicted alpha: by the paper's estimate, and by the ledger."""
-    cells = []
-    for row in rows:
-        if row["table"] != "Figure 9":
-            continue
-        name = "keep_all" if row["recompute"] == "none" else "balanced_checkpointing"
-        ledger = {"recompute": f"{name}+pp_offload", "offload_fraction": "0"}
-        cells.append(derived(row, PAPER_ALPHA, offload_fraction=""))
-        cells.append(derived(row, LEDGER_ALPHA, **ledger))
-    return cells
+def number(row: Row, key: str) -> float | None:
+    """The number in a column of a row; None where the column is missing or empty."""
+    value = row.get(key)
+    return None if value in ("", None) else float(str(value))
 
 
-def waterfall_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
-    """Rows between the published rows of Table 8 at 8,192 tokens, one change at a time: engine,
-    layout, checkpointing, offload."""
-    table = [row for row in rows if row["table"].startswith("Table 8") and row["status"] == "ok"]
-    origin = [row for row in table if row["system"] != "megatron-kwai"]
-    ours = [row for row in table if row["recompute"] == "balanced"]
-    if len(origin) != 1 or len(ours) != 1:
-        return []
-    before, after = origin[0], ours[0]
-    return [
-        derived(before, "waterfall: start"),
-        derived(before, "waterfall: engine", system=after["system"]),
-        derived(after, "waterfall: layout", recompute="full", offload_fraction="0"),
-        derived(after, "waterfall: checkpointing", offload_fraction="0"),
-        derived(after, "waterfall: offload"),
-    ]
-
-
-def derived(row: Mapping[str, str], cell: str, **changes: str) -> Cell:
-    """A published configuration with purpose `cell`, some columns changed, and no results."""
-    results = (
-        "tokens_per_s_per_gpu",
-        "tflops_per_gpu_as_published",
-        "mfu_pct_as_published",
-        "peak_device_bytes",
-        "status",
-        "note",
-    )
-    return {
-        **row,
-        **dict.fromkeys(results, ""),
-        **changes,
-        "cell": cell,
-        "source": OURS + row["source"],
-    }
-
-
-def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
-    """Rows for the abstract's result at 32,768 tokens, whose layout is not published: every layout
-    of `layouts` with the batch of Table 8, under full recomputation without offload and under the
-    paper's method."""
-    rows = list(rows)
-    abstract = [row for row in rows if row["table"].startswith("abstract")]
-    table = [row for row in rows if row["table"].startswith("Table 8")]
-    if not abstract or not table:
-        return []
-    batch = whole(table[0], "global_batch")
-    row = {**abstract[0], "global_batch": str(batch), "micro_batch": "1", "zero_stage": "1"}
-    cells = []
-    for degrees in layouts(whole(row, "gpus"), whole(row, "layers"), batch):
-        for policy in POLICIES:
-            offload = "0" if policy == "full" else ""
-            shape = {key: str(value) for key, value in degrees.items()}
-            extra = {"recompute": policy, "offload_fraction": offload, "sp": "yes"}
-            cells.append(derived(row, LAYOUTS, **shape, **extra))
-    return cells
-
-
-def layouts(gpus: int, num_layers: int, global_batch: int) -> list[dict[str, int]]:
-    """Degrees of the interleaved layouts to try: tp x cp is 4 or 8 (half a node or a node), a chunk
-    has 1, 2 or 4 layers, and pp divides the number of micro-batches."""
-    found = []
-    for tp, cp, pp in product(DEGREES, DEGREES, PP):
-        dp, rest = divmod(gpus, tp * cp * pp)
-        if tp * cp not in TP_CP or rest or not dp or (global_batch // dp) % pp:
-            continue
-        found += [
-            {"tp": tp, "cp": cp, "pp": pp, "vpp": num_layers // (pp * layers), "dp": dp}
-            for layers in CHUNK_LAYERS
-            if num_layers % (pp * layers) == 0 and num_layers > pp * layers
-        ]
-    return found
+def is_scored(row: Row) -> bool:
+    """Whether a published cell can be scored: its status is ok or oom, its note does not call it
+    SUSPECT, and its layout is published."""
+    known = row["status"] in ("ok", "oom") and "SUSPECT" not in str(row.get("note", ""))
+    return known and number(row, "tp") is not None

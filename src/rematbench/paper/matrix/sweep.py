@@ -12,7 +12,7 @@ from rematbench.advise.search.shared import Shared
 from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evaluate.result import ROOMS, SPEEDS, Result, evaluate_method
-from rematbench.evidence.accuracy import Row
+from rematbench.evidence.published.sheets import Row
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs

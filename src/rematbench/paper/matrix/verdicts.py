@@ -8,8 +8,8 @@ from typing import Any
 
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.problems import make_problem
-from rematbench.evidence.accuracy import number
 from rematbench.evidence.bands import band_of, fits_word, ratio_band
+from rematbench.evidence.published.sheets import number
 from rematbench.paper.matrix.best import BEST, CELL, OPEN
 from rematbench.paper.matrix.sweep import LAYOUT
 from rematbench.problem import Problem

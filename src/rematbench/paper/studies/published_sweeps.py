@@ -7,9 +7,9 @@ from rematbench.advise.search.answer import best_line
 from rematbench.advise.search.halves import MINUTE, rounds
 from rematbench.advise.search.job import SearchJob
 from rematbench.advise.search.trial import Tried
-from rematbench.evidence.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
 from rematbench.evidence.bands import reserve_bytes
-from rematbench.evidence.published.rows import RowError, read_case
+from rematbench.evidence.decisions import lost, regret, sweeps
+from rematbench.evidence.published.sheets import SPEED, SWEEP, Row, RowError, number, read_case
 from rematbench.paper.studies.published_layouts import asked_of
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rematbench.evidence.accuracy import number
-from rematbench.evidence.published.sheets import (
+from rematbench.evidence.published.derived import (
     LAYOUTS,
     LEDGER_ALPHA,
     PAPER_ALPHA,
     PUBLISHED,
     WATERFALL,
 )
+from rematbench.evidence.published.sheets import number
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 Row = Mapping[str, Any]

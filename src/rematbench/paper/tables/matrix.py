@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rematbench.evaluate.breakdown import PARTS, losses
-from rematbench.evidence.accuracy import number
+from rematbench.evidence.published.sheets import number
 from rematbench.host.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.paper.matrix.sweep import LAYOUT, NOT_RUN

@@ -11,7 +11,7 @@ from typing import Any
 
 from rematbench.costs.estimators import SAFE_SHARE, fujii_estimate
 from rematbench.evidence.published.closed_forms import fujii_refusal
-from rematbench.evidence.published.rows import RowError, read_case
+from rematbench.evidence.published.sheets import RowError, read_case
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry

@@ -9,19 +9,27 @@ from msgspec.structs import asdict
 from rematbench.evidence.accuracy import (
     LEAST_OOMS,
     Accuracy,
-    Row,
+    Report,
+    Verdicts,
     members,
-    number,
     ratio_error,
     split_of,
 )
-from rematbench.evidence.bands import LEVEL, peak_band, ratio_band, ratio_errors, speed_errors
-from rematbench.evidence.coverage import coverage, pooled, ratio_coverage, shipped_coverage
+from rematbench.evidence.bands import (
+    LEVEL,
+    coverage,
+    peak_band,
+    pooled,
+    ratio_band,
+    ratio_coverage,
+    ratio_errors,
+    shipped_coverage,
+    speed_errors,
+)
 from rematbench.evidence.decisions import Decision, decisions, mean_lines
-from rematbench.evidence.job_evidence import Known, known_cells
-from rematbench.evidence.left_out import left_out_by_source
-from rematbench.evidence.protocol import calibrated_table
-from rematbench.evidence.validate import Report, Verdicts
+from rematbench.evidence.job_evidence import Known, known_cells, left_out_by_source
+from rematbench.evidence.published.sheets import Row, number
+from rematbench.evidence.user_fit import calibrated_table
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.paper.tables.trust import evidence_table, regret_table
 from rematbench.spec.constants import Calibration
