@@ -7,6 +7,8 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rematbench.costs.states import state_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
@@ -39,7 +41,9 @@ COLUMNS = (
     "pred_evidence",
 )
 """Columns of a prediction; `pred_low` and `pred_high`: ends of the 80 % band of tokens/s/GPU."""
-Prediction = dict[str, Any]
+PICKED = ("tokens_per_s_per_gpu", "step_s", "mfu_causal", "usable_bytes", "status", "evidence")
+"""Columns of a result's row that a prediction has under their own names."""
+Cells = dict[str, Any]
 Progress = Callable[[int, int], None]
 Setting = tuple[tuple[Path, ...], Calibration | None]
 """Further folders of methods, and constants in place of the shipped constants (None: shipped)."""
@@ -57,7 +61,7 @@ def predict_rows(
     registry = discover(methods)
     keys: list[bytes | None] = []
     cases: dict[bytes, PublishedCase] = {}
-    early: dict[int, Prediction] = {}
+    early: dict[int, Cells] = {}
     for index, row in enumerate(rows):
         try:
             case = read_case(row, registry)
@@ -81,7 +85,7 @@ def predict_rows(
 
 def _predict_all(
     cases: Sequence[PublishedCase], processes: int, setting: Setting, progress: Progress | None
-) -> list[Prediction]:
+) -> list[Cells]:
     """The predictions of cases, in order."""
     if processes <= 1 or len(cases) < 2:
         registry, constants = discover(setting[0]), setting[1]
@@ -93,9 +97,7 @@ def _predict_all(
         return list(_counted(pool.map(_work, cases, chunksize=4), len(cases), progress))
 
 
-def _counted(
-    items: Iterable[Prediction], total: int, progress: Progress | None
-) -> Iterable[Prediction]:
+def _counted(items: Iterable[Cells], total: int, progress: Progress | None) -> Iterable[Cells]:
     for done, item in enumerate(items, start=1):
         if progress is not None:
             progress(done, total)
@@ -111,7 +113,7 @@ def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> N
     _WORKER[:] = [(discover(methods), constants)]
 
 
-def _work(case: PublishedCase) -> Prediction:
+def _work(case: PublishedCase) -> Cells:
     return predict_case(case, *_WORKER[0])
 
 
@@ -124,22 +126,23 @@ def _effort(case: PublishedCase) -> int:
 
 def predict_case(
     case: PublishedCase, registry: Registry, constants: Calibration | None = None
-) -> Prediction:
-    """The pred_* columns of a case; only status and reason where the case cannot be predicted."""
+) -> Cells:
+    """The pred_* columns of a case; only status and reason where the case cannot be predicted.
+    Bands are learnt for the shipped constants."""
     try:
-        problem = case.problem(constants)
-        method = method_of(case, problem, registry)
-        outcome = evaluate_method(problem, method)
+        result = run_case(case, case.problem(constants), registry)
+        if result.evaluation is not None and constants is None:
+            band = band_of(result.problem, result.family)
+            result = msgspec.structs.replace(result, error_band=band)
     except RowError as error:
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down
         return _nothing("failed", f"{type(error).__name__}: {error}")
-    found = _prediction(problem, outcome, case.assumed)
-    return found if constants else {**found, **_band(problem, method, found)}
+    return _columns(result, case.assumed)
 
 
 def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Result:
-    """The plan and evaluation of a case on its problem."""
+    """The result of a case on its problem."""
     return evaluate_method(problem, method_of(case, problem, registry))
 
 
@@ -159,40 +162,28 @@ def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Comp
     return Composition((*plain.methods, *offload.methods))
 
 
-def _prediction(problem: Problem, outcome: Result, assumed: str) -> Prediction:
-    """The pred_* columns without the band; the peak is counted as the stack's publications count
+def _columns(result: Result, assumed: str) -> Cells:
+    """The pred_* columns of a result; the peak is counted as the stack's publications count
     peaks."""
-    evaluation, plan = outcome.evaluation, outcome.plan
-    reason = "; ".join(text for text in (outcome.reason, assumed) if text)
+    evaluation, plan, problem = result.evaluation, result.plan, result.problem
+    reason = "; ".join(text for text in (result.reason, assumed) if text)
     if evaluation is None or plan is None or evaluation.not_timed:
-        return _nothing(outcome.status, reason)
-    values = (
-        evaluation.tokens_per_s_per_gpu,
-        evaluation.step_s,
-        evaluation.mfu_causal,
-        reported_peak_bytes(problem, plan, evaluation),
-        max(evaluation.peak_host_bytes),
-        problem.usable_bytes,
-        plan.fit.get("alpha", 0.0),
-        outcome.status,
-        reason,
-        problem.kernel,
-        " ".join(problem.constants),
-    )
-    return {**dict.fromkeys(COLUMNS, ""), **dict(zip(COLUMNS, values, strict=False))}
+        return _nothing(result.status, reason)
+    row = result.row()
+    cells = {f"pred_{key}": row[key] for key in PICKED} | {
+        "pred_reason": reason,
+        "pred_peak_device_bytes": reported_peak_bytes(problem, plan, evaluation),
+        "pred_peak_host_bytes": max(evaluation.peak_host_bytes),
+        "pred_offload_fraction": plan.fit.get("alpha", 0.0),
+        "pred_attention": row["kernel"],
+        "pred_constants": " ".join(problem.constants),
+        "pred_low": row["low_tokens_per_s_per_gpu"],
+        "pred_high": row["high_tokens_per_s_per_gpu"],
+    }
+    return {key: "" if cells[key] is None else cells[key] for key in COLUMNS}
 
 
-def _band(problem: Problem, method: Composition, found: Prediction) -> Prediction:
-    """The columns of the band of a predicted speed; bands are learnt for the shipped constants."""
-    speed = found["pred_tokens_per_s_per_gpu"]
-    if speed == "":
-        return {}
-    band = band_of(problem, method.name)
-    ends = {"pred_low": band.low(speed), "pred_high": band.high(speed)}
-    return {**ends, "pred_evidence": band.evidence}
-
-
-def _nothing(status: str, reason: str) -> Prediction:
+def _nothing(status: str, reason: str) -> Cells:
     empty = dict.fromkeys(COLUMNS, "")
     return {**empty, "pred_status": status, "pred_reason": " ".join(reason.split())}
 
