@@ -11,21 +11,19 @@ import yaml
 
 from rematbench.costs.kernel_seconds import attention_share
 from rematbench.costs.operators.kernels import Attention
+from rematbench.evidence.kernels.kernel_curves import solve
 from rematbench.evidence.kernels.kernel_fit import as_text, curve_table, fit_share, refit
 from rematbench.evidence.kernels.kernel_rows import (
-    Match,
-    attention_flop,
-    measured,
-    read_kernel_rows,
-)
-from rematbench.evidence.kernels.kernel_sources import (
     TOLERANCE,
     Array,
     KernelFitError,
+    Match,
     ShareRows,
+    attention_flop,
     load_sources,
+    measured,
     outliers,
-    solve,
+    read_kernel_rows,
 )
 from rematbench.paper.tables.scores import how_to_read
 from rematbench.spec.kernel_rates import OPERATORS, SOURCES, fitted_parameters, load_kernel_rates

@@ -10,11 +10,12 @@ from rematbench.evidence.kernels.kernel_rows import (
     KernelRow,
     KernelRowError,
     Match,
+    load_sources,
     measured,
     parse_shape,
     read_kernel_rows,
+    unclaimed,
 )
-from rematbench.evidence.kernels.kernel_sources import load_sources, unclaimed
 from rematbench.spec.kernel_rates import SOURCES
 from rematbench.spec.paths import data_dir
 

@@ -1,4 +1,4 @@
-"""Refit config/kernels/ from results/published/kernels.csv: GEMM, shares of rates, and the files.
+"""Refit config/kernels/ from results/published/kernels.csv: shares of rates, and the files.
 
 `python -m rematbench.evidence.kernels.kernel_fit` writes the files and prints which files changed.
 A test compares the committed files with a refit.
@@ -9,24 +9,26 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-import numpy as np
 import yaml
 
-from rematbench.costs.kernel_seconds import gemm_share
-from rematbench.evidence.kernels.kernel_attention import fit_attention, fit_half_waves
-from rematbench.evidence.kernels.kernel_bytes import fit_operators
-from rematbench.evidence.kernels.kernel_rows import KernelRow, Match, measured, read_kernel_rows
-from rematbench.evidence.kernels.kernel_sources import (
-    Array,
+from rematbench.evidence.kernels.kernel_curves import (
+    fit_attention,
+    fit_gemm,
+    fit_half_waves,
+    fit_operators,
+    rounded,
+)
+from rematbench.evidence.kernels.kernel_rows import (
     KernelFitError,
+    KernelRow,
+    Match,
     Rows,
     ShareRows,
     Sources,
-    document_weights,
     evidence,
     load_sources,
-    rounded,
-    solve,
+    measured,
+    read_kernel_rows,
     unclaimed,
 )
 from rematbench.spec.kernel_rates import (
@@ -34,7 +36,6 @@ from rematbench.spec.kernel_rates import (
     SOURCES,
     AttentionRates,
     Evidence,
-    GemmRates,
     GenerationRates,
     KernelRates,
     Share,
@@ -43,10 +44,6 @@ from rematbench.spec.kernel_rates import (
 )
 from rematbench.spec.paths import data_dir
 
-TILE_ROWS, TILE_COLUMNS = 128.0, 256.0
-TILE_SOURCE = "tiles: 128 x 256 of cuBLAS and CUTLASS, NVIDIA DU-09798"
-NEAR = 0.03
-"""Logarithmic deviation at which a GEMM row's weight starts to fall (soft L1)."""
 HEADER = """# Written by `python -m rematbench.evidence.kernels.kernel_fit` from sources.yaml and
 # results/published/kernels.csv: `fitted` names what was fitted to those rows, `source` says where
 # the rest is from.  Outliers: rows further than 10 % off, by line of kernels.csv.
@@ -61,46 +58,6 @@ def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[
             f"kernels.csv: no {generation} row matches {msgspec.to_builtins(match)}"
         )
     return found
-
-
-# -- GEMM -------------------------------------------------------------------------------------
-
-
-def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
-    """GEMM rates, by robust least squares of log shares of the peak; every document has the same
-    weight."""
-    real = np.array([measured(r).value / sources.gpus[r.gpu].peak_flop_per_s for r in rows])
-    m, n, k = (np.array([float(r.size(key)) for r in rows]) for key in ("m", "n", "k"))
-    adds = np.array([r.shape.get("accumulate") == "True" for r in rows])
-    weights = document_weights(rows)
-
-    def curve(x: Array | list[float]) -> GemmRates:
-        return GemmRates(
-            efficiency=float(x[0]),
-            half_k=float(x[1]),
-            tail=float(x[2]),
-            accumulate=float(x[3]) if adds.any() else 1.0,
-            tile_rows=TILE_ROWS,
-            tile_columns=TILE_COLUMNS,
-            evidence=Evidence(),
-        )
-
-    def told(rates: GemmRates) -> Array:
-        share = np.asarray(gemm_share(rates, m, n, k, 1.0, sm_count), dtype=np.float64)
-        factors: Array = np.where(adds, rates.accumulate, 1.0) * share
-        return factors
-
-    best = solve(
-        lambda x: weights * np.log(told(curve(x)) / real),
-        [0.7, 150.0, 0.5, 0.95],
-        ([0.05, 0.0, 0.0, 0.5], [1.2, 3e3, 1.0, 1.2]),
-        NEAR,
-    )
-    rates = curve([rounded(x) for x in best])
-    speeds = dict(zip((row.line for row in rows), real / told(rates), strict=True))
-    fitted = ("efficiency", "half_k", "tail", *(("accumulate",) if adds.any() else ()))
-    proof = evidence(sources, rows, speeds, fitted, TILE_SOURCE)
-    return msgspec.structs.replace(rates, evidence=proof)
 
 
 # -- shares -----------------------------------------------------------------------------------

@@ -9,9 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rematbench.evidence.kernels.kernel_bytes import seconds as bytes_seconds
-from rematbench.evidence.kernels.kernel_rows import KernelRow, measured, read_kernel_rows
-from rematbench.evidence.kernels.kernel_sources import Sources, load_sources
+from rematbench.evidence.kernels.kernel_curves import seconds as bytes_seconds
+from rematbench.evidence.kernels.kernel_rows import (
+    KernelRow,
+    Sources,
+    load_sources,
+    measured,
+    read_kernel_rows,
+)
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_names
 from rematbench.measure.parts.layers import ratio
