@@ -6,13 +6,13 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.result import ShownRun, result
-from rematbench.cli.show import heading, show
+from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.costs.estimators import SAFE_SHARE
 from rematbench.engine.lowering.chunk_ops import ChunkOps
@@ -21,6 +21,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.perfetto import write_timeline
 from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.verdict import retries
+from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.host.console import (
     CommandError,
@@ -62,38 +64,46 @@ def simulate(
     """
     need_file("--out", out)
     asked = request(run)
-    outcome = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
-    form = estimated(asked, outcome, estimator)
-    shown = ShownRun(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
+    result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
+    form = estimated(asked, result, estimator)
     if out is not None:
-        record = make_record(asked.problem, asked.method, outcome, base=asked.base)
+        record = make_record(asked.problem, asked.method, result, base=asked.base)
         write_record(record, out)
+    result = _with_errors(result)
     if json:
-        values = result(shown) | ({"estimate": estimate_result(form)} if form else {})
+        values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
-        show(console(), shown)
+        show(console(), asked, result, _keep_all(result))
         if form is not None:
-            show_estimate(console(), shown, form)
-    if outcome.status == "failed":
+            show_estimate(console(), result, form)
+    if result.status == "failed":
         raise typer.Exit(1)
 
 
-def _keep_all(asked: Request, outcome: Result) -> PlanEvaluation | None:
-    if outcome.evaluation is None:
+def _with_errors(result: Result) -> Result:
+    """The result with its band and its allocator retries."""
+    result, plan, evaluation = with_band(result), result.plan, result.evaluation
+    if plan is None or evaluation is None:
+        return result
+    return replace(result, retries=retries(result.problem, plan, evaluation))
+
+
+def _keep_all(result: Result) -> PlanEvaluation | None:
+    if result.evaluation is None:
         return None
-    found = asked.problem.cost.evaluate(asked.base)
-    return found if isinstance(found, PlanEvaluation) else None
+    evaluation = result.problem.cost.evaluate(result.base)
+    return evaluation if isinstance(evaluation, PlanEvaluation) else None
 
 
-def estimated(asked: Request, outcome: Result, name: EstimatorName) -> ClosedForm | None:
+def estimated(asked: Request, result: Result, name: EstimatorName) -> ClosedForm | None:
     """The requested closed-form estimate; CommandError names what its formula has no term for."""
-    if name == "ledger" or outcome.plan is None:
+    if name == "ledger" or result.plan is None:
         return None
-    found = closed_form(name, asked.problem, outcome.plan)
-    if isinstance(found, Unsupported):
-        raise CommandError(f"--estimator {name} {found.reason}")
-    return found
+    form = closed_form(name, asked.problem, result.plan)
+    if isinstance(form, Unsupported):
+        raise CommandError(f"--estimator {name} {form.reason}")
+    return form
 
 
 def estimate_result(form: ClosedForm) -> dict[str, Any]:
@@ -107,10 +117,10 @@ def estimate_result(form: ClosedForm) -> dict[str, Any]:
     }
 
 
-def show_estimate(out: Console, shown: ShownRun, form: ClosedForm) -> None:
+def show_estimate(out: Console, result: Result, form: ClosedForm) -> None:
     """Print bytes of states, activations and both, by the formula (first rank) and by the ledger
     (every rank)."""
-    evaluation = shown.outcome.evaluation
+    evaluation = result.evaluation
     assert evaluation is not None
     heads = ("states", "activations", "peak")
     table = grid(
@@ -133,7 +143,7 @@ def show_estimate(out: Console, shown: ShownRun, form: ClosedForm) -> None:
     show_whole(out, table)
     out.print(plain(f"{form.name}: {form.remark}"))
     if form.name == "fujii":
-        hbm = shown.request.problem.cluster.hbm_bytes
+        hbm = result.problem.cluster.hbm_bytes
         share = form.total_bytes / hbm
         word = "safe" if share < SAFE_SHARE else "not called safe"
         out.print(plain(f"80 % rule: {percent(share)} of {gib(hbm)} GiB: {word}"))
@@ -172,7 +182,7 @@ def plan(
 
 def _show_plan(asked: Request, made: Plan, rank: int) -> None:
     out = console()
-    for line in (*heading(asked), *_facts(made, rank)):
+    for line in (*heading(asked.problem), method_line(asked), *_facts(made, rank)):
         out.print(plain(line))
     alike: dict[tuple[str, str], tuple[list[int], Table]] = {}
     for chunk in range(len(made.partition[rank])):
