@@ -65,7 +65,7 @@ def simulate(
     need_file("--out", out)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
-    form = estimated(asked, result, estimator)
+    form = estimated(result, estimator)
     if out is not None:
         record = make_record(asked.problem, asked.method, result, base=asked.base)
         write_record(record, out)
@@ -96,11 +96,11 @@ def _keep_all(result: Result) -> PlanEvaluation | None:
     return evaluation if isinstance(evaluation, PlanEvaluation) else None
 
 
-def estimated(asked: Request, result: Result, name: EstimatorName) -> ClosedForm | None:
+def estimated(result: Result, name: EstimatorName) -> ClosedForm | None:
     """The requested closed-form estimate; CommandError names what its formula has no term for."""
     if name == "ledger" or result.plan is None:
         return None
-    form = closed_form(name, asked.problem, result.plan)
+    form = closed_form(name, result.problem, result.plan)
     if isinstance(form, Unsupported):
         raise CommandError(f"--estimator {name} {form.reason}")
     return form
@@ -168,43 +168,43 @@ def plan(
     lay = asked.problem.layout
     if rank >= lay.pp:
         raise CommandError(f"--rank {rank}: the pipeline has ranks 0 to {lay.pp - 1}")
-    made = asked.method.plan(asked.problem, asked.base)
-    if isinstance(made, Unsupported):
-        console().print(plain(f"UNSUPPORTED: {made.reason}"))
+    planned = asked.method.plan(asked.problem, asked.base)
+    if isinstance(planned, Unsupported):
+        console().print(plain(f"UNSUPPORTED: {planned.reason}"))
         return
     if actions:
-        typer.echo(lower(made, asked.problem).ranks[rank].text(), nl=False)
+        typer.echo(lower(planned, asked.problem).ranks[rank].text(), nl=False)
     elif json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(made)).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(planned)).decode())
     else:
-        _show_plan(asked, made, rank)
+        _show_plan(asked, planned, rank)
 
 
-def _show_plan(asked: Request, made: Plan, rank: int) -> None:
+def _show_plan(asked: Request, planned: Plan, rank: int) -> None:
     out = console()
-    for line in (*heading(asked.problem), method_line(asked), *_facts(made, rank)):
+    for line in (*heading(asked.problem), method_line(asked), *_facts(planned, rank)):
         out.print(plain(line))
     alike: dict[tuple[str, str], tuple[list[int], Table]] = {}
-    for chunk in range(len(made.partition[rank])):
-        for phases, lines in _fate_lines(asked, made, rank, chunk):
+    for chunk in range(len(planned.partition[rank])):
+        for phases, lines in _fate_lines(asked, planned, rank, chunk):
             key = (" and ".join(phases), repr(lines))
             alike.setdefault(key, ([], _fate_table(lines)))[0].append(chunk)
-    for (phases_told, _), (chunks, table) in alike.items():
+    for (phase_words, _), (chunks, table) in alike.items():
         out.print()
-        told = f"chunk{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}"
-        out.print(plain(f"rank {rank}, {told}, {phases_told}: MiB of one micro-batch"))
+        words = f"chunk{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}"
+        out.print(plain(f"rank {rank}, {words}, {phase_words}: MiB of one micro-batch"))
         out.print(table)
 
 
-def _facts(made: Plan, rank: int) -> Iterable[str]:
-    layers = " | ".join(_span(chunk) for chunk in made.partition[rank])
-    yield f"schedule {made.schedule}; rank {rank} holds layers {layers}"
-    moves = made.transfers
-    yield f"copies per {moves.granularity}, {len(made.rules)} rules"
-    for state in made.states:
+def _facts(planned: Plan, rank: int) -> Iterable[str]:
+    layers = " | ".join(_span(chunk) for chunk in planned.partition[rank])
+    yield f"schedule {planned.schedule}; rank {rank} holds layers {layers}"
+    moves = planned.transfers
+    yield f"copies per {moves.granularity}, {len(planned.rules)} rules"
+    for state in planned.states:
         words = f"{state.kind}: {state.shards} shards, home {state.home}, gather {state.gather}"
         yield f"{words}, update {state.update}" if state.kind == "optimizer" else words
-    for key, value in made.fit.items():
+    for key, value in planned.fit.items():
         yield f"{key}: {value}"
 
 
@@ -217,13 +217,13 @@ Lines: TypeAlias = dict[tuple[str, str, Resolved], int]
 
 
 def _fate_lines(
-    asked: Request, made: Plan, rank: int, chunk: int
+    asked: Request, planned: Plan, rank: int, chunk: int
 ) -> list[tuple[list[Phase], Lines]]:
     """The fates of a chunk; phases with equal fates share them."""
-    ops = ChunkOps(asked.problem, rank, chunk, made.partition[rank][chunk])
+    ops = ChunkOps(asked.problem, rank, chunk, planned.partition[rank][chunk])
     found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
     for phase in PHASES:
-        fates, _ = resolve(made, ops.sites, phase, 0)
+        fates, _ = resolve(planned, ops.sites, phase, 0)
         same = next((phases for phases, seen in found if seen == fates), None)
         if same is None:
             found.append(([phase], fates))
@@ -279,7 +279,7 @@ def _replayed(run: RunOptions) -> Replay:
     if path.suffix == ".json" or path.is_file():
         return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)
     asked = request(run)
-    made = asked.method.plan(asked.problem, asked.base)
-    if isinstance(made, Unsupported):
-        raise CommandError(f"unsupported: {made.reason}")
-    return replay_plan(asked.problem, made, asked.method.name, timeline=True)
+    planned = asked.method.plan(asked.problem, asked.base)
+    if isinstance(planned, Unsupported):
+        raise CommandError(f"unsupported: {planned.reason}")
+    return replay_plan(asked.problem, planned, asked.method.name, timeline=True)

@@ -131,7 +131,9 @@ class Ranking:
         """Print how to read the table, what it lacks, and the verdict where planners changed it."""
         self.out.print()
         if verdict(results) != self.verdict:
-            self.out.print(plain(f"{verdict(results)} (a planner)"), style="bold")
+            self.out.print(
+                plain(f"{verdict(results)} (found by a planner, after the table)"), style="bold"
+            )
         dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
         if self.kept and dropped:
             names = ", ".join(text.replace("\n", " ") for text in dropped)

@@ -11,10 +11,10 @@ from rematbench.cli.options import Request
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evaluate.assumptions import assumed, faster_attention
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.job import assumed, faster_attention
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import SPEEDS, Result
 from rematbench.evaluate.verdict import Retries
@@ -276,12 +276,12 @@ def world_line(problem: Problem, more: str = "") -> str:
     return f"world: simulated (rematbench {__version__}, {constants}){more}"
 
 
-def retried(found: Retries | None) -> list[str]:
+def retried(retries: Retries | None) -> list[str]:
     """A line on the allocator's retries in a step, and whether they fail; empty without retries."""
-    if found is None or not found.per_step:
+    if retries is None or not retries.per_step:
         return []
-    count = f"{found.per_step:,} allocator retr{'y' if found.per_step == 1 else 'ies'}"
-    if found.fails:
+    count = f"{retries.per_step:,} allocator retr{'y' if retries.per_step == 1 else 'ies'}"
+    if retries.fails:
         return [f"{count} in a step, the last of which fails too: {FRAGMENTS}"]
     return [f"{count} a step ({UNTIMED})"]
 

@@ -93,7 +93,7 @@ def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidat
     ]
 
 
-def asked_candidates(
+def named_candidates(
     registry: Registry, config: CompareConfig, problem: Problem, names: Iterable[str]
 ) -> list[Candidate]:
     """The candidates that a person names. A name is a method or policy as `compare` shows it, or

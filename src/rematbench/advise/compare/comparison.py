@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from rematbench.advise.compare.candidates import (
     Candidate,
     CompareConfig,
-    asked_candidates,
     clash,
     composed,
     compositions,
     first_candidates,
     lost_reason,
+    named_candidates,
 )
 from rematbench.advise.compare.grids import best_variants
 from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
@@ -98,12 +98,12 @@ class Comparison:
     ) -> None:
         self.job, self.config, self.limit_s = job, config, limit_s
         self.registry, self.engines = discover(methods), Engines(job.problem)
-        asked = asked_candidates(self.registry, config, job.problem, (*only, *also))
+        named = named_candidates(self.registry, config, job.problem, (*only, *also))
         self.pool: Pool[Task, Result] = Pool(processes, Tuning, (job, tuple(methods)), limit_s)
-        self.all, self.asked = not only, {candidate.name for candidate in asked}
+        self.all, self.named = not only, {candidate.name for candidate in named}
         self.first = first_candidates(self.registry, config) if self.all else []
         names = {candidate.name for candidate in self.first}
-        self.first += [candidate for candidate in asked if candidate.name not in names]
+        self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
         self.alone: list[tuple[Candidate, Plan]] = []
         self.composed: set[str] = set()
@@ -147,7 +147,7 @@ class Comparison:
         return self._rows()[1]
 
     def _rows(self) -> tuple[list[Pair], int]:
-        return without_repeats(self._listed(), self.asked)
+        return without_repeats(self._listed(), self.named)
 
     def _listed(self) -> list[Pair]:
         """Candidates and results in the order of declaration, each composition after the methods
@@ -239,10 +239,10 @@ class Comparison:
         return self.registry.has_planner(candidate.methods)
 
 
-def without_repeats(pairs: Sequence[Pair], asked: Container[str]) -> tuple[list[Pair], int]:
+def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
     """The pairs that a table shows, and how many others were left out as repetitions.
 
-    Left out unless `asked`: compositions and policies whose plan equals an earlier plan, and
+    Left out unless `named`: compositions and policies whose plan equals an earlier plan, and
     policies whose tuning ends at the plan of their method. A method with a plan equal to an earlier
     one stays, with `same_as` filled in.
     """
@@ -253,7 +253,7 @@ def without_repeats(pairs: Sequence[Pair], asked: Container[str]) -> tuple[list[
             rows.append((candidate, result))
             continue
         first = seen.setdefault(same_plan(result.plan), result.method)
-        wanted = candidate.name in asked
+        wanted = candidate.name in named
         if first == result.method and (wanted or not _repeats(result, rows)):
             rows.append((candidate, result))
         elif wanted or candidate.origin == "method":
