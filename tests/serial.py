@@ -1,33 +1,38 @@
-"""`compare` without its planners and in one process, with a list of what it made."""
+"""`compare` without its planners and in one process, with a list of what it evaluated."""
 
 from collections.abc import Iterable, Iterator
 
-from rematbench.advise.compare.bench import Bench, Task
-from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.compare.compare import Comparing
-from rematbench.advise.compare.entry import Compared, Entry
+from rematbench.advise.compare.candidates import CompareConfig, load_compare
+from rematbench.advise.compare.comparison import Comparison
+from rematbench.advise.compare.tuning import Task, Tuning
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.result import Result
 from rematbench.problem import Problem
 
 
 class Serial:
     """A pool of no processes."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.waiting, self.done = bench, list[Task](), list[Task]()
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning, self.waiting, self.done = tuning, list[Task](), list[Task]()
 
     def add(self, tasks: Iterable[Task]) -> None:
         self.waiting += tasks
 
-    def run(self) -> Iterator[tuple[Task, Entry]]:
+    def run(self) -> Iterator[tuple[Task, Result]]:
         while self.waiting:
             task = self.waiting.pop(0)
             self.done.append(task)
-            yield task, self.bench(task)
+            yield task, self.tuning(task)
 
 
-def compared(problem: Problem) -> tuple[Compared, list[Task]]:
+def compared(
+    problem: Problem, config: CompareConfig | None = None
+) -> tuple[Comparison, list[Task]]:
     """The comparison, and its tasks in their order."""
-    comparing = Comparing(problem, problem.base_plan, load_compare())
-    pool = Serial(Bench(problem, problem.base_plan, ()))
-    comparing.pool = pool  # type: ignore[assignment]
-    return comparing.quick(), pool.done
+    job = Job(problem=problem, base=problem.base_plan)
+    comparison = Comparison(job, config or load_compare())
+    pool = Serial(Tuning(job, ()))
+    comparison.pool = pool  # type: ignore[assignment]
+    comparison.quick()
+    return comparison, pool.done

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.compare.compare import Comparing
-from rematbench.advise.compare.judged import Order, judge, lines, run_band
+from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.search.answer import judged, line
 from rematbench.advise.search.halves import rounds
 from rematbench.advise.search.job import Asked, SearchJob
@@ -20,12 +18,11 @@ from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_method
-from rematbench.evidence.bands import leaving_reserve
+from rematbench.evidence.bands import leaving_reserve, with_band
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 from rematbench.spec.configfile import ConfigError, convert
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.worlds.packages.flags import Engines
 
 Problem = ProblemSpec
 """A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.
@@ -69,11 +66,9 @@ def simulate(
     else:
         found = method if isinstance(method, Composition) else Composition((method,))
         named = found.text
-    result = evaluate_method(
-        job.problem, found, job.base, checked=checked, words=job.words, text=named
+    return with_band(
+        evaluate_method(job.problem, found, job.base, checked=checked, words=job.words, text=named)
     )
-    band = run_band(job.problem, result.family, result.plan, job.base)
-    return replace(result, error_band=band)
 
 
 def compare(
@@ -98,19 +93,16 @@ def compare(
     _check_lists(also=also, only=only, folders=folders)
     _check_counts(limit_s=limit_s, processes=processes)
     order = Order(tokens=tokens, price=price)
-    config, job = load_compare(), _job(problem)
-    comparing = Comparing(
-        job.problem,
-        job.base,
-        config,
+    comparison = Comparison(
+        _job(problem),
+        load_compare(),
         methods=[Path(folder) for folder in folders],
         also=also,
         only=only,
         processes=processes,
         limit_s=limit_s,
     )
-    items = judge(comparing.everything(), job.problem)
-    return pd.DataFrame(lines(items, job, Engines(job.problem), order))
+    return pd.DataFrame(table(comparison.everything(), order))
 
 
 def search(
@@ -149,9 +141,9 @@ def search(
     job = SearchJob(asked).ready()
     *_, end = rounds(asked, shown=top, processes=processes)
     found = judged(job, end.found[:top])
-    table = pd.DataFrame([line(place, one) for place, one in enumerate(found, 1)])
-    table.attrs["gap"] = end.gap
-    return table
+    rows = pd.DataFrame([line(place, one) for place, one in enumerate(found, 1)])
+    rows.attrs["gap"] = end.gap
+    return rows
 
 
 def _check_lists(**given: object) -> None:

@@ -80,9 +80,10 @@ class Problem:
         check_layout(self.layout, self.workload, self.cluster, self.system)
 
     def __getstate__(self) -> dict[str, object]:
-        """The problem for another process, which makes its own chunks and costs."""
+        """The problem for another process, which makes its own chunks, costs and evaluations."""
         own = ("chunks", "_costs")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
+        kept = {key: value for key, value in self.__dict__.items() if key not in own}
+        return {**kept, "_memo": {}, "_weights": {}}
 
     @property
     def kernel(self) -> AttentionBackend:

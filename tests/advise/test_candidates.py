@@ -1,13 +1,14 @@
 """What `compare` tries: rules without names."""
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import (
     KINDS,
+    TUNED,
     Candidate,
-    Made,
     changed_kinds,
     clash,
     composed,
@@ -40,29 +41,43 @@ def demo(system: str = "megatron-kwai") -> Problem:
 # -- the rule of compositions -----------------------------------------------------------------
 
 
-def made(name: str, *kinds: Any, tuned: bool = False) -> Made:
+def alone(name: str, *kinds: str, tuned: bool = False) -> tuple[Candidate, Plan]:
+    """A candidate, with a plan that changes these kinds."""
     candidate = Candidate(name=name, origin="method", methods=(name,), method=name)
-    return Made(candidate=candidate, plan=demo().base_plan, kinds=frozenset(kinds), tuned=tuned)
+    plan = demo().base_plan
+    for kind in kinds:
+        plan = CHANGES[kind](plan)
+    return candidate, plan.noting(bound=TUNED) if tuned else plan
 
 
-def named(groups: list[tuple[Made, ...]]) -> set[str]:
-    return {"+".join(made.candidate.name for made in group) for group in groups}
+LAYER = Select(parts=("layer",))
+CHANGES: dict[str, Callable[[Plan], Plan]] = {
+    "rebuild": lambda plan: plan.with_rules(Rule(LAYER, Recompute())),
+    "offload": lambda plan: plan.with_rules(Rule(LAYER, Offload())),
+    "ends": lambda plan: plan.with_rules(Rule(Select(parts=("head",)), Recompute())),
+    "pieces": lambda plan: replace(plan, mini_sequences=(MiniSequence(("fc1",), 2),)),
+}
+
+
+def named(pairs: list[tuple[Candidate, Plan]], most: int) -> set[str]:
+    groups = compositions(demo().base_plan, pairs, most)
+    return {"+".join(candidate.name for candidate in group) for group in groups}
 
 
 def test_methods_compose_when_they_change_different_things() -> None:
-    a, b, c = made("a", "rebuild"), made("b", "offload"), made("c", "ends", "pieces")
-    assert named(compositions([c, b, a], 3)) == {"a+b", "a+c", "b+c", "a+b+c"}
-    assert named(compositions([a, b, c], 2)) == {"a+b", "a+c", "b+c"}
-    both = made("d", "rebuild", "offload")
-    assert named(compositions([b, both, a], 3)) == {"a+b", "a+d"}
-    assert named(compositions([both, c], 3)) == {"d+c"}
-    assert compositions([a, made("nothing")], 3) == []
+    a, b, c = alone("a", "rebuild"), alone("b", "offload"), alone("c", "ends", "pieces")
+    assert named([c, b, a], 3) == {"a+b", "a+c", "b+c", "a+b+c"}
+    assert named([a, b, c], 2) == {"a+b", "a+c", "b+c"}
+    both = alone("d", "rebuild", "offload")
+    assert named([b, both, a], 3) == {"a+b", "a+d"}
+    assert named([both, c], 3) == {"d+c"}
+    assert named([a, alone("nothing")], 3) == set()
 
 
 def test_only_one_of_a_composition_is_tuned_to_fit() -> None:
-    one, two = made("a", "rebuild", tuned=True), made("b", "offload", tuned=True)
-    assert compositions([one, two], 2) == []
-    assert named(compositions([one, replace(two, tuned=False)], 2)) == {"a+b"}
+    one, two = alone("a", "rebuild", tuned=True), alone("b", "offload", tuned=True)
+    assert named([one, two], 2) == set()
+    assert named([one, alone("b", "offload")], 2) == {"a+b"}
 
 
 def test_kinds_are_read_off_the_plan() -> None:
@@ -84,7 +99,7 @@ def test_kinds_are_read_off_the_plan() -> None:
 
 
 def test_a_composition_plans_on_the_plan_before_it() -> None:
-    group = (made("a", "rebuild"), made("b", "offload"))
+    group = (alone("a")[0], alone("b")[0])
     base = demo().base_plan.noting(mark=1.0)
     candidate = composed(group, base)
     assert (candidate.method, candidate.base, candidate.family) == ("b", base, "a+b")

@@ -9,30 +9,27 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.compare.bench import Bench, Task
 from rematbench.advise.compare.candidates import (
     Candidate,
     CompareConfig,
     load_compare,
 )
-from rematbench.advise.compare.compare import Comparing
-from rematbench.advise.compare.entry import Compared, Entry
-from rematbench.advise.compare.judged import Judged, tied
-from rematbench.cli.options import Request
-from rematbench.cli.ranking import ShownTable, safest, texts, verdict
+from rematbench.advise.compare.comparison import Comparison, Order
+from rematbench.advise.compare.tuning import Task, Tuning
+from rematbench.cli.ranking import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.engine.simulate.step import simulate
-from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
+from rematbench.evaluate.job import Job
 from rematbench.evaluate.lowered import same_plan
-from rematbench.evaluate.result import evaluate_method
+from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evidence.bands import with_ties
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
-from rematbench.worlds.packages.flags import Engines
 from tests.problems import all_methods, make_problem
-from tests.serial import Serial, compared
+from tests.serial import compared
 
 DEMO = Layout(pp=4, vpp=2, global_batch=8, zero_stage=1)
 
@@ -42,53 +39,47 @@ def demo(**changes: Any) -> Problem:
     return make_problem(**{**given, "layout": DEMO, "seq_len": 12288, **changes})
 
 
+def job(problem: Problem) -> Job:
+    return Job(problem=problem, base=problem.base_plan)
+
+
 @pytest.fixture(scope="module")
-def found() -> Compared:
-    p = demo()
-    return Comparing(p, p.base_plan, load_compare(), limit_s=60).everything()
+def results() -> list[Result]:
+    return Comparison(job(demo()), load_compare(), limit_s=60).everything()
 
 
 @cache
-def long() -> tuple[Compared, list[Task]]:
+def long() -> tuple[Comparison, list[Task]]:
     """Of a job whose methods do not fit by themselves."""
     return compared(demo(seq_len=24576))
 
 
-def quick(problem: Problem, config: CompareConfig) -> Compared:
-    """The comparison without planners, in this process."""
-    comparing = Comparing(problem, problem.base_plan, config)
-    comparing.pool = Serial(Bench(problem, problem.base_plan, ()))  # type: ignore[assignment]
-    return comparing.quick()
-
-
-def by_name(found: Compared) -> dict[str, Entry]:
-    return {entry.name: entry for entry in found.entries}
+def by_name(results: list[Result]) -> dict[str, Result]:
+    return {result.method: result for result in results}
 
 
 # -- its numbers ------------------------------------------------------------------------------
 
 
-def test_every_method_has_an_entry(found: Compared) -> None:
-    registry = all_methods()
-    assert set(registry.methods) <= set(by_name(found))
-    assert found.unavailable == registry.broken
+def test_every_method_has_a_result(results: list[Result]) -> None:
+    assert set(all_methods().methods) <= set(by_name(results))
 
 
 @pytest.mark.parametrize("name", ["pp_offload", "balanced_checkpointing+pp_offload"])
-def test_an_entry_is_a_run_of_its_own(found: Compared, name: str) -> None:
+def test_a_result_is_that_of_a_run_alone(results: list[Result], name: str) -> None:
     alone = evaluate_method(demo(), all_methods().resolve(name))
-    entry = by_name(found)[name]
-    assert (entry.status, entry.verdict) == (alone.status, alone.verdict)
-    assert entry.plan is not None
+    result = by_name(results)[name]
+    assert (result.status, result.verdict) == (alone.status, alone.verdict)
+    assert result.plan is not None
     assert alone.plan is not None
-    assert same_plan(entry.plan) == same_plan(alone.plan)
-    assert entry.evaluation == alone.evaluation
+    assert same_plan(result.plan) == same_plan(alone.plan)
+    assert result.evaluation == alone.evaluation
 
 
-def test_a_tuned_policy_takes_the_least_that_fits(found: Compared) -> None:
-    entry = next(e for e in found.entries if e.candidate.name == "full_recompute:block")
-    layers = entry.settings["num_layers"]
-    assert entry.status == "ok"
+def test_a_tuned_policy_takes_the_least_that_fits(results: list[Result]) -> None:
+    result = next(one for one in results if one.method.startswith("full_recompute:block "))
+    layers = int(result.method.split()[-1])
+    assert result.status == "ok"
     assert layers > 1
     for number, status in ((layers, "ok"), (layers - 1, "oom")):
         settings = {"method": "block", "num_layers": number}
@@ -96,51 +87,52 @@ def test_a_tuned_policy_takes_the_least_that_fits(found: Compared) -> None:
         assert run.status == status
 
 
-def test_fitting_entries_come_first_and_fastest_first(found: Compared) -> None:
+def test_fitting_results_come_first_and_fastest_first(results: list[Result]) -> None:
     words = ["ok", "oom", "unsupported", "timed out", "failed"]
-    order = [words.index(entry.status) for entry in found.entries]
+    order = [words.index(result.status) for result in results]
     assert order == sorted(order)
-    speeds = [e.evaluation.tokens_per_s_per_gpu for e in found.entries
-              if e.status == "ok" and e.evaluation]  # fmt: skip
+    speeds = [result.tokens_per_s_per_gpu for result in results if result.fits]
     assert speeds == sorted(speeds, reverse=True)
-    assert {"ok", "oom"} <= {entry.status for entry in found.entries}
+    assert {"ok", "oom"} <= {result.status for result in results}
 
 
-def test_parts_add_up_to_the_step_and_gpu_hours_are_those_of_the_speed(found: Compared) -> None:
-    for entry in found.entries:
-        if entry.status == "ok":
-            assert set(entry.parts_s) == set(PARTS)
-            assert sum(entry.parts_s.values()) == pytest.approx(entry.evaluation.step_s)
-            assert all(value >= -1e-9 for value in entry.parts_s.values())
-            rate = entry.evaluation.tokens_per_s_per_gpu
-            assert entry.gpu_hours_per_1e9_tokens * 3600 * rate == pytest.approx(1e9)
+def test_parts_add_up_to_the_step_and_gpu_hours_are_those_of_the_speed(
+    results: list[Result],
+) -> None:
+    for result in results:
+        if result.fits:
+            assert set(result.parts_s) == set(PARTS)
+            assert sum(result.parts_s.values()) == pytest.approx(result.step_s)
+            assert all(value >= -1e-9 for value in result.parts_s.values())
+            rate = result.tokens_per_s_per_gpu
+            assert result.gpu_hours_per_1e9_tokens * 3600 * rate == pytest.approx(1e9)
 
 
 def test_a_composition_may_be_faster_than_its_last_method_alone() -> None:
     """After a method that rebuilds, one that copies has less to copy."""
-    found, _ = long()
-    fastest = found.entries[0]
-    alone = next(e for e in found.entries if e.name == fastest.candidate.methods[-1])
-    assert len(fastest.candidate.methods) > 1
-    assert alone.step_s > 2 * fastest.step_s
+    results = long()[0].results()
+    fastest = results[0]
+    names = fastest.family.split("+")
+    assert len(names) > 1
+    assert by_name(results)[names[-1]].step_s > 2 * fastest.step_s
 
 
 def test_no_candidate_is_made_twice_and_only_rows_that_fit_are_taken_apart() -> None:
     """What a comparison costs: its simulations, counted by what asks for them."""
-    found, tasks = long()
+    comparison, tasks = long()
     made = [task for task in tasks if isinstance(task, Candidate)]
     names = [(one.name, bool(one.first_that_fits)) for one in made]
     assert len(names) == len(set(names)) < 64
     assert [one for one in made if one.first_that_fits]  # pieces, but none of what the base keeps
     assert not [one for one in made if one.first_that_fits and one.base is None]
-    apart = sorted(task.name for task in tasks if isinstance(task, Entry))
-    assert apart == sorted(entry.name for entry in found.entries if entry.status == "ok")
+    apart = sorted(task[1].method for task in tasks if isinstance(task, tuple))
+    assert apart == sorted(result.method for result in comparison.results() if result.fits)
 
 
-def test_equal_plans_are_named_once(found: Compared) -> None:
-    same = [entry for entry in found.entries if entry.same_as]
-    assert {entry.name: entry.same_as for entry in same}["selective_recompute"] == "keep_all"
-    unique = [same_plan(e.plan) for e in found.entries if e.plan and not e.same_as]
+def test_equal_plans_are_named_once(results: list[Result]) -> None:
+    same = {result.method: result.same_as for result in results if result.same_as}
+    assert same["selective_recompute"] == "keep_all"
+    unique = [same_plan(one.plan) for one in results if one.plan and not one.same_as]
     assert len(unique) == len(set(unique))
 
 
@@ -160,14 +152,14 @@ def test_a_broken_planner_takes_nobody_down(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(source)
     p = demo()
     config = CompareConfig(policies=(), most_methods=1, shown_share=0.0)
-    found = Comparing(p, p.base_plan, config, methods=[tmp_path], limit_s=1).everything()
-    entries = by_name(found)
-    assert entries["raises"].status == "failed"
-    assert "KeyError" in entries["raises"].reason
-    assert (entries["dies"].status, entries["dies"].reason) == ("failed", "its process died")
-    assert entries["spins"].status == "timed out"
-    assert "1 CPU second" in entries["spins"].reason
-    assert entries["keep_all"].status == "oom"
+    comparison = Comparison(job(p), config, methods=[tmp_path], limit_s=1)
+    named = by_name(comparison.everything())
+    assert named["raises"].status == "failed"
+    assert "KeyError" in named["raises"].reason
+    assert (named["dies"].status, named["dies"].reason) == ("failed", "its process died")
+    assert named["spins"].status == "timed out"
+    assert "1 CPU second" in named["spins"].reason
+    assert named["keep_all"].status == "oom"
 
 
 # -- where the step goes ----------------------------------------------------------------------
@@ -235,38 +227,31 @@ def test_each_part_is_the_one_that_was_added() -> None:
 # -- ties and rows ----------------------------------------------------------------------------
 
 
-BAND = Band(half_width=0.1, outside={"context": "1 token"}, sources=4)
-
-
-def test_ties_are_within_the_error_of_ratios(found: Compared) -> None:
-    entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
-    speeds = [e.evaluation.tokens_per_s_per_gpu for e in entries if e.evaluation]
+def test_ties_are_within_the_error_of_ratios(results: list[Result]) -> None:
+    fitting = [replace(one, tied=False) for one in results if one.fits and not one.same_as]
+    speeds = [one.tokens_per_s_per_gpu or 0.0 for one in fitting]
     gap = math.log(speeds[0] / speeds[1])
-    judged = [Judged(entry, BAND, "yes") for entry in entries[:2]]
     for half_width, equal in ((gap * 1.01, True), (gap * 0.99, False)):
-        assert [item.tied for item in tied(judged, half_width)] == [False, equal]
+        assert [one.tied for one in with_ties(fitting[:2], half_width)] == [False, equal]
 
 
-def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Compared) -> None:
-    entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
-    judged = [Judged(entry, BAND, "yes", tied=bool(index)) for index, entry in enumerate(entries)]
-    free = {entry.name: entry.verdict.headroom_bytes for entry in entries if entry.verdict}
+def test_the_safest_of_a_tie_leaves_most_of_the_device_free(results: list[Result]) -> None:
+    fitting = [one for one in results if one.fits and not one.same_as]
+    tie = [replace(one, tied=bool(index)) for index, one in enumerate(fitting)]
+    free = {one.method: one.verdict.headroom_bytes for one in fitting if one.verdict}
     most = max(free, key=free.__getitem__)
-    assert most != entries[0].name
-    assert f": {most}, " in safest(judged)
-    assert safest([replace(item, tied=False) for item in judged]) == ""
+    assert most != fitting[0].method
+    assert f": {most}, " in safest(tie)
+    assert safest([replace(one, tied=False) for one in tie]) == ""
 
 
-def test_a_row_shows_no_speed_of_what_does_not_fit(found: Compared) -> None:
-    entry = by_name(found)["keep_all"]
-    p = demo(seq_len=65536)
-    asked = Request(problem=p, method=all_methods().resolve("keep_all"), base=p.base_plan)
-    shown = ShownTable(asked=asked, engines=Engines(p), share=0.02)
-    row = texts(Judged(entry, BAND, "no"), shown, folded=False)
+def test_a_row_shows_no_speed_of_what_does_not_fit(results: list[Result]) -> None:
+    result = by_name(results)["keep_all"]
+    row = cells(result, Order(), 0.02, folded=False)
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")
     assert set(row[3:]) == {"-", "0.0"}
-    assert verdict([Judged(entry, BAND, "no")]).startswith("NOTHING FITS: nearest is")
+    assert verdict([result]).startswith("NOTHING FITS: nearest is")
     assert verdict([]) == "NOTHING FITS: no method has a plan"
 
 
@@ -289,21 +274,22 @@ def test_a_policy_that_does_what_its_method_does_is_left_out() -> None:
     config = load_compare()
     block = replace(config.policies[0], settings={"method": "block", "num_layers": layers},
                     smallest="")  # fmt: skip
-    found = quick(p, replace(config, policies=(block,), most_methods=1))
-    assert block.name not in by_name(found)
-    assert found.repeated == 1
+    comparison, _ = compared(p, replace(config, policies=(block,), most_methods=1))
+    assert block.name not in by_name(comparison.results())
+    assert comparison.left_out == 1
 
 
 def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
     """Inputs fall with the group, what a rebuilt group holds grows: neither end is best."""
     p = make_problem(model="llama-65b", cluster="a800-80gb", system="megatron-kwai", seq_len=8192,
                      layout=Layout(tp=8, sp=True, global_batch=1))  # fmt: skip
-    bench = Bench(replace_usable(p), p.base_plan, ())
+    smaller = replace_usable(p)
+    tuning = Tuning(Job(problem=smaller, base=p.base_plan), ())
     candidate = Candidate(name="x", origin="policy", methods=("full_recompute",),
                           method="full_recompute", smallest="num_layers")  # fmt: skip
-    value = bench(candidate).settings["num_layers"]
+    value = int(tuning(candidate).method.removeprefix("x "))
     resolve = all_methods().resolve
-    margins = {n: evaluate_method(bench.problem, resolve("full_recompute", {"num_layers": n}))
+    margins = {n: evaluate_method(smaller, resolve("full_recompute", {"num_layers": n}))
                for n in (1, 2, 4, 8, 16, 32, 64, 80)}  # fmt: skip
     rooms = {n: run.verdict.headroom_bytes for n, run in margins.items() if run.verdict}
     assert rooms[80] < 0

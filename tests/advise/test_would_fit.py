@@ -5,11 +5,11 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.bench import Bench
 from rematbench.advise.compare.candidates import Candidate
-from rematbench.advise.compare.entry import Entry
+from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
-from rematbench.evaluate.result import evaluate_plan
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
@@ -22,16 +22,17 @@ def short(**cluster: int) -> Problem:
     return replaced(problem, cluster=replace(problem.cluster, **cluster))
 
 
-def entries(problem: Problem, *names: str) -> list[Entry]:
-    bench = Bench(problem, problem.base_plan, ())
+def results(problem: Problem, *names: str) -> list[Result]:
+    tuning = Tuning(Job(problem=problem, base=problem.base_plan), ())
     return [
-        bench(Candidate(name=name, origin="method", methods=(name,), method=name)) for name in names
+        tuning(Candidate(name=name, origin="method", methods=(name,), method=name))
+        for name in names
     ]
 
 
 def test_bytes_that_are_named_are_enough_and_hardly_more() -> None:
     problem = short(hbm_bytes=60 * GIB)
-    found = entries(problem, "keep_all", "full_recompute")
+    found = results(problem, "keep_all", "full_recompute")
     line = would_fit(problem, found, all_methods())[0]
     assert line.endswith("(full_recompute)")
     more = float(re.findall(r"[0-9.]+", line)[0]) * GIB
@@ -44,16 +45,16 @@ def test_bytes_that_are_named_are_enough_and_hardly_more() -> None:
 
 def test_a_short_host_is_named_as_such() -> None:
     problem = short(host_bytes=8 * GIB)
-    entry = entries(problem, "memo")[0]
-    device, host = entry.verdict.headroom_bytes < 0, entry.verdict.host_headroom_bytes < 0
+    result = results(problem, "memo")[0]
+    device, host = result.verdict.headroom_bytes < 0, result.verdict.host_headroom_bytes < 0
     assert host
-    line = would_fit(problem, [entry], all_methods())[0]
+    line = would_fit(problem, [result], all_methods())[0]
     assert ("on each device" in line, "host memory on each node" in line) == (device, host)
 
 
 def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
     problem = short(hbm_bytes=44 * GIB)
-    found = entries(problem, "full_recompute")
+    found = results(problem, "full_recompute")
     lines = would_fit(problem, found, all_methods())
     twice = next(line for line in lines if line.startswith("on 8 GPUs"))
     degrees = {key: int(value) for key, value in re.findall(r"(tp|cp|pp|dp) (\d+)", twice)}

@@ -10,18 +10,16 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.compare.compare import Comparing
-from rematbench.advise.compare.entry import Compared
-from rematbench.advise.compare.judged import Judged, judge
+from rematbench.advise.compare.comparison import Comparison
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import Ranking, ShownTable, runnable
+from rematbench.cli.ranking import Ranking, runnable
 from rematbench.costs.estimators import fujii_estimate
 from rematbench.evaluate.breakdown import PARTS
+from rematbench.evaluate.result import Result
 from rematbench.evidence.published.closed_forms import closed_form
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.paper.tables.rule80 import rule_table, scored_cells
-from rematbench.plan import Plan, Unsupported
-from rematbench.worlds.packages.flags import Engines
+from rematbench.plan import Unsupported
 from tests.cli.test_cli import DEMO, PIPE
 from tests.problems import all_methods, plan_of
 from tests.typed import typed
@@ -61,7 +59,7 @@ def test_only_a_tight_plan_is_said_to_be_tight() -> None:
     """Beside a plan with room the error of peaks would read as its verdict."""
     for length, tight in (("4096", False), ("11264", True)):
         told = typed("simulate", "keep_all", *DEMO, "--pp", "4", "--seq-len", length).out
-        assert ("FITS, TIGHT" in told) == tight == ("tight: published peaks" in told)
+        assert ("FITS, TIGHT" in told) == tight == ("tight: fits, but with less headroom" in told)
 
 
 def test_what_nobody_published_is_said_in_words() -> None:
@@ -129,51 +127,39 @@ def asked_of(**problem: Any) -> Request:
 
 
 @cache
-def compared() -> tuple[Request, Compared, list[Judged]]:
+def compared() -> tuple[Comparison, list[Result]]:
     """A comparison of few rows."""
     options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
     numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
     asked = asked_of(**{**options, **numbers})
     config = replace(load_compare(), policies=load_compare().policies[-2:])
-    found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
-    return asked, found, judge(found, asked.problem)
+    comparison = Comparison(asked.job, config, limit_s=60)
+    return comparison, comparison.everything()
 
 
 def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() -> None:
-    _, _, judged = compared()
-    fitting = [one for one in judged if one.entry.status == "ok" and not one.entry.same_as]
+    fitting = [one for one in compared()[1] if one.fits and not one.same_as]
     first, second = fitting[:2]
-
-    class Fewer:
-        def of(self, plan: Plan) -> tuple[str, ...]:
-            return () if plan == first.entry.plan else ("ours",)
-
-    class Nothing:
-        def of(self, plan: Plan) -> tuple[str, ...]:
-            return ()
-
-    named = runnable(judged, Fewer())  # type: ignore[arg-type]
-    assert named.startswith(f"FASTEST that runs: {second.entry.name}, ")
-    assert runnable(judged, Nothing()) == ""  # type: ignore[arg-type]
-    assert runnable(fitting[1:], Fewer()) == ""  # type: ignore[arg-type]
+    fewer = [replace(first, runs_on=()), *(replace(one, runs_on=("ours",)) for one in fitting[1:])]
+    assert runnable(fewer).startswith(f"FASTEST that runs: {second.method}, ")
+    assert runnable([replace(one, runs_on=()) for one in fitting]) == ""
+    assert runnable(fewer[1:]) == ""
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_table_is_not_cut(width: int) -> None:
     """No cell loses letters at the width of a terminal or of a pipe."""
-    asked, found, judged = compared()
-    config = load_compare()
+    comparison, results = compared()
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    shown = ShownTable(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
-    printed = Ranking(out, shown)
-    printed.table(judged)
-    printed.notes(found, judged)
+    printed = Ranking(out, comparison)
+    printed.table(results)
+    printed.notes(results)
     text = out.export_text()
     assert "\u2026" not in text
     assert max(map(len, text.splitlines())) <= width
     for word in ("selective_recompute:", "layernorm", "+mst", "plan of keep_all"):
         assert word in text
-    assert "80 % band: of published speeds" in text
+    assert "80 % band: 80 % of published speeds" in text
 
 
 def test_where_nothing_fits_the_last_line_says_what_would() -> None:

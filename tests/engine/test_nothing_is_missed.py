@@ -133,12 +133,12 @@ def at_the_edge(problem: Problem, plans: Sequence[Weighed], share: float) -> Pro
 def held(problem: Problem, plans: Sequence[Weighed]) -> None:
     """The law."""
     best = fastest_that_fits(problem, plans)
-    named = compared(problem)[0].entries[0]
+    named = compared(problem)[0].results()[0]
     if best is None:
         return
     step_s, name = best
     assert named.status == "ok", f"{name} fits"
-    assert named.step_s <= NEAR * step_s, f"{named.name} is slower than {name}"
+    assert named.step_s <= NEAR * step_s, f"{named.method} is slower than {name}"
 
 
 FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4)]

@@ -10,17 +10,16 @@ import pytest
 from rich.console import Console
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.compare.compare import Comparing
-from rematbench.advise.compare.judged import Order, judge, lines
+from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, ShownTable, kept
+from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, kept
 from rematbench.evaluate.job import Job
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import gib, grid, show_whole
 from rematbench.paper.tables.comparison_plot import write_plot
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.registry import MethodError
-from rematbench.worlds.packages.flags import Engines, costs, flags_of
+from rematbench.worlds.packages.flags import costs, flags_of
 from tests.problems import all_methods, plan_of
 from tests.typed import typed
 
@@ -38,10 +37,8 @@ def asked(**problem: Any) -> Request:
 @pytest.fixture(scope="module")
 def made() -> tuple[Request, list[dict[str, Any]]]:
     one = asked()
-    comparing = Comparing(one.problem, one.base, load_compare(), limit_s=60)
-    items = judge(comparing.everything(), one.problem)
-    order = Order(tokens=1e12, price=2.0)
-    return one, lines(items, one.job, Engines(one.problem), order)
+    comparison = Comparison(one.job, load_compare(), limit_s=60)
+    return one, table(comparison.everything(), Order(tokens=1e12, price=2.0))
 
 
 def test_every_row_runs_again_by_its_name(made: tuple[Request, list[dict[str, Any]]]) -> None:
@@ -98,9 +95,8 @@ def test_only_and_also_are_the_rows(tmp_path: Path) -> None:
 
 def test_also_adds_a_row_and_changes_no_other(made: tuple[Request, list[dict[str, Any]]]) -> None:
     one, rows = made
-    more = Comparing(one.problem, one.base, load_compare(), also=["memo:alpha=0.4"], limit_s=60)
-    items = judge(more.everything(), one.problem)
-    found = lines(items, one.job, Engines(one.problem), Order(tokens=1e12, price=2.0))
+    more = Comparison(one.job, load_compare(), also=["memo:alpha=0.4"], limit_s=60)
+    found = table(more.everything(), Order(tokens=1e12, price=2.0))
     assert [row for row in found if row["origin"] != "asked"] == rows
     assert [row["name"] for row in found if row["origin"] == "asked"] == ["memo:alpha=0.4"]
 
@@ -136,21 +132,18 @@ def test_columns_are_given_up_and_digits_are_not() -> None:
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_numbers_are_whole_at_any_width(width: int) -> None:
     one = asked()
-    comparing = Comparing(one.problem, one.base, load_compare(), only=["keep_all", "memo"])
-    found = comparing.everything()
-    judged = judge(found, one.problem)
-    engines = Engines(one.problem)
-    shown = ShownTable(asked=one, engines=engines, order=Order(tokens=1e12), share=0.02)
+    comparison = Comparison(one.job, load_compare(), only=["keep_all", "memo"])
+    results = comparison.everything()
     for wide in (False, True):
         out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        printed = Ranking(out, shown, wide=wide)
-        printed.table(judged)
-        printed.notes(found, judged)
+        printed = Ranking(out, comparison, Order(tokens=1e12), wide=wide)
+        printed.table(results)
+        printed.notes(results)
         text = out.export_text()
         assert "\u2026" not in text
-        for item in judged:
-            assert f" {item.entry.evaluation.step_s:.4g} " in text
-            assert f" {gib(item.entry.verdict.headroom_bytes)} " in text
+        for result in results:
+            assert f" {result.evaluation.step_s:.4g} " in text
+            assert f" {gib(result.verdict.headroom_bytes)} " in text
         assert ("no room for" in text) == (not wide and width < 160)
         assert not wide or out.width == UNBOUNDED
 
@@ -159,7 +152,7 @@ def test_a_dumb_terminal_has_wide_tables_too() -> None:
     one = asked()
     out = Console(force_terminal=True, _environ={"TERM": "dumb"})
     assert out.width == 80
-    Ranking(out, ShownTable(asked=one, engines=Engines(one.problem), share=0.02), wide=True)
+    Ranking(out, Comparison(one.job, load_compare()), wide=True)
     assert out.width == UNBOUNDED
 
 
@@ -182,27 +175,25 @@ def test_a_late_row_is_not_cut_either(first: int) -> None:
     """It may be wider than those before it, or there may be none before it."""
     one = asked()
     names = ["keep_all", "balanced_checkpointing+memo:alpha=0.25+mst"]
-    comparing = Comparing(one.problem, one.base, load_compare(), only=names)
-    judged = judge(comparing.everything(), one.problem)
-    shown = ShownTable(asked=one, engines=Engines(one.problem), share=0.02)
+    comparison = Comparison(one.job, load_compare(), only=names)
+    results = comparison.everything()
     out = Console(width=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    printed = Ranking(out, shown)
-    printed.table(judged[:first])
-    printed.late(judged[first:])
+    printed = Ranking(out, comparison)
+    printed.table(results[:first])
+    printed.rows(results[first:])
     text = out.export_text()
     assert "\u2026" not in text
     assert text.count("headroom") == 1
     for word in ("+memo:", "alpha=0.25", "+mst"):
         assert word in text
-    for item in judged:
-        assert f" {item.entry.evaluation.step_s:.4g} " in text
+    for result in results:
+        assert f" {result.evaluation.step_s:.4g} " in text
 
 
 def test_the_table_says_host_memory_and_engines() -> None:
     one = asked(model="llama-7b", pp=1, tp=2, seq_len=16384)
-    ran = Comparing(one.problem, one.base, load_compare(), only=["memo", "full_recompute"])
-    judged = judge(ran.everything(), one.problem)
-    rows = {r["name"]: r for r in lines(judged, one.job, Engines(one.problem), Order())}
+    ran = Comparison(one.job, load_compare(), only=["memo", "full_recompute"])
+    rows = {row["name"]: row for row in table(ran.everything(), Order())}
     assert rows["memo"]["host_node_bytes"] > 0
     assert rows["memo"]["host_bytes"] == one.problem.cluster.host_bytes
     assert rows["memo"]["runs_on"] == "ours"

@@ -1,12 +1,11 @@
 """Allocator retries: torch's rule, a later training step, and where they are said."""
 
 import json
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from rematbench.cli.ranking import _retry_lines
+from rematbench.cli.ranking import retry_lines
 from rematbench.cli.show import FRAGMENTS, retried
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB
@@ -140,8 +139,10 @@ def test_compare_says_them() -> None:
     asked = ["--only", METHOD, "--only", "memo"]
     text = typed("compare", *words(given(ROOM), *asked)).out
     assert f"allocator retries a step (their time is not modelled): {METHOD} 16" in text
-    entry = SimpleNamespace(name=METHOD, retries=Retries(per_step=2, fails=True))
-    (line,) = _retry_lines([SimpleNamespace(entry=entry)])  # type: ignore[list-item]
+    failing = msgspec.structs.replace(
+        ran(given(AMPLE)), method=METHOD, retries=Retries(per_step=2, fails=True)
+    )
+    (line,) = retry_lines([failing])
     assert line == f"{FRAGMENTS}: {METHOD}"
     rows = json.loads(typed("compare", *words(given(ROOM), *asked, "--json")).out)["rows"]
     tried = {row["name"]: (row["allocator_retries"], row["allocator_fails"]) for row in rows}

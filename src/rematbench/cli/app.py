@@ -76,7 +76,7 @@ WORKFLOW = (
 last lines name.  Only --help-all lists them."""
 GROUP = "baseline"
 WORKERS = {
-    "compare": "rematbench.advise.compare.bench",
+    "compare": "rematbench.advise.compare.tuning",
     "search": "rematbench.advise.search.halves",
 }
 """Modules that a command's worker processes import; this import starts before the command."""

@@ -8,17 +8,15 @@ import typer
 from typer import Option
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.compare.compare import Comparing
-from rematbench.advise.compare.judged import Order, judge, lines
+from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.ranking import Ranking, ShownTable
+from rematbench.cli.ranking import Ranking
 from rematbench.cli.targets import Json, need_file
 from rematbench.evidence.bands import shipped
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
 from rematbench.paper.tables.comparison_plot import FORMATS, write_plot
-from rematbench.worlds.packages.flags import Engines
 
 Names = list[str] | None
 
@@ -52,8 +50,8 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
 ) -> None:
     """Compare all methods, their compositions and the baseline policies on one job.
 
-    Those that fit come first, by tokens/s; a method that refuses says why below the table.  Every
-    row's name can be given to `simulate`; the CSV and --json have the whole command.
+    Methods that fit come first, by tokens/s; the reasons of methods without a plan stand below the
+    table.  `simulate` takes the name of every row; the CSV and --json have the whole command.
 
     \b
     Example:
@@ -67,45 +65,39 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
     order = Order(tokens=tokens, price=price)
-    asked = request(run, told=True)
-    config = load_compare()
-    comparing = Comparing(
-        asked.problem,
-        asked.base,
-        config,
+    asked = request(run, name_broken=False)
+    comparison = Comparison(
+        asked.job,
+        load_compare(),
         methods=run.methods or (),
         also=also or (),
         only=only or (),
         processes=processes,
         limit_s=limit,
     )
-    engines = Engines(asked.problem)
-    shown = ShownTable(asked=asked, engines=engines, order=order, share=config.shown_share)
-    printed = Ranking(console(), shown, wide=wide)
+    printed = Ranking(console(), comparison, order, wide=wide)
     shipped()  # free here, while the workers' server imports its modules
-    first = judge(comparing.quick(), asked.problem)
+    comparison.quick()
     if not json:
-        printed.table(first)
-    for entry in comparing.late():
-        ended = judge(comparing.comparison(), asked.problem)
+        printed.table(comparison.results())
+    for late in comparison.late():
         if not json:
-            printed.late([item for item in ended if item.entry.name == entry.name])
-    found = comparing.comparison()
-    items = judge(found, asked.problem)
-    fits = any(entry.status == "ok" for entry in found.entries)
-    changes = [] if fits else would_fit(asked.problem, found.entries, comparing.registry)
-    rows = lines(items, asked.job, engines, order)
+            printed.rows([one for one in comparison.results() if one.method == late.method])
+    results = comparison.results()
+    fits = any(result.fits for result in results)
+    changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
+    rows = table(results, order)
     if json:
         answer = {
             "job": asked.job.facts(),
             "rows": rows,
             "would_fit": changes,
-            "unavailable": found.unavailable,
-            "left_out": found.repeated,
+            "unavailable": comparison.registry.broken,
+            "left_out": comparison.left_out,
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        printed.notes(found, items, changes)
+        printed.notes(results, changes)
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
     if plot is not None:

@@ -35,12 +35,12 @@ def flags(
     """
     if baseline not in baselines():
         raise BaselineError(f"--baseline {baseline}: one of {', '.join(baselines())}")
-    made = request(run)
-    plan = made.method.plan(made.problem, made.base)
+    asked = request(run)
+    plan = asked.method.plan(asked.problem, asked.base)
     if isinstance(plan, Unsupported):
         raise CommandError(f"unsupported: {plan.reason}")
-    answer = flags_of(made.problem, plan, baseline)
-    lost = costs(made.problem, plan, answer.plan) if answer.missing and answer.plan else None
+    answer = flags_of(asked.problem, plan, baseline)
+    lost = costs(asked.problem, plan, answer.plan) if answer.missing and answer.plan else None
     if json:
         values = {**asdict(answer), "nearest": lost and asdict(lost)}
         del values["plan"]

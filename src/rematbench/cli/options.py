@@ -114,25 +114,28 @@ class RunOptions:
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One run, ready to plan.  `named` and `settings` are the method's text and settings as typed;
-    `words` are the options of the problem."""
+    """One run, ready to plan: a method on a job.  `text` and `settings` are the method's text and
+    the options of its settings as typed."""
 
-    problem: Problem
+    job: Job
     method: Composition
-    base: Plan
-    words: tuple[str, ...] = ()
-    named: str = ""
+    text: str = ""
     settings: tuple[str, ...] = ()
 
     @property
-    def job(self) -> Job:
-        """The job of the run: problem, base plan and options, without the method."""
-        return Job(problem=self.problem, base=self.base, words=self.words)
+    def problem(self) -> Problem:
+        """The problem that the method plans."""
+        return self.job.problem
+
+    @property
+    def base(self) -> Plan:
+        """The plan that the method changes."""
+        return self.job.base
 
     @property
     def run_with(self) -> str:
         """The shell command of this run."""
-        return self.job.run_with(self.named or self.method.name, *self.settings)
+        return self.job.run_with(self.text or self.method.name, *self.settings)
 
 
 def takes_run(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,7 +180,7 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
     return run
 
 
-def _tell_broken(folders: list[Path]) -> None:
+def _name_broken(folders: list[Path]) -> None:
     """Name on stderr the files of the user's folders that define no method, with the reason."""
     for path, reason in discover(folders).broken.items():
         sys.stderr.write(f"unavailable: {path}: {reason}\n")
@@ -196,10 +199,9 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
 
 
-def request(options: RunOptions, *, told: bool = False) -> Request:
+def request(options: RunOptions, *, name_broken: bool = True) -> Request:
     """Load names and files and derive dp; CommandError and the loaders' errors are one line each.
-    Unless `told`, stderr names the files of the user's folders that define no method; with `told`
-    the caller names them."""
+    With `name_broken`, stderr names the files of the user's folders that define no method."""
     given = options.problem
     missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
     if missing:
@@ -215,17 +217,11 @@ def request(options: RunOptions, *, told: bool = False) -> Request:
             raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
     words = (*spec.to_arguments(), *_words(options))
-    if options.methods and not told:
-        _tell_broken(options.methods)
+    if options.methods and name_broken:
+        _name_broken(options.methods)
     settings = tuple(word for text in options.settings or () for word in ("--set", text))
-    return Request(
-        problem=problem,
-        method=method,
-        base=base,
-        words=words,
-        named=options.method,
-        settings=settings,
-    )
+    job = Job(problem=problem, base=base, words=words)
+    return Request(job=job, method=method, text=options.method, settings=settings)
 
 
 def _words(options: RunOptions) -> Iterator[str]:

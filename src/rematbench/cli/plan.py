@@ -6,13 +6,13 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.result import ShownRun, result
-from rematbench.cli.show import heading, show
+from rematbench.cli.show import as_json, heading, method_line, show
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.costs.estimators import SAFE_SHARE
 from rematbench.engine.lowering.chunk_ops import ChunkOps
@@ -21,6 +21,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.perfetto import write_timeline
 from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.verdict import retries
+from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.host.console import (
     CommandError,
@@ -62,38 +64,46 @@ def simulate(
     """
     need_file("--out", out)
     asked = request(run)
-    outcome = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
-    form = estimated(asked, outcome, estimator)
-    shown = ShownRun(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
+    result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
+    form = estimated(result, estimator)
     if out is not None:
-        record = make_record(outcome, asked.method)
+        record = make_record(result, asked.method)
         write_record(record, out)
+    result = _with_errors(result)
     if json:
-        values = result(shown) | ({"estimate": estimate_result(form)} if form else {})
+        values = as_json(asked, result) | ({"estimate": estimate_result(form)} if form else {})
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
-        show(console(), shown)
+        show(console(), asked, result, _keep_all(result))
         if form is not None:
-            show_estimate(console(), shown, form)
-    if outcome.status == "failed":
+            show_estimate(console(), result, form)
+    if result.status == "failed":
         raise typer.Exit(1)
 
 
-def _keep_all(asked: Request, outcome: Result) -> PlanEvaluation | None:
-    if outcome.evaluation is None:
+def _with_errors(result: Result) -> Result:
+    """The result with its band and its allocator retries."""
+    result, plan, evaluation = with_band(result), result.plan, result.evaluation
+    if plan is None or evaluation is None:
+        return result
+    return replace(result, retries=retries(result.problem, plan, evaluation))
+
+
+def _keep_all(result: Result) -> PlanEvaluation | None:
+    if result.evaluation is None:
         return None
-    found = asked.problem.cost.evaluate(asked.base)
-    return found if isinstance(found, PlanEvaluation) else None
+    evaluation = result.problem.cost.evaluate(result.base)
+    return evaluation if isinstance(evaluation, PlanEvaluation) else None
 
 
-def estimated(asked: Request, outcome: Result, name: EstimatorName) -> ClosedForm | None:
+def estimated(result: Result, name: EstimatorName) -> ClosedForm | None:
     """The requested closed-form estimate; CommandError names what its formula has no term for."""
-    if name == "ledger" or outcome.plan is None:
+    if name == "ledger" or result.plan is None:
         return None
-    found = closed_form(name, asked.problem, outcome.plan)
-    if isinstance(found, Unsupported):
-        raise CommandError(f"--estimator {name} {found.reason}")
-    return found
+    form = closed_form(name, result.problem, result.plan)
+    if isinstance(form, Unsupported):
+        raise CommandError(f"--estimator {name} {form.reason}")
+    return form
 
 
 def estimate_result(form: ClosedForm) -> dict[str, Any]:
@@ -107,10 +117,10 @@ def estimate_result(form: ClosedForm) -> dict[str, Any]:
     }
 
 
-def show_estimate(out: Console, shown: ShownRun, form: ClosedForm) -> None:
+def show_estimate(out: Console, result: Result, form: ClosedForm) -> None:
     """Print bytes of states, activations and both, by the formula (first rank) and by the ledger
     (every rank)."""
-    evaluation = shown.outcome.evaluation
+    evaluation = result.evaluation
     assert evaluation is not None
     heads = ("states", "activations", "peak")
     table = grid(
@@ -133,7 +143,7 @@ def show_estimate(out: Console, shown: ShownRun, form: ClosedForm) -> None:
     show_whole(out, table)
     out.print(plain(f"{form.name}: {form.remark}"))
     if form.name == "fujii":
-        hbm = shown.request.problem.cluster.hbm_bytes
+        hbm = result.problem.cluster.hbm_bytes
         share = form.total_bytes / hbm
         word = "safe" if share < SAFE_SHARE else "not called safe"
         out.print(plain(f"80 % rule: {percent(share)} of {gib(hbm)} GiB: {word}"))
@@ -158,43 +168,43 @@ def plan(
     lay = asked.problem.layout
     if rank >= lay.pp:
         raise CommandError(f"--rank {rank}: the pipeline has ranks 0 to {lay.pp - 1}")
-    made = asked.method.plan(asked.problem, asked.base)
-    if isinstance(made, Unsupported):
-        console().print(plain(f"UNSUPPORTED: {made.reason}"))
+    planned = asked.method.plan(asked.problem, asked.base)
+    if isinstance(planned, Unsupported):
+        console().print(plain(f"UNSUPPORTED: {planned.reason}"))
         return
     if actions:
-        typer.echo(lower(made, asked.problem).ranks[rank].text(), nl=False)
+        typer.echo(lower(planned, asked.problem).ranks[rank].text(), nl=False)
     elif json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(made)).decode())
+        typer.echo(msgspec.json.format(msgspec.json.encode(planned)).decode())
     else:
-        _show_plan(asked, made, rank)
+        _show_plan(asked, planned, rank)
 
 
-def _show_plan(asked: Request, made: Plan, rank: int) -> None:
+def _show_plan(asked: Request, planned: Plan, rank: int) -> None:
     out = console()
-    for line in (*heading(asked), *_facts(made, rank)):
+    for line in (*heading(asked.problem), method_line(asked), *_facts(planned, rank)):
         out.print(plain(line))
     alike: dict[tuple[str, str], tuple[list[int], Table]] = {}
-    for chunk in range(len(made.partition[rank])):
-        for phases, lines in _fate_lines(asked, made, rank, chunk):
+    for chunk in range(len(planned.partition[rank])):
+        for phases, lines in _fate_lines(asked, planned, rank, chunk):
             key = (" and ".join(phases), repr(lines))
             alike.setdefault(key, ([], _fate_table(lines)))[0].append(chunk)
-    for (phases_told, _), (chunks, table) in alike.items():
+    for (phase_words, _), (chunks, table) in alike.items():
         out.print()
-        told = f"chunk{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}"
-        out.print(plain(f"rank {rank}, {told}, {phases_told}: MiB of one micro-batch"))
+        words = f"chunk{'s' * (len(chunks) > 1)} {', '.join(map(str, chunks))}"
+        out.print(plain(f"rank {rank}, {words}, {phase_words}: MiB of one micro-batch"))
         out.print(table)
 
 
-def _facts(made: Plan, rank: int) -> Iterable[str]:
-    layers = " | ".join(_span(chunk) for chunk in made.partition[rank])
-    yield f"schedule {made.schedule}; rank {rank} holds layers {layers}"
-    moves = made.transfers
-    yield f"copies per {moves.granularity}, {len(made.rules)} rules"
-    for state in made.states:
+def _facts(planned: Plan, rank: int) -> Iterable[str]:
+    layers = " | ".join(_span(chunk) for chunk in planned.partition[rank])
+    yield f"schedule {planned.schedule}; rank {rank} holds layers {layers}"
+    moves = planned.transfers
+    yield f"copies per {moves.granularity}, {len(planned.rules)} rules"
+    for state in planned.states:
         words = f"{state.kind}: {state.shards} shards, home {state.home}, gather {state.gather}"
         yield f"{words}, update {state.update}" if state.kind == "optimizer" else words
-    for key, value in made.fit.items():
+    for key, value in planned.fit.items():
         yield f"{key}: {value}"
 
 
@@ -207,13 +217,13 @@ Lines: TypeAlias = dict[tuple[str, str, Resolved], int]
 
 
 def _fate_lines(
-    asked: Request, made: Plan, rank: int, chunk: int
+    asked: Request, planned: Plan, rank: int, chunk: int
 ) -> list[tuple[list[Phase], Lines]]:
     """The fates of a chunk; phases with equal fates share them."""
-    ops = ChunkOps(asked.problem, rank, chunk, made.partition[rank][chunk])
+    ops = ChunkOps(asked.problem, rank, chunk, planned.partition[rank][chunk])
     found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
     for phase in PHASES:
-        fates, _ = resolve(made, ops.sites, phase, 0)
+        fates, _ = resolve(planned, ops.sites, phase, 0)
         same = next((phases for phases, seen in found if seen == fates), None)
         if same is None:
             found.append(([phase], fates))
@@ -269,7 +279,7 @@ def _replayed(run: RunOptions) -> Replay:
     if path.suffix == ".json" or path.is_file():
         return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)
     asked = request(run)
-    made = asked.method.plan(asked.problem, asked.base)
-    if isinstance(made, Unsupported):
-        raise CommandError(f"unsupported: {made.reason}")
-    return replay_plan(asked.problem, made, asked.method.name, timeline=True)
+    planned = asked.method.plan(asked.problem, asked.base)
+    if isinstance(planned, Unsupported):
+        raise CommandError(f"unsupported: {planned.reason}")
+    return replay_plan(asked.problem, planned, asked.method.name, timeline=True)

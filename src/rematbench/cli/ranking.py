@@ -7,15 +7,12 @@ from msgspec import Struct
 from rich.console import Console, ConsoleDimensions, JustifyMethod
 from rich.table import Table
 
-from rematbench import __version__
-from rematbench.advise.compare.entry import Compared, Entry
-from rematbench.advise.compare.judged import Judged, Order
-from rematbench.cli.options import Request
-from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
-from rematbench.evaluate.band import Band
-from rematbench.evidence.bands import peak_band, ratio_band
+from rematbench.advise.compare.comparison import Comparison, Order
+from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
+from rematbench.evaluate.result import Result
+from rematbench.evidence.bands import ratio_band
 from rematbench.host.console import GIB, gib, percent, plain, rounded
-from rematbench.worlds.packages.flags import Engines
+from rematbench.problem import Problem
 
 WIDE = 150
 """Terminal width in columns from which names and parts of the step are on one line."""
@@ -32,16 +29,6 @@ MOST_PARTS = 3
 """The most parts of the step in the table's cell (the CSV file has all)."""
 
 
-class ShownTable(Struct, frozen=True, kw_only=True):
-    """The facts that a table needs: the job, the engines that can run its plans, the order (tokens
-    to train, price), and the least share of a step that is named."""
-
-    asked: Request
-    engines: Engines
-    order: Order = Order()
-    share: float
-
-
 class Head(Struct, frozen=True):
     """A column: its heading, whether it holds words, and its place in the order in which columns
     are dropped for room (the highest first; 0: never)."""
@@ -51,11 +38,11 @@ class Head(Struct, frozen=True):
     given_up: int = 0
 
 
-def heads(shown: ShownTable) -> tuple[Head, ...]:
+def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
     """The columns of the table, in order."""
-    host = f"{shown.asked.problem.cluster.host_bytes / GIB:.0f}"
-    days = (Head("days"),) if shown.order.tokens else ()
-    cost = (Head("cost"),) if shown.order.tokens and shown.order.price else ()
+    host = f"{problem.cluster.host_bytes / GIB:.0f}"
+    days = (Head("days"),) if order.tokens else ()
+    cost = (Head("cost"),) if order.tokens and order.price else ()
     return (
         Head("method", words=True),
         Head("fits", words=True),
@@ -77,88 +64,86 @@ def heads(shown: ShownTable) -> tuple[Head, ...]:
 class Ranking:
     """Prints a comparison: the table of quick methods, then planners as they end, then notes."""
 
-    def __init__(self, out: Console, shown: ShownTable, *, wide: bool = False) -> None:
-        self.out, self.shown = out, shown
+    def __init__(
+        self,
+        out: Console,
+        comparison: Comparison,
+        order: Order | None = None,
+        *,
+        wide: bool = False,
+    ) -> None:
+        self.out, self.comparison, self.order = out, comparison, order or Order()
+        self.problem = comparison.job.problem
         if wide:
             # Width and height, because the width alone of a dumb terminal cannot be set.
             self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
         self.folded = out.width < WIDE
-        self.said = ""
-        self.heads = heads(shown)
+        self.verdict = ""
+        self.heads = heads(self.problem, self.order)
         self.kept: list[int] = []
         self.widths: list[int] = []
 
-    def table(self, judged: Sequence[Judged]) -> None:
+    def table(self, results: Sequence[Result]) -> None:
         """Print heading, verdict and table."""
-        for text in heading(self.shown.asked)[:-1]:
+        for text in heading(self.problem):
             self.out.print(plain(text))
         self.out.print()
-        if judged:
-            self.said = verdict(judged)
-            self.out.print(plain(self.said), style="bold")
-            for line in (safest(judged), runnable(judged, self.shown.engines)):
+        if results:
+            self.verdict = verdict(results)
+            self.out.print(plain(self.verdict), style="bold")
+            for line in (safest(results), runnable(results)):
                 if line:
                     self.out.print(plain(line))
             self.out.print()
-        self._print(self._rows(judged))
+        self.rows(results)
 
-    def late(self, judged: Sequence[Judged]) -> None:
-        """Print a planner's rows under the same columns."""
-        self._print(self._rows(judged))
-
-    def _gap(self) -> int:
-        return 1 if self.folded else 2
-
-    def _rows(self, judged: Sequence[Judged]) -> list[list[str]]:
-        """The rows of the entries that have a verdict; refusals are lines below the table."""
-        return [
-            texts(item, self.shown, folded=self.folded)
-            for item in judged
-            if item.entry.verdict is not None
+    def rows(self, results: Sequence[Result]) -> None:
+        """Print the results that have a verdict, under the columns that fit beside the first
+        printed rows; no cell is cut. Refusals are lines below the table."""
+        share = self.comparison.config.shown_share
+        rows = [
+            cells(result, self.order, share, folded=self.folded)
+            for result in results
+            if result.verdict is not None
         ]
-
-    def _print(self, rows: Sequence[Sequence[str]]) -> None:
-        """Print rows under the columns that fit beside the first printed rows; no cell is cut."""
         if not rows:
             return
-        first, gap = not self.kept, self._gap()
+        first, gap = not self.kept, 1 if self.folded else 2
         texts = [[head.text for head in self.heads], *rows] if first else rows
         widths = [max(map(len, "\n".join(each).split("\n"))) for each in zip(*texts, strict=True)]
         if first:
             self.kept = kept(self.heads, widths, self.out.width, gap)
             self.widths = [widths[index] for index in self.kept]
-        made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
-        for index, least in zip(self.kept, self.widths, strict=True):
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
+        for index, width in zip(self.kept, self.widths, strict=True):
             head = self.heads[index]
             justify: JustifyMethod = "left" if head.words else "right"
-            made.add_column(head.text, justify=justify, no_wrap=True, min_width=least)
+            table.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
         for row in rows:
-            made.add_row(*(plain(row[index]) for index in self.kept))
+            table.add_row(*(plain(row[index]) for index in self.kept))
         taken = (max(w, widths[i]) for i, w in zip(self.kept, self.widths, strict=True))
-        width = self.out.width
-        self.out.width = max(width, sum(taken) + gap * (len(self.kept) - 1))
-        self.out.print(made, crop=False)
-        self.out.width = width
+        room = self.out.width
+        self.out.width = max(room, sum(taken) + gap * (len(self.kept) - 1))
+        self.out.print(table, crop=False)
+        self.out.width = room
 
-    def notes(
-        self, found: Compared, judged: Sequence[Judged], would_fit: Sequence[str] = ()
-    ) -> None:
+    def notes(self, results: Sequence[Result], would_fit: Sequence[str] = ()) -> None:
         """Print how to read the table, what it lacks, and the verdict where planners changed it."""
         self.out.print()
-        if verdict(judged) != self.said:
-            self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
-        problem = self.shown.asked.problem
+        if verdict(results) != self.verdict:
+            self.out.print(
+                plain(f"{verdict(results)} (found by a planner, after the table)"), style="bold"
+            )
         dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
         if self.kept and dropped:
             names = ", ".join(text.replace("\n", " ") for text in dropped)
             line = f"no room for: {names} (--wide shows them, -o FILE.csv has them)"
             self.out.print(plain(line))
         if RUNS_ON not in dropped:
-            self.out.print(plain(f"runs on: {self.shown.engines.legend()}"))
-        for text in (*notes(judged), *left_out(found, judged), *nominal(problem)):
+            self.out.print(plain(f"runs on: {self.comparison.engines.legend()}"))
+        absent = left_out(results, self.comparison)
+        for text in (*notes(results), *absent, *nominal(self.problem), world_line(self.problem)):
             self.out.print(plain(text))
-        date = problem.calibration.date
-        self.out.print(plain(f"world: simulated (rematbench {__version__}, constants of {date})"))
         if would_fit:
             text = f"WOULD FIT: {'; or '.join(would_fit)}"
             self.out.print(plain(text), style="bold", soft_wrap=True)
@@ -173,90 +158,87 @@ def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> l
     return found
 
 
-def verdict(judged: Sequence[Judged]) -> str:
+def verdict(results: Sequence[Result]) -> str:
     """The fastest plan that fits in one line, or the plan that is nearest to fitting."""
-    best = judged[0].entry if judged else None
-    if best is None or best.verdict is None or best.evaluation is None:
+    best = results[0] if results else None
+    if best is None or best.verdict is None:
         return "NOTHING FITS: no method has a plan"
     if best.status == "oom":
-        return f"NOTHING FITS: nearest is {best.name}, {best.reason}"
-    return f"FASTEST: {_said(judged[0])}"
+        return f"NOTHING FITS: nearest is {best.method}, {best.reason}"
+    return f"FASTEST: {_summary(best)}"
 
 
-def safest(judged: Sequence[Judged]) -> str:
+def safest(results: Sequence[Result]) -> str:
     """The plan of a tie with most free device memory, in one line; empty if it is the fastest."""
-    fitting = [item for item in judged if item.entry.status == "ok" and not item.entry.same_as]
-    tie = [item for item in fitting if item.tied or item is fitting[0]]
+    fitting = _distinct(results)
+    tie = [result for result in fitting if result.tied or result is fitting[0]]
     if not tie:
         return ""
-    most = max(tie, key=lambda item: item.entry.verdict.headroom_bytes if item.entry.verdict else 0)
-    return "" if most is tie[0] else f"SAFEST within the tie: {_said(most)}"
+    most = max(tie, key=lambda result: result.headroom_bytes or 0)
+    return "" if most is tie[0] else f"SAFEST within the tie: {_summary(most)}"
 
 
-def runnable(judged: Sequence[Judged], engines: Engines) -> str:
+def runnable(results: Sequence[Result]) -> str:
     """The fastest plan that an engine here runs, in one line; empty if it is the fastest of all, or
     if none runs."""
-    fitting = [item for item in judged if item.entry.status == "ok" and not item.entry.same_as]
-    runs = (item for item in fitting if item.entry.plan and engines.of(item.entry.plan))
-    first = next(runs, None)
-    return "" if first is None or first is fitting[0] else f"FASTEST that runs: {_said(first)}"
+    fitting = _distinct(results)
+    first = next((result for result in fitting if result.runs_on), None)
+    return "" if first is None or first is fitting[0] else f"FASTEST that runs: {_summary(first)}"
 
 
-def _said(item: Judged) -> str:
-    found, room = item.entry.evaluation, item.entry.verdict
-    assert found is not None
-    assert room is not None
-    speed, band = found.tokens_per_s_per_gpu, item.band
+def _distinct(results: Sequence[Result]) -> list[Result]:
+    """The results that fit, without those whose plan equals an earlier one."""
+    return [result for result in results if result.fits and not result.same_as]
+
+
+def _summary(result: Result) -> str:
+    low, high = result.band or (0.0, 0.0)
     return (
-        f"{item.entry.name}, {rounded(speed)} tokens/s/GPU ({rounded(band.low(speed))} to "
-        f"{rounded(band.high(speed))}), {gib(room.headroom_bytes)} GiB left"
-        f"{', tight' if item.fits == 'tight' else ''}"
+        f"{result.method}, {rounded(result.tokens_per_s_per_gpu or 0.0)} tokens/s/GPU "
+        f"({rounded(low)} to {rounded(high)}), {gib(result.headroom_bytes or 0)} GiB left"
+        f"{', tight' if result.fit == 'tight' else ''}"
     )
 
 
-def texts(item: Judged, shown: ShownTable, *, folded: bool) -> list[str]:
-    """The cells of one row of the table."""
-    entry, order = item.entry, shown.order
-    assert entry.evaluation is not None
-    assert entry.verdict is not None
-    found, fits = entry.evaluation, entry.status == "ok"
+def cells(result: Result, order: Order, share: float, *, folded: bool) -> list[str]:
+    """The cells of one row of the table; parts of the step below `share` are left out."""
+    evaluation, room = result.evaluation, result.verdict
+    assert evaluation is not None
+    assert room is not None
     between = "\n" if folded else ", "
-    lines = folded_name(entry.name, entry.candidate.methods)
-    name = lines if folded or len(entry.name) > LONGEST else entry.name
-    device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
-    short = host < 0 <= device
-    fit = "host" if short else item.fits
-    room = gib(host if short else device)
-    pinned = f"{found.host_node_bytes / GIB:.1f}"
-    asked = bool(order.tokens) + bool(order.tokens and order.price)
-    if entry.same_as:
-        where = f"plan of {entry.same_as}"
-        return [name, fit, room, *["-"] * 4, pinned, *["-"] * (1 + asked), where, "-", "-"]
-    if not fits:
-        return [name, fit, room, *["-"] * 4, pinned, *["-"] * (4 + asked)]
-    assert entry.plan is not None
-    totals = (order.days(entry, shown.asked.problem.layout.gpus), order.cost(entry))
+    lines = folded_name(result.method, result.family.split("+"))
+    name = lines if folded or len(result.method) > LONGEST else result.method
+    short = room.host_headroom_bytes < 0 <= room.headroom_bytes
+    fit = "host" if short else result.fit
+    free = gib(room.host_headroom_bytes if short else room.headroom_bytes)
+    pinned = f"{evaluation.host_node_bytes / GIB:.1f}"
+    totals = bool(order.tokens) + bool(order.tokens and order.price)
+    if result.same_as:
+        where = f"plan of {result.same_as}"
+        return [name, fit, free, *["-"] * 4, pinned, *["-"] * (1 + totals), where, "-", "-"]
+    if not result.fits:
+        return [name, fit, free, *["-"] * 4, pinned, *["-"] * (4 + totals)]
     return [
         name,
         fit,
-        room,
-        f"{found.step_s:.4g}",
-        rounded(found.tokens_per_s_per_gpu) + ("=" if item.tied else " "),
-        f"{100 * found.mfu_causal:.1f}",
-        f"{100 * found.mfu_dense:.1f}",
+        free,
+        f"{evaluation.step_s:.4g}",
+        rounded(evaluation.tokens_per_s_per_gpu) + ("=" if result.tied else " "),
+        f"{100 * evaluation.mfu_causal:.1f}",
+        f"{100 * evaluation.mfu_dense:.1f}",
         pinned,
-        rounded(entry.gpu_hours_per_1e9_tokens or 0.0),
-        *(rounded(value) for value in totals if value is not None),
-        parts(entry, shown.share, between),
-        " ".join(name[0].upper() for name in shown.engines.of(entry.plan)) or "-",
-        banded(item.band, between if folded else " "),
+        rounded(result.gpu_hours_per_1e9_tokens or 0.0),
+        *(rounded(v) for v in (order.days(result), order.cost(result)) if v is not None),
+        parts(result, share, between),
+        " ".join(engine[0].upper() for engine in result.runs_on) or "-",
+        banded(result, between if folded else " "),
     ]
 
 
-def banded(band: Band, between: str = " ") -> str:
+def banded(result: Result, between: str = " ") -> str:
     """A band's half-width, and the properties of the job that are outside of published rows."""
-    words = (f"+-{100 * band.half_width:.0f} %", *band.outside)
-    return between.join(words)
+    band = result.error_band
+    return between.join((f"+-{100 * band.half_width:.0f} %", *band.outside)) if band else "-"
 
 
 def folded_name(text: str, methods: Iterable[str]) -> str:
@@ -266,66 +248,55 @@ def folded_name(text: str, methods: Iterable[str]) -> str:
     return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
 
 
-def parts(entry: Entry, least: float, between: str = ", ") -> str:
-    """The largest parts of the step in percent; parts below the share `least` are left out."""
-    assert entry.evaluation is not None
-    shares = {part: value / entry.evaluation.step_s for part, value in entry.parts_s.items()}
-    largest = sorted((-share, part) for part, share in shares.items() if share >= least)
-    return between.join(f"{part} {-100 * share:.0f}" for share, part in largest[:MOST_PARTS])
+def parts(result: Result, share: float, between: str = ", ") -> str:
+    """The largest parts of the step in percent; parts below `share` are left out."""
+    shares = {part: value / (result.step_s or 1.0) for part, value in result.parts_s.items()}
+    largest = sorted((-each, part) for part, each in shares.items() if each >= share)
+    return between.join(f"{part} {-100 * each:.0f}" for each, part in largest[:MOST_PARTS])
 
 
-def notes(judged: Sequence[Judged]) -> list[str]:
+def notes(results: Sequence[Result]) -> list[str]:
     """Lines that explain the table: ties, parts of the step, bands and their evidence."""
-    fitting = [item for item in judged if item.entry.status == "ok"]
+    fitting = [result for result in results if result.fits]
     if not fitting:
         return []
-    lines = [*_tie_lines(fitting)]
+    lines = []
+    if any(result.tied and not result.same_as for result in fitting):
+        error = percent(ratio_band())
+        lines.append(f"= tied: within {error}, our error when comparing two methods")
     lines.append(
         "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
-        "what copies, tp, cp, dp and pp traffic and waiting for the host add to the step (exposed, "
-        "not their length)"
+        "the seconds by which copies, tp, cp, dp and pp traffic and waiting for the host lengthen "
+        "the step"
     )
-    outside = dict.fromkeys(w for item in fitting for w in item.band.outside.values())
     lines.append(
-        "80 % band: of published speeds, 80 % lie as near to what constants say that never saw "
-        "their source, where as many things lie outside of what others published"
+        "80 % band: 80 % of published speeds lie this close to a prediction whose constants were "
+        "fitted without their source; wider where more of the job is outside what was published"
     )
+    bands = [result.error_band for result in fitting if result.error_band]
+    outside = dict.fromkeys(words for band in bands for words in band.outside.values())
     lines += [f"outside: {'; '.join(outside)}"] if outside else []
-    lines.append(
-        "tight: less left than published peaks lie above predicted ones "
-        f"({percent(peak_band())}, 80 % of them)"
-    )
-    return lines + _retry_lines(fitting)
+    return [*lines, tight_line(), *retry_lines(fitting)]
 
 
-def _retry_lines(fitting: Sequence[Judged]) -> list[str]:
+def retry_lines(fitting: Sequence[Result]) -> list[str]:
     """Lines that name the rows with allocator retries, and the rows whose retries fail."""
-    tried = [(item.entry.name, item.entry.retries) for item in fitting]
-    known = [(name, found) for name, found in tried if found is not None and found.per_step]
-    counts = [f"{name} {found.per_step:,}" for name, found in known if not found.fails]
-    short = [name for name, found in known if found.fails]
+    tried = [(one.method, one.retries) for one in fitting if one.retries and one.retries.per_step]
+    counts = [f"{name} {retries.per_step:,}" for name, retries in tried if not retries.fails]
+    failing = [name for name, retries in tried if retries.fails]
     lines = [f"allocator retries a step ({UNTIMED}): {'; '.join(counts)}"] if counts else []
-    return lines + ([f"{FRAGMENTS}: {'; '.join(short)}"] if short else [])
+    return lines + ([f"{FRAGMENTS}: {'; '.join(failing)}"] if failing else [])
 
 
-def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
-    if not any(item.tied and not item.entry.same_as for item in fitting):
-        return []
-    return [
-        f"= a tie: slower than {fitting[0].entry.name} by less than the error of ratios of speeds "
-        f"at one layout on one stack ({percent(ratio_band())}, from published pairs)"
-    ]
-
-
-def left_out(found: Compared, judged: Sequence[Judged]) -> list[str]:
+def left_out(results: Sequence[Result], comparison: Comparison) -> list[str]:
     """Lines that name what the table leaves out, with the reasons."""
     lines = [
-        f"{item.entry.status}: {item.entry.name}: "
-        f"{item.entry.reason.removeprefix(f'{item.entry.name}: ')}"
-        for item in judged
-        if item.entry.verdict is None
+        f"{result.status}: {result.method}: {result.reason.removeprefix(f'{result.method}: ')}"
+        for result in results
+        if result.verdict is None
     ]
-    lines += [f"unavailable: {path}: {reason}" for path, reason in found.unavailable.items()]
-    if found.repeated:
-        lines.append(f"left out: {found.repeated} with the plan of a row above")
+    broken = comparison.registry.broken
+    lines += [f"unavailable: {path}: {reason}" for path, reason in broken.items()]
+    if comparison.left_out:
+        lines.append(f"left out: {comparison.left_out} whose plan equals that of a row above")
     return lines

@@ -13,7 +13,7 @@ from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request
-from rematbench.cli.show import heading
+from rematbench.cli.show import heading, method_line
 from rematbench.host import rank_error
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
 from rematbench.worlds.numbers import RUNTIME
@@ -83,7 +83,7 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
         return
-    for line in (*heading(asked), _banner(record)):
+    for line in (*heading(asked.problem), method_line(asked), _banner(record)):
         console().print(plain(line))
     if record.measured is None:
         return

@@ -1,19 +1,22 @@
-"""Output of a run on a terminal: the verdict, then speed, bytes per rank, freed bytes."""
+"""Output of a run: on a terminal the verdict, speed, bytes per rank, freed bytes; and as JSON."""
 
+from typing import Any
+
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
 from rematbench.cli.options import Request
-from rematbench.cli.result import ShownRun, fits, retries_of, shown_band
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evaluate.assumptions import assumed, faster_attention
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.job import assumed, faster_attention
 from rematbench.evaluate.proof import Proof
+from rematbench.evaluate.result import SPEEDS, Result
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
@@ -24,8 +27,8 @@ HOST_SHARE = 0.01
 """The least share of a step spent waiting for the host that is printed."""
 UNTIMED = "their time is not modelled"
 FRAGMENTS = (
-    "fragments of a whole step may not fit (the verdict knows them only as far as two passes after "
-    "twice the way to the peak)"
+    "memory may run out late in the step by fragmentation (the verdict replays the step only as "
+    "far as two passes after twice the number before the peak)"
 )
 BANNERS = {
     "ok": "FITS",
@@ -35,27 +38,65 @@ BANNERS = {
 }
 
 
-def show(out: Console, shown: ShownRun) -> None:
-    """Print a run and its outcome."""
-    for line in heading(shown.request):
+def show(
+    out: Console, request: Request, result: Result, keep_all: PlanEvaluation | None = None
+) -> None:
+    """Print a run: a result with its band and retries.  `keep_all`: the evaluation of that method
+    on the same problem (None: not compared)."""
+    for line in (*heading(request.problem), method_line(request)):
         out.print(plain(line))
     out.print()
-    out.print(plain(banner(shown)), style="bold")
-    evaluation = shown.outcome.evaluation
-    if shown.outcome.proof is not None:
-        out.print(plain(proved(shown.outcome.proof)))
+    out.print(plain(banner(result)), style="bold")
+    evaluation = result.evaluation
+    if result.proof is not None:
+        out.print(plain(proved(result.proof)))
     if evaluation is None:
         return
     if not evaluation.not_timed:
         out.print()
-        if shown.outcome.status == "oom":
+        if result.status == "oom":
             out.print(plain("with enough memory it would take:"))
-        out.print(speeds(shown, evaluation))
+        out.print(speeds(result, evaluation))
     out.print()
-    show_whole(out, stages(shown, evaluation))
+    show_whole(out, stages(result, evaluation, keep_all))
     out.print()
-    for line in footer(shown, evaluation):
+    for line in footer(result, evaluation, keep_all):
         out.print(plain(line))
+
+
+def as_json(request: Request, result: Result) -> dict[str, Any]:
+    """The JSON of a run: a result with its band and retries.  Values are null where there is no
+    plan to evaluate."""
+    evaluation, verdict = result.evaluation, result.verdict
+    timed = None if evaluation is None or evaluation.not_timed else evaluation
+    values: dict[str, Any] = {key: getattr(timed, key, None) for key in SPEEDS}
+    peaks = evaluation.peak_device_bytes if evaluation else None
+    values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
+    values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
+    values["recompute_flop"] = evaluation.recompute_flop if evaluation else None
+    values["offload_bytes"] = evaluation.offload_bytes if evaluation else None
+    values["parameters"] = {
+        **request.method.parameters,
+        **(result.plan.fit if result.plan else {}),
+    }
+    values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
+    values["fits"] = result.fit if verdict else None
+    values["band"] = _band_values(result) if timed else None
+    values["binds"] = verdict.binds if verdict else None
+    values["allocator_retries"] = asdict(result.retries) if result.retries else None
+    values["job"] = {"method": request.method.name, **result.job.facts()}
+    values["run_with"] = request.run_with
+    if result.proof is not None:
+        values["proof"] = asdict(result.proof)
+    return {**values, "status": result.status, "reason": result.reason}
+
+
+def _band_values(result: Result) -> dict[str, Any] | None:
+    """A band's ends in tokens/s/GPU, and what lies outside of published rows."""
+    if result.band is None or result.error_band is None:
+        return None
+    low, high = result.band
+    return {"low": low, "high": high, "outside": list(result.error_band.outside)}
 
 
 def proved(proof: Proof) -> str:
@@ -70,9 +111,8 @@ def proved(proof: Proof) -> str:
     )
 
 
-def heading(request: Request) -> list[str]:
-    """Lines with model and devices, layout, assumed kernels and constants, and last the method."""
-    problem = request.problem
+def heading(problem: Problem) -> list[str]:
+    """Lines with model and devices, layout, and assumed kernels and constants."""
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
@@ -85,73 +125,71 @@ def heading(request: Request) -> list[str]:
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         f"assumes: {assumed(problem)}",
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
-        f"method {request.method.name}{_typed(request)}",
     ]
 
 
-def _typed(request: Request) -> str:
+def method_line(request: Request) -> str:
+    """The method with its parameters."""
     named = [
         f"{key}={value}"
         for method in request.method.parameters.values()
         for key, value in method.items()
         if value is not None
     ]
-    return f" ({', '.join(named)})" if named else ""
+    return f"method {request.method.name}" + (f" ({', '.join(named)})" if named else "")
 
 
-def banner(shown: ShownRun) -> str:
+def banner(result: Result) -> str:
     """The run's verdict in one line."""
-    outcome = shown.outcome
-    word = BANNERS[outcome.status]
-    if outcome.status != "ok" or outcome.verdict is None or outcome.evaluation is None:
-        return f"{word}: {outcome.reason}"
-    peaks = outcome.evaluation.peak_device_bytes
+    word = BANNERS[result.status]
+    if result.status != "ok" or result.verdict is None or result.evaluation is None:
+        return f"{word}: {result.reason}"
+    peaks = result.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
-    spare = gib(outcome.verdict.headroom_bytes)
-    tight = "FITS, TIGHT" if fits(shown) == "tight" else word
+    spare = gib(result.verdict.headroom_bytes)
+    tight = "FITS, TIGHT" if result.fit == "tight" else word
     return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank})"
 
 
-def speeds(shown: ShownRun, evaluation: PlanEvaluation) -> RenderableType:
+def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
-    problem = shown.request.problem
+    problem = result.problem
     tokens = problem.layout.global_batch * problem.workload.seq_len
     flop = tokens * model_flop_per_token(problem.workload.model, problem.workload.seq_len)
     again = evaluation.recompute_flop
     table = Table.grid(padding=(0, 2))
-    speed, band = evaluation.tokens_per_s_per_gpu, shown_band(shown)
-    between = f" ({rounded(band.low(speed))} to {rounded(band.high(speed))})"
+    low, high = result.band or (0.0, 0.0)
+    between = f" ({rounded(low)} to {rounded(high)})" if low and not nominal(problem) else ""
     rows = [
         ("step", seconds(evaluation.step_s)),
-        ("tokens/s/GPU", rounded(speed) + between * (not nominal(problem))),
+        ("tokens/s/GPU", f"{rounded(evaluation.tokens_per_s_per_gpu)}{between}"),
         ("MFU, causal attention", percent(evaluation.mfu_causal)),
         ("MFU, dense attention", percent(evaluation.mfu_dense)),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
         ("recomputed", f"{percent(again / flop)} of the model's FLOP"),
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
-    plan = shown.outcome.plan
-    rows += [("waits for the host", percent(share)) for share in _host_shares(problem, shown)]
-    rows += [("plan", f"{key}: {value}") for key, value in (plan.fit if plan else {}).items()]
+    notes = result.plan.fit if result.plan else {}
+    rows += [("waits for the host", percent(share)) for share in _host_shares(result)]
+    rows += [("plan", f"{key}: {value}") for key, value in notes.items()]
     for name, value in rows:
         table.add_row(name, plain(value))
     return table
 
 
-def _host_shares(problem: Problem, shown: ShownRun) -> list[float]:
+def _host_shares(result: Result) -> list[float]:
     """Share of the step that devices wait for hosts; empty below HOST_SHARE or without a plan."""
-    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
-    if plan is None or evaluation is None:
+    plan, problem, step_s = result.plan, result.problem, result.step_s
+    if plan is None or step_s is None:
         return []
-    step_s = evaluation.step_s
     program = lower(plan, problem)
     share = host_wait_s(action_seconds(problem, program), program, step_s) / step_s
     return [share] if share > HOST_SHARE else []
 
 
-def stages(shown: ShownRun, evaluation: PlanEvaluation) -> Table:
+def stages(result: Result, evaluation: PlanEvaluation, keep_all: PlanEvaluation | None) -> Table:
     """A table of the peak bytes of every pipeline rank, and the bytes left of the device."""
-    usable = shown.request.problem.usable_bytes
+    usable = result.problem.usable_bytes
     table = grid(
         "rank (GiB)",
         "parameters",
@@ -164,15 +202,15 @@ def stages(shown: ShownRun, evaluation: PlanEvaluation) -> Table:
         "freed",
         "pinned host",
     )
-    for first, last in runs(evaluation, shown.keep_all):
+    for first, last in runs(evaluation, keep_all):
         rank = evaluation.ranks[first]
-        freed = freed_bytes(shown, first)
+        freed = gib(freed_bytes(evaluation, keep_all)[first]) if keep_all else "-"
         table.add_row(
             str(first) if first == last else f"{first}-{last}",
             *(gib(value) for value in _parts(rank)),
             gib(rank.device_peak),
             gib(usable - rank.device_peak),
-            "-" if freed is None else gib(freed),
+            freed,
             gib(rank.host_peak),
         )
     return table
@@ -199,12 +237,10 @@ def _parts(rank: RankBytes) -> tuple[int, ...]:
     return (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak, rank.pools)
 
 
-def freed_bytes(shown: ShownRun, rank: int) -> int | None:
-    """Device bytes of a rank that keep_all needs and this plan does not; None if unknown."""
-    if shown.keep_all is None or shown.outcome.evaluation is None:
-        return None
-    before = shown.keep_all.ranks[rank].device_peak
-    return before - shown.outcome.evaluation.ranks[rank].device_peak
+def freed_bytes(evaluation: PlanEvaluation, keep_all: PlanEvaluation) -> list[int]:
+    """Device bytes of each rank that keep_all needs and this plan does not."""
+    pairs = zip(evaluation.ranks, keep_all.ranks, strict=True)
+    return [before.device_peak - rank.device_peak for rank, before in pairs]
 
 
 def nominal(problem: Problem) -> list[str]:
@@ -214,42 +250,48 @@ def nominal(problem: Problem) -> list[str]:
     return ["times are nominal: a CPU cluster is for tests, never for performance"]
 
 
-def footer(shown: ShownRun, evaluation: PlanEvaluation) -> list[str]:
+def footer(
+    result: Result, evaluation: PlanEvaluation, keep_all: PlanEvaluation | None
+) -> list[str]:
     """Lines on the allocator, host bytes per node, freed bytes, and the source of the numbers."""
-    problem = shown.request.problem
+    problem = result.problem
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
     usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
-        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(shown)})",
-        *retried(retries_of(shown)),
+        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(result)})",
+        *retried(result.retries),
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
-        _freed_line(shown, evaluation),
-        *([] if evaluation.not_timed else nominal(problem) or _trust(shown)),
-        f"world: simulated (rematbench {__version__}, constants of "
-        f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
+        _freed_line(evaluation, keep_all),
+        *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
+        world_line(problem, "; stage bytes are allocated bytes in issue order"),
     ]
 
 
-def retried(found: Retries | None) -> list[str]:
+def world_line(problem: Problem, more: str = "") -> str:
+    """The world of the numbers, and the versions behind them."""
+    constants = f"constants of {problem.calibration.date}"
+    return f"world: simulated (rematbench {__version__}, {constants}){more}"
+
+
+def retried(retries: Retries | None) -> list[str]:
     """A line on the allocator's retries in a step, and whether they fail; empty without retries."""
-    if found is None or not found.per_step:
+    if retries is None or not retries.per_step:
         return []
-    count = f"{found.per_step:,} allocator retr{'y' if found.per_step == 1 else 'ies'}"
-    if found.fails:
+    count = f"{retries.per_step:,} allocator retr{'y' if retries.per_step == 1 else 'ies'}"
+    if retries.fails:
         return [f"{count} in a step, the last of which fails too: {FRAGMENTS}"]
     return [f"{count} a step ({UNTIMED})"]
 
 
-def _segments(shown: ShownRun) -> str:
+def _segments(result: Result) -> str:
     """Whose bytes the reserved ones are: of planned addresses, or of the framework's allocator."""
-    plan, problem = shown.outcome.plan, shown.request.problem
+    plan, problem, evaluation = result.plan, result.problem, result.evaluation
     segments = "expandable" if problem.system.expandable_segments else "default"
     if plan is None or plan.addresses != "planned":
         return f"{segments} segments"
-    evaluation = shown.outcome.evaluation
     rank = fullest_rank(evaluation.ranks) if evaluation else 0
     if placed(lower(plan, problem).ranks[rank]):
         return "planned addresses"
@@ -257,13 +299,15 @@ def _segments(shown: ShownRun) -> str:
     return f"{segments} segments, not the plan's addresses: {more}"
 
 
-def _trust(shown: ShownRun) -> list[str]:
-    lines = trust(shown_band(shown))
-    if shown.outcome.status == "ok" and fits(shown) == "tight":
-        lines.append(
-            f"tight: published peaks lie up to {percent(peak_band())} above predicted ones (80 %)"
-        )
-    return lines
+def _trust(result: Result) -> list[str]:
+    lines = trust(result.error_band) if result.error_band else []
+    return [*lines, tight_line()] if result.fit == "tight" else lines
+
+
+def tight_line() -> str:
+    """What `tight` means."""
+    error = percent(peak_band())
+    return f"tight: fits, but with less headroom than our memory error ({error})"
 
 
 def trust(band: Band) -> list[str]:
@@ -277,14 +321,13 @@ def trust(band: Band) -> list[str]:
     ]
 
 
-def _freed_line(shown: ShownRun, evaluation: PlanEvaluation) -> str:
-    if shown.keep_all is None:
+def _freed_line(evaluation: PlanEvaluation, keep_all: PlanEvaluation | None) -> str:
+    if keep_all is None:
         return "freed against keep_all: not compared"
-    before, after = max(shown.keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)
-    freed = [freed_bytes(shown, rank) for rank in range(len(evaluation.ranks))]
-    slower = f", step {100 * (evaluation.step_s / shown.keep_all.step_s - 1):+.1f} %"
-    slower = "" if evaluation.not_timed or shown.keep_all.not_timed else slower
-    if not any(freed):
+    before, after = max(keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)
+    slower = f", step {100 * (evaluation.step_s / keep_all.step_s - 1):+.1f} %"
+    slower = "" if evaluation.not_timed or keep_all.not_timed else slower
+    if not any(freed_bytes(evaluation, keep_all)):
         return "freed against keep_all: nothing; this policy is a no-op here"
     return (
         f"freed against keep_all: {gib(before - after)} GiB of the largest peak "

@@ -34,17 +34,19 @@ class Result(Struct, frozen=True, kw_only=True):
     """One method on one problem.
 
     `method` is the text that `simulate` takes; `family` has the names of its methods without their
-    parameters, joined by `+`.  An unsupported plan may have an evaluation: its bytes hold, its
-    seconds do not (`not_timed` is the reason).  The fields after `proof` are filled in where a
-    table asks for them: `error_band` is the error of the speed, `fit` a word for the headroom,
-    `tied` whether the error of ratios of speeds cannot tell the result from the fastest, `parts_s`
-    the seconds of the step by part, `runs_on` the engines that can run the plan, `same_as` an
-    earlier result with an equal plan, `bound_s` a lower bound of the step.
+    parameters, joined by `+`; `origin` says why a table has the row (`compare`'s candidates).  An
+    unsupported plan may have an evaluation: its bytes hold, its seconds do not (`not_timed` is the
+    reason).  The fields after `proof` are filled in where a table asks for them: `error_band` is
+    the error of the speed, `fit` a word for the headroom, `tied` whether the error of ratios of
+    speeds cannot tell the result from the fastest, `parts_s` the seconds of the step by part,
+    `runs_on` the engines that can run the plan, `same_as` an earlier result with an equal plan,
+    `bound_s` a lower bound of the step.
     """
 
     job: Job
     method: str
     family: str
+    origin: str = ""
     status: Status
     reason: str = ""
     plan: Plan | None = None

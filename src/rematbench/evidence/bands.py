@@ -22,6 +22,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.evaluate.band import Band
+from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.result import Fit, Result
 from rematbench.evidence.job_evidence import (
     PEAK,
     Job,
@@ -34,6 +36,7 @@ from rematbench.evidence.job_evidence import (
     out_of_source,
 )
 from rematbench.evidence.published.sheets import SPEED, Row, number
+from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 
 LEVEL = 0.8
@@ -210,7 +213,7 @@ def leaving_reserve(problem: Problem) -> Problem:
     return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.usable_bytes))
 
 
-def fits_word(headroom_bytes: float, usable_bytes: float) -> str:
+def fits_word(headroom_bytes: float, usable_bytes: float) -> Fit:
     """`yes`, `tight` (the headroom is below the error of predicted peaks), or `no`."""
     if headroom_bytes < 0:
         return "no"
@@ -298,3 +301,32 @@ def pooled(found: Sequence[Coverage], errors: Errors) -> Coverage:
         half_width=median(one.half_width for one in found),
         error=quantile(errors),
     )
+
+
+# -- results ------------------------------------------------------------------------------------
+
+
+def with_band(result: Result, family: str = "") -> Result:
+    """A result with the band of its speed and a word for its headroom.  The band is that of
+    `family`; without one, of the result's methods, or of keep_all where they change nothing."""
+    plan, verdict, problem = result.plan, result.verdict, result.problem
+    if not family:
+        idle = plan is not None and same_plan(plan) == same_plan(result.base)
+        family = IDENTITY if idle else result.family
+    fit: Fit = "no"
+    if verdict is not None and verdict.fits:
+        fit = fits_word(verdict.headroom_bytes, problem.usable_bytes)
+    return replace(result, error_band=band_of(problem, family), fit=fit)
+
+
+def with_ties(results: Sequence[Result], half_width: float) -> list[Result]:
+    """The results, with a mark on those that fit and are slower than the first that fits by less
+    than `half_width`: the error of ratios of speeds, a logarithm."""
+    first = next((result for result in results if result.fits), None)
+    lowest = (first.tokens_per_s_per_gpu or 0.0) * math.exp(-half_width) if first else 0.0
+    return [
+        replace(result, tied=True)
+        if result.fits and result is not first and (result.tokens_per_s_per_gpu or 0.0) >= lowest
+        else result
+        for result in results
+    ]

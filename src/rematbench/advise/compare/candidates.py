@@ -5,7 +5,7 @@ offloaded, what is computed in pieces, ...), and the kinds are read from the pla
 in KINDS is that of the last of its kinds. Methods of different places compose in the order of
 KINDS, if at most one of them was tuned until its plan fits (a second one would have nothing left to
 tune). The composed plan decides: it must keep the decisions of its base (`clash`), and it must free
-bytes that its base does not free (compare.py).
+bytes that its base does not free (comparison.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from rematbench.host.workers import Lost
 from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
 from rematbench.plugins.policies import LABEL, Policy, Setting
 from rematbench.plugins.registry import Registry
@@ -47,7 +48,8 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """One plan to make: `method` with `settings`, on `base` (for a composition: the plan so far).
+    """What is to be planned: `method` with `settings`, on `base` (for a composition: the plan of
+    the methods before its last).
     `methods` are the names of all methods that the plan is made of. `first_that_fits`: settings to
     choose from, the fastest first and the one with the fewest bytes last."""
 
@@ -66,15 +68,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
         return "+".join(self.methods)
 
 
-class Made(Struct, frozen=True, kw_only=True):
-    """A candidate's plan, the kinds of things that it changed, and whether it was tuned to fit."""
-
-    candidate: Candidate
-    plan: Plan
-    kinds: frozenset[Kind]
-    tuned: bool
-
-
 def load_compare() -> CompareConfig:
     """The policies and limits of config/compare.yaml."""
     data = read_mapping(data_dir("config") / "compare.yaml", LABEL)
@@ -83,11 +76,11 @@ def load_compare() -> CompareConfig:
 
 def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidate]:
     """Every method at its defaults, then the declared policies."""
-    own = [
+    methods = [
         Candidate(name=name, origin="method", methods=(name,), method=name)
         for name in registry.methods
     ]
-    return own + [
+    return methods + [
         Candidate(
             name=policy.name,
             origin="policy",
@@ -100,21 +93,17 @@ def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidat
     ]
 
 
-def asked_candidates(
+def named_candidates(
     registry: Registry, config: CompareConfig, problem: Problem, names: Iterable[str]
 ) -> list[Candidate]:
     """The candidates that a person names. A name is a method or policy as `compare` shows it, or
     any text that names a method; MethodError where a name is neither."""
-    shipped = {candidate.name: candidate for candidate in first_candidates(registry, config)}
-    found = []
-    for name in dict.fromkeys(names):
-        known = shipped.get(name)
-        if known is None:
-            resolved = registry.resolve(name, None, problem)
-            methods = tuple(method.name for method in resolved.methods)
-            known = Candidate(name=name, origin="asked", methods=methods, method=name)
-        found.append(replace(known, origin="asked"))
-    return found
+    candidates = {candidate.name: candidate for candidate in first_candidates(registry, config)}
+    for name in names:
+        if name not in candidates:
+            methods = tuple(one.name for one in registry.resolve(name, None, problem).methods)
+            candidates[name] = Candidate(name=name, origin="asked", methods=methods, method=name)
+    return [replace(candidates[name], origin="asked") for name in dict.fromkeys(names)]
 
 
 def changed_kinds(base: Plan, plan: Plan) -> frozenset[Kind]:
@@ -153,21 +142,25 @@ def place(kinds: Iterable[Kind]) -> int:
     return max(KINDS.index(kind) for kind in kinds)
 
 
-def compositions(made: Sequence[Made], most: int) -> list[tuple[Made, ...]]:
+def compositions(
+    base: Plan, alone: Sequence[tuple[Candidate, Plan]], most: int
+) -> list[tuple[Candidate, ...]]:
     """The compositions of single methods by the rule of this module, shortest first. Each
-    composition is in the order of application; `most` methods are composed."""
-    alone = sorted((m for m in made if m.kinds), key=lambda m: place(m.kinds))
+    composition is in the order of application; `most` methods are composed. `alone`: candidates
+    with their plans on `base`."""
+    parts = []
+    for candidate, plan in alone:
+        kinds = changed_kinds(base, plan)
+        if kinds:
+            parts.append((place(kinds), plan.fit.get("bound") == TUNED, candidate))
+    parts.sort(key=lambda part: part[0])
     return [
-        group
+        tuple(candidate for _, _, candidate in group)
         for count in range(2, most + 1)
-        for group in combinations(alone, count)
-        if _compose(group)
+        for group in combinations(parts, count)
+        if len({where for where, _, _ in group}) == count
+        and sum(tuned for _, tuned, _ in group) <= 1
     ]
-
-
-def _compose(group: Sequence[Made]) -> bool:
-    places = {place(made.kinds) for made in group}
-    return len(places) == len(group) and sum(made.tuned for made in group) <= 1
 
 
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
@@ -181,14 +174,21 @@ def clash(problem: Problem, base: Plan, plan: Plan) -> str:
     return overruled(problem, base, plan)
 
 
-def composed(group: Sequence[Made], before: Plan) -> Candidate:
+def composed(group: Sequence[Candidate], before: Plan) -> Candidate:
     """The candidate that applies a group's last method to the plan of the methods before it."""
-    names = tuple(made.candidate.method for made in group)
+    names = tuple(candidate.method for candidate in group)
     return Candidate(
-        name="+".join(made.candidate.name for made in group),
+        name="+".join(candidate.name for candidate in group),
         origin="composition",
         methods=names,
         method=names[-1],
-        settings=group[-1].candidate.settings,
+        settings=group[-1].settings,
         base=before,
     )
+
+
+def lost_reason(why: Lost, limit_s: int) -> str:
+    """Why a worker gave no answer about a candidate, which had `limit_s` CPU seconds."""
+    if why == "died":
+        return "its process died"
+    return f"not planned within {limit_s} CPU seconds (--limit SECONDS allows more)"

@@ -1,11 +1,10 @@
-"""Where no entry fits: the smallest changes with which one would, each checked by simulation."""
+"""Where no plan fits: the smallest changes with which one would, each checked by simulation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.entry import Entry
 from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
@@ -15,7 +14,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
 
 NEAREST = 4
-"""How many entries, nearest to fitting first, are tried on twice the GPUs."""
+"""How many results, nearest to fitting first, are tried on twice the GPUs."""
 
 MIB = 2**20
 GIB = 2**30
@@ -24,33 +23,33 @@ STEP_BYTES = 32 * MIB
 """Resolution of the sufficient bytes: a few hundredths of a GiB."""
 
 
-def would_fit(problem: Problem, entries: Sequence[Entry], registry: Registry) -> list[str]:
-    """The changes with which some entry would fit, one line of words each; empty where none helps.
+def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -> list[str]:
+    """The changes with which some method would fit, one line of words each; empty where none helps.
     Tried are more bytes where they are short, optimizer states on the host, and twice the GPUs."""
-    near = sorted((e for e in entries if e.status == "oom" and e.plan), key=_missing_bytes)
-    found: list[str] = []
-    for way in (_more_bytes, _states_on_host):
-        found += next(((line,) for entry in near if (line := way(problem, entry))), ())
-    return found + _twice_the_gpus(problem, near[:NEAREST], registry)
+    near = sorted((one for one in results if one.status == "oom" and one.plan), key=_missing_bytes)
+    lines: list[str] = []
+    for change in (_more_bytes, _states_on_host):
+        lines += next(((line,) for result in near if (line := change(problem, result))), ())
+    return lines + _twice_the_gpus(problem, near[:NEAREST], registry)
 
 
-def _missing_bytes(entry: Entry) -> int:
+def _missing_bytes(result: Result) -> int:
     """Missing bytes of a device and of a host together."""
-    assert entry.verdict is not None
-    room = entry.verdict
-    return max(0, -room.headroom_bytes) + max(0, -room.host_headroom_bytes)
+    assert result.verdict is not None
+    verdict = result.verdict
+    return max(0, -verdict.headroom_bytes) + max(0, -verdict.host_headroom_bytes)
 
 
-def _more_bytes(problem: Problem, entry: Entry) -> str:
-    """More device and host bytes with which the entry fits, in steps of STEP_BYTES; or empty."""
-    assert entry.plan is not None
-    assert entry.verdict is not None
-    plan, cluster = entry.plan, problem.cluster
-    short = max(0, -entry.verdict.host_headroom_bytes) / (
+def _more_bytes(problem: Problem, result: Result) -> str:
+    """More device and host bytes with which the plan fits, in steps of STEP_BYTES; or empty."""
+    assert result.plan is not None
+    assert result.verdict is not None
+    plan, cluster = result.plan, problem.cluster
+    short = max(0, -result.verdict.host_headroom_bytes) / (
         1.0 - problem.cost.common.host_system_share
     )
     host = int(-(-short // STEP_BYTES)) * STEP_BYTES
-    most = -(-max(0, -entry.verdict.headroom_bytes) // STEP_BYTES)
+    most = -(-max(0, -result.verdict.headroom_bytes) // STEP_BYTES)
 
     def larger(steps: int) -> Problem:
         hbm_bytes = cluster.hbm_bytes + steps * STEP_BYTES
@@ -62,44 +61,45 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
         return ""
     more = [f"{steps * STEP_BYTES / GIB:.2f} GiB more on each device"] if steps else []
     more += [f"{host / GIB:.2f} GiB more host memory on each node"] if host else []
-    return f"with {' and '.join(more)} ({entry.name})"
+    return f"with {' and '.join(more)} ({result.method})"
 
 
-def _states_on_host(problem: Problem, entry: Entry) -> str:
+def _states_on_host(problem: Problem, result: Result) -> str:
     """Optimizer states in host memory, with a speed where the update rate is known; or empty."""
-    assert entry.plan is not None
-    fate = entry.plan.state("optimizer")
+    assert result.plan is not None
+    fate = result.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
         return ""
-    others = tuple(state for state in entry.plan.states if state.kind != "optimizer")
-    plan = replace(entry.plan, states=(*others, replace(fate, home="host")))
-    outcome = _run(problem, plan)
-    found = outcome.evaluation if outcome else None
-    if found is None or outcome is None or not (outcome.verdict and outcome.verdict.fits):
+    others = tuple(state for state in result.plan.states if state.kind != "optimizer")
+    plan = replace(result.plan, states=(*others, replace(fate, home="host")))
+    hosted = _run(problem, plan)
+    evaluation, verdict = (hosted.evaluation, hosted.verdict) if hosted else (None, None)
+    if evaluation is None or verdict is None or not verdict.fits:
         return ""
-    speed = f"{found.tokens_per_s_per_gpu:.4g} tokens/s/GPU"
+    speed = f"{evaluation.tokens_per_s_per_gpu:.4g} tokens/s/GPU"
     return (
-        f"with the optimizer's states in host memory ({entry.name}; "
-        f"{found.host_node_bytes / GIB:.0f} GiB of each node's; {found.not_timed or speed})"
+        f"with the optimizer's states in host memory ({result.method}; "
+        f"{evaluation.host_node_bytes / GIB:.0f} GiB of each node's; "
+        f"{evaluation.not_timed or speed})"
     )
 
 
-def _twice_the_gpus(problem: Problem, near: Sequence[Entry], registry: Registry) -> list[str]:
-    """The fastest entry and layout on twice the GPUs, with one parallel degree doubled."""
+def _twice_the_gpus(problem: Problem, near: Sequence[Result], registry: Registry) -> list[str]:
+    """The fastest method and layout on twice the GPUs, with one parallel degree doubled."""
     best: tuple[float, str] | None = None
     for layout in _doubled(problem.layout):
         try:
             larger = _at(problem, layout)
         except LayoutError:
             continue
-        for entry in near:
-            outcome = _again(larger, entry, registry)
-            if outcome is None or outcome.status != "ok" or outcome.evaluation is None:
+        for result in near:
+            again = _again(larger, result, registry)
+            rate = again.tokens_per_s_per_gpu if again and again.fits else None
+            if rate is None:
                 continue
-            rate = outcome.evaluation.tokens_per_s_per_gpu
             text = (
                 f"on {layout.gpus} GPUs at tp {layout.tp} cp {layout.cp} pp {layout.pp} dp "
-                f"{layout.dp} ({entry.name}, {rate:.4g} tokens/s/GPU)"
+                f"{layout.dp} ({result.method}, {rate:.4g} tokens/s/GPU)"
             )
             best = max(best or (rate, text), (rate, text))
     return [best[1]] if best else []
@@ -121,18 +121,18 @@ def _on(problem: Problem, cluster: Cluster) -> Problem:
     return replaced(problem, cluster=cluster, reserve_bytes=0, _memo={}, _weights={})
 
 
-def _again(problem: Problem, entry: Entry, registry: Registry) -> Result | None:
-    """The outcome of an entry's methods and settings on another problem; None without a plan."""
+def _again(problem: Problem, result: Result, registry: Registry) -> Result | None:
+    """The result of a result's methods and settings on another problem; None without a plan."""
     try:
-        plan = registry.resolve(entry.name, None, problem).plan(problem)
+        plan = registry.resolve(result.method, None, problem).plan(problem)
     except (MethodError, PlanError, LayoutError):
         return None
     return None if isinstance(plan, Unsupported) else _run(problem, plan)
 
 
 def _fits(problem: Problem, plan: Plan) -> bool:
-    outcome = _run(problem, plan)
-    return outcome is not None and outcome.status == "ok"
+    result = _run(problem, plan)
+    return result is not None and result.fits
 
 
 def _run(problem: Problem, plan: Plan) -> Result | None:

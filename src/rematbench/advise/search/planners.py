@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from rematbench.advise.compare.entry import lost_reason
+from rematbench.advise.compare.candidates import lost_reason
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.space import Choice
 from rematbench.advise.search.trial import Tried, tried_plan

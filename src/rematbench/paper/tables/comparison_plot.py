@@ -20,8 +20,8 @@ Row = Mapping[str, Any]
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows of `choose.judged.lines` that fit. Each row is a point with its band as error
-    bar (hollow where the job lies outside of what was published), and a stacked bar of its step's
+    """Draw the rows of a comparison that fit. Each row is a point with its band as error bar
+    (hollow where the job lies outside of what was published), and a stacked bar of its step's
     seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to load)
     from matplotlib.figure import Figure  # noqa: PLC0415

@@ -1,0 +1,306 @@
+"""Every method, composition and baseline policy on one job: evaluated, ranked, and as rows."""
+
+from collections.abc import Container, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from rematbench.advise.compare.candidates import (
+    Candidate,
+    CompareConfig,
+    clash,
+    composed,
+    compositions,
+    first_candidates,
+    lost_reason,
+    named_candidates,
+)
+from rematbench.advise.compare.grids import best_variants
+from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
+from rematbench.evaluate.breakdown import PARTS
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.result import AMOUNTS, ROOMS, SPEEDS, Result, Status
+from rematbench.evidence.bands import ratio_band, with_band, with_ties
+from rematbench.host.workers import Lost, Pool
+from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import ConfigError, wrong_field
+from rematbench.worlds.packages.flags import Engines
+
+Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
+
+COLUMNS = (
+    *("name", "origin", "same_as", "status", "reason", *SPEEDS, "gpu_hours_per_1e9_tokens"),
+    *("peak_device_bytes", *AMOUNTS, *ROOMS, "allocator_retries", "allocator_fails"),
+    *(f"{part}_s" for part in PARTS),
+    *("plan", "fits", "low_tokens_per_s_per_gpu", "high_tokens_per_s_per_gpu", "outside"),
+    *("evidence", "tied_with_best", "host_bytes", "runs_on", "days", "cost"),
+)
+"""The columns of a comparison in order; the facts of the job and `run_with` follow."""
+
+STATUSES = ("ok", "oom", "unsupported", "timed out", "failed")
+"""The statuses in the order of a ranking."""
+
+
+class Order(Struct, frozen=True, kw_only=True):
+    """The tokens to be trained and the `price` of one GPU-hour; zero where a person gave none."""
+
+    tokens: Amount = 0.0
+    price: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value outside its bounds, or a price without tokens."""
+        wrong = wrong_field(self, Order)
+        if wrong is not None:
+            raise ConfigError("", *wrong)
+        if self.price and not self.tokens:
+            raise ConfigError("", "price", "has no cost without tokens")
+
+    def days(self, result: Result) -> float | None:
+        """Days that training on all tokens takes on all GPUs; None without a number of tokens."""
+        hours = self._gpu_hours(result)
+        return None if hours is None else hours / result.problem.layout.gpus / 24
+
+    def cost(self, result: Result) -> float | None:
+        """The price of the GPU-hours for all tokens; None where tokens or price are not given."""
+        hours = self._gpu_hours(result)
+        return None if hours is None or not self.price else hours * self.price
+
+    def _gpu_hours(self, result: Result) -> float | None:
+        each = result.gpu_hours_per_1e9_tokens
+        return each * self.tokens / 1e9 if each and self.tokens else None
+
+
+class Comparison:
+    """One comparison of methods, compositions and policies on one job, evaluated step by step.
+
+    `quick` evaluates every candidate without a planner, `late` the planners. Each candidate has
+    `limit_s` CPU seconds of a worker process. `also` are further methods by name; with `only`, no
+    candidate is evaluated but the named ones.
+
+    Within a step no result depends on which process answers first, so tables are the same on every
+    machine (except for candidates given up after `limit_s` CPU seconds).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        config: CompareConfig,
+        *,
+        methods: Sequence[Path] = (),
+        also: Sequence[str] = (),
+        only: Sequence[str] = (),
+        processes: int = 2,
+        limit_s: int = 4,
+    ) -> None:
+        self.job, self.config, self.limit_s = job, config, limit_s
+        self.registry, self.engines = discover(methods), Engines(job.problem)
+        named = named_candidates(self.registry, config, job.problem, (*only, *also))
+        self.pool: Pool[Task, Result] = Pool(processes, Tuning, (job, tuple(methods)), limit_s)
+        self.all, self.named = not only, {candidate.name for candidate in named}
+        self.first = first_candidates(self.registry, config) if self.all else []
+        names = {candidate.name for candidate in self.first}
+        self.first += [candidate for candidate in named if candidate.name not in names]
+        self.pairs: dict[str, Pair] = {}
+        self.alone: list[tuple[Candidate, Plan]] = []
+        self.composed: set[str] = set()
+
+    def quick(self) -> None:
+        """Evaluate every candidate without a planner, and the best variants of methods' grids."""
+        list(self._grow([c for c in self.first if not self._has_planner(c)]))
+        for candidate, result in self._variants() if self.all else ():
+            self.pairs[candidate.name] = candidate, result
+        list(self._grow(self._without_parts()))
+
+    def late(self) -> Iterator[Result]:
+        """The results of planners and of their compositions, each as soon as it is there."""
+        for candidate, result in self._grow([c for c in self.first if self._has_planner(c)]):
+            if candidate.name in {one.name for one, _ in self._without_parts()}:
+                self.pool.waiting.insert(0, (candidate, result))  # again, with its step's parts
+            else:
+                yield result
+        self.pool.close()
+
+    def everything(self) -> list[Result]:
+        """All results, quick and late, best first."""
+        self.quick()
+        list(self.late())
+        return self.results()
+
+    def results(self) -> list[Result]:
+        """The results so far, best first, with bands, ties, and the engines that run their plans.
+        `same_as` names an earlier result with an equal plan."""
+        rows, _ = self._rows()
+        return ranked(
+            [
+                replace(result, runs_on=self.engines.of(result.plan)) if result.plan else result
+                for _, result in rows
+            ]
+        )
+
+    @property
+    def left_out(self) -> int:
+        """How many compositions and policies have no row because their plan equals another."""
+        return self._rows()[1]
+
+    def _rows(self) -> tuple[list[Pair], int]:
+        return without_repeats(self._listed(), self.named)
+
+    def _listed(self) -> list[Pair]:
+        """Candidates and results in the order of declaration, each composition after the methods
+        that it is made of. Compositions that free no bytes beside their base are left out."""
+        first = {candidate.name: self.pairs.get(candidate.name) for candidate in self.first}
+        more = [
+            pair for name, pair in self.pairs.items() if name not in first and self._has_row(*pair)
+        ]
+        more.sort(key=lambda pair: (len(pair[0].methods), pair[0].name))
+        return [pair for pair in (*first.values(), *more) if pair]
+
+    def _has_row(self, candidate: Candidate, result: Result) -> bool:
+        """Whether a candidate is a variant, or a composition that frees bytes beside its base."""
+        if candidate.origin != "composition":
+            return candidate.origin == "variant"
+        before, evaluation = self._before(candidate.methods), result.evaluation
+        if before is None or before.evaluation is None or evaluation is None:
+            return True
+        return evaluation.reserved_bytes < before.evaluation.reserved_bytes
+
+    def _before(self, names: Sequence[str]) -> Result | None:
+        """The result of the composition of all named methods but the last."""
+        pair = self.pairs.get("+".join(names[:-1]))
+        return pair[1] if pair else None
+
+    def _variants(self) -> list[Pair]:
+        pairs = [pair for pair in self.pairs.values() if pair[0].origin != "asked"]
+        pairs.sort(key=lambda pair: pair[1].method)
+        most = self.config.most_methods
+        return best_variants(self.job, self.registry, most, pairs, self._evaluate)
+
+    def _without_parts(self) -> list[Pair]:
+        """The rows that fit and whose step has not been broken into parts yet."""
+        names = [candidate.name for candidate, result in self._rows()[0] if result.fits]
+        return [pair for name in names if not (pair := self.pairs[name])[1].parts_s]
+
+    def _evaluate(self, candidates: Sequence[Candidate]) -> list[Pair]:
+        """Candidates with their results, in order; without those that overrule their base."""
+        pairs: dict[str, Pair] = {}
+        self.pool.add(candidates)
+        for task, answer in self.pool.run():
+            candidate = task[0] if isinstance(task, tuple) else task
+            pairs[candidate.name] = candidate, self._result(candidate, answer)
+        every = [pairs[candidate.name] for candidate in candidates]
+        return [pair for pair in every if not self._clashes(*pair)]
+
+    def _grow(self, first: Sequence[Task]) -> Iterator[Pair]:
+        """Evaluate tasks and the compositions that their plans make possible."""
+        self.pool.add(first)
+        for task, answer in self.pool.run():
+            candidate = task[0] if isinstance(task, tuple) else task
+            result = self._result(candidate, answer)
+            if self._clashes(candidate, result):
+                continue
+            self.pairs[candidate.name] = candidate, result
+            if task is candidate:
+                self.pool.add(self._compositions_on(candidate, result))
+            yield candidate, result
+
+    def _compositions_on(self, candidate: Candidate, result: Result) -> list[Candidate]:
+        """The compositions that become possible with this candidate's plan."""
+        if result.plan is None or candidate.origin not in ("method", "composition"):
+            return []
+        if candidate.origin == "method":
+            self.alone.append((candidate, result.plan))
+        candidates = []
+        for group in compositions(self.job.base, self.alone, self.config.most_methods):
+            names = [one.name for one in group]
+            before = self._before(names)
+            if before is not None and before.plan and "+".join(names) not in self.composed:
+                self.composed.add("+".join(names))
+                candidates.append(composed(group, before.plan))
+        return candidates
+
+    def _result(self, candidate: Candidate, answer: Result | Lost) -> Result:
+        """A worker's answer with this process's job, or why there is none."""
+        if isinstance(answer, Result):
+            return replace(answer, job=self.job)
+        status: Status = "failed" if answer == "died" else "timed out"
+        reason = lost_reason(answer, self.limit_s)
+        return replace(blank(self.job, candidate), status=status, reason=reason)
+
+    def _clashes(self, candidate: Candidate, result: Result) -> bool:
+        """Whether a composed plan overrules a decision of its base: it is then no composition."""
+        base, plan = candidate.base, result.plan
+        return base is not None and plan is not None and bool(clash(self.job.problem, base, plan))
+
+    def _has_planner(self, candidate: Candidate) -> bool:
+        return self.registry.has_planner(candidate.methods)
+
+
+def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
+    """The pairs that a table shows, and how many others were left out as repetitions.
+
+    Left out unless `named`: compositions and policies whose plan equals an earlier plan, and
+    policies whose tuning ends at the plan of their method. A method with a plan equal to an earlier
+    one stays, with `same_as` filled in.
+    """
+    seen: dict[bytes, str] = {}
+    rows: list[Pair] = []
+    for candidate, result in pairs:
+        if result.plan is None:
+            rows.append((candidate, result))
+            continue
+        first = seen.setdefault(same_plan(result.plan), result.method)
+        wanted = candidate.name in named
+        if first == result.method and (wanted or not _repeats(result, rows)):
+            rows.append((candidate, result))
+        elif wanted or candidate.origin == "method":
+            rows.append((candidate, replace(result, same_as=first)))
+    return rows, len(pairs) - len(rows)
+
+
+def _repeats(result: Result, before: Sequence[Pair]) -> bool:
+    """Whether a policy has the bytes and seconds of an earlier result of its method."""
+    alike = (one for _, one in before if one.family == result.family)
+    return result.origin == "policy" and any(one.evaluation == result.evaluation for one in alike)
+
+
+def ranked(results: Sequence[Result]) -> list[Result]:
+    """The results, best first: those that fit by tokens/s, others by missing bytes; each with the
+    band of its speed (of the earlier result with an equal plan, where there is one), a word for its
+    headroom, and a mark on those that tie with the fastest."""
+    families = {result.method: result.family for result in results}
+    banded = [
+        with_band(result, families.get(result.same_as, result.family))
+        for result in sorted(results, key=_rank)
+    ]
+    return with_ties(banded, ratio_band())
+
+
+def _rank(result: Result) -> tuple[int, float, bool]:
+    place, verdict = STATUSES.index(result.status), result.verdict
+    amount = result.tokens_per_s_per_gpu
+    if verdict is None or amount is None:
+        return place, 0.0, False
+    if result.status == "oom":
+        amount = min(verdict.headroom_bytes, verdict.host_headroom_bytes)
+    return place, -amount, bool(result.same_as)
+
+
+def table(results: Sequence[Result], order: Order) -> list[dict[str, Any]]:
+    """The rows of a comparison under COLUMNS, with the facts of the job: each row is complete in
+    itself."""
+    rows = []
+    for result in results:
+        values = {
+            **result.row(),
+            "origin": result.origin,
+            "host_bytes": result.problem.cluster.host_bytes,
+            "days": order.days(result),
+            "cost": order.cost(result),
+        }
+        columns = (*COLUMNS, *result.job.facts(), "run_with")
+        rows.append({column: values[column] for column in columns})
+    return rows

@@ -1,0 +1,224 @@
+"""The best settings of the methods' grids, where the defaults do not fit or are slower.
+
+Every value of every grid is declared, so variants are a list, and most of them need not be
+evaluated. Two assumptions decide (a test holds them against whole lists): a plan is not faster than
+the plan that its last method was added to; pieces only cost time and only free bytes. So nothing is
+added to a plan slower than one that fits, no further method and no pieces. A composition may be
+faster than its later methods alone: what one rebuilds the next need not copy.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from rematbench.advise.compare.candidates import (
+    KINDS,
+    Candidate,
+    changed_kinds,
+    composed,
+    compositions,
+    place,
+)
+from rematbench.advise.compare.tuning import UNPLANNED_BYTES, Pair
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.result import Result
+from rematbench.plan import Settings
+from rematbench.plugins.registry import MethodEntry, Registry, typed
+from rematbench.problem import Problem
+from rematbench.solve.kept import resident_bytes
+
+Evaluate = Callable[[Sequence[Candidate]], list[Pair]]
+"""Evaluates candidates; the pairs come in the order of the candidates."""
+
+Bounded = tuple[Candidate, float]
+"""A candidate, and a lower bound of its step in seconds."""
+
+BATCH = 4
+"""Candidates evaluated between two looks at the fastest step. The number is a constant, so that the
+choice of what is evaluated does not depend on the number of processes."""
+
+MOST_SHARE = 0.995
+"""A variant is evaluated where its step may take this share of the fastest step or less. No
+comparison tells plans apart that differ by less than half a per cent."""
+
+PIECES = KINDS.index("pieces")
+
+
+def best_variants(
+    job: Job, registry: Registry, most: int, defaults: Sequence[Pair], evaluate: Evaluate
+) -> list[Pair]:
+    """For each combination of methods the fastest variant that beats the defaults.
+
+    A variant fits and leaves the reserve free; where no variant of a combination leaves the reserve
+    free, any that fits will do. Where nothing fits at all, the result is the variant with the
+    fewest missing bytes. `defaults`: methods, policies and compositions with their default
+    settings; `most` methods are composed.
+    """
+    grids = _Grids(job, registry, defaults, evaluate)
+    grids.evaluate_whole(most - 1)
+    grids.evaluate_in_pieces()
+    variants = [pair for pair in grids.pairs if pair[0].origin == "grid"]
+    fastest: dict[str, Pair] = {}
+    fitting = [pair for pair in (*defaults, *variants) if pair[1].fits]
+    for pair in sorted(
+        fitting, key=lambda one: (not grids.leaves_reserve(one[1]), _step_s(one[1]))
+    ):
+        fastest.setdefault(pair[1].family, pair)
+    best = [pair for pair in fastest.values() if pair[0].origin == "grid"]
+    if variants and not fastest:
+        fewest = min(variants, key=lambda pair: _missing_bytes(pair[1]))
+        missing = min((_missing_bytes(result) for _, result in defaults), default=UNPLANNED_BYTES)
+        best = [fewest] if _missing_bytes(fewest[1]) < missing else []
+    return [
+        (replace(candidate, origin="variant"), replace(result, origin="variant"))
+        for candidate, result in best
+    ]
+
+
+def _step_s(result: Result) -> float:
+    return float("inf") if result.step_s is None else result.step_s
+
+
+def _missing_bytes(result: Result) -> int:
+    """Missing bytes of device or host, the larger of both; negative where the plan fits."""
+    if result.verdict is None:
+        return UNPLANNED_BYTES
+    return -min(result.verdict.headroom_bytes, result.verdict.host_headroom_bytes)
+
+
+class _Grids:
+    """Variants of one job, and the defaults that they are composed of. `limit_s`: a variant is
+    evaluated only if its step can be shorter."""
+
+    def __init__(
+        self, job: Job, registry: Registry, defaults: Sequence[Pair], evaluate: Evaluate
+    ) -> None:
+        self.job, self.registry, self.evaluate = job, registry, evaluate
+        self.pairs: list[Pair] = []
+        self.limit_s = float("inf")
+        self._lower_limit(defaults)
+        self.defaults = {pair[1].method: pair for pair in defaults if pair[1].plan is not None}
+        methods = [pair for pair in self.defaults.values() if pair[0].origin == "method"]
+        self.shortest_s = min((_step_s(result) for _, result in methods), default=0.0)
+        places = {
+            candidate.name: place(kinds)
+            for candidate, result in methods
+            if result.plan and (kinds := changed_kinds(job.base, result.plan))
+        }
+        self.whole = [name for name, where in places.items() if where != PIECES]
+        self.in_pieces = [name for name, where in places.items() if where == PIECES]
+
+    def evaluate_whole(self, most: int) -> None:
+        """Evaluate the methods' grids, alone and composed, without pieces."""
+        values = (
+            _variant(self.registry.methods[name], settings)
+            for name in self.whole
+            for settings in self.registry.methods[name].grid
+        )
+        self._evaluate((one, self.shortest_s) for one in values if one.name not in self.defaults)
+        alone = [self.defaults[name] for name in self.whole]
+        singles = [(one, result.plan) for one, result in (*alone, *self.pairs) if result.plan]
+        self.pairs += alone
+        for count in range(2, most + 1):
+            groups = compositions(self.job.base, singles, count)
+            bounded = [self._on_base(group) for group in groups if len(group) == count]
+            self._evaluate(one for one in bounded if one is not None)
+
+    def evaluate_in_pieces(self) -> None:
+        """Evaluate each short plan in pieces: the first value of each grid of pieces that fits.
+        Plans qualify that are short of device bytes, may be faster than what fits, and do not keep
+        more than the device has; the fastest plan comes first."""
+        problem, short = self.job.problem, dict[bytes, Pair]()
+        for pair in self.pairs:
+            result = pair[1]
+            if self.leaves_reserve(result) or _step_s(result) >= self.limit_s:
+                continue
+            if result.plan and not keeps_too_much(problem, result):
+                short.setdefault(same_plan(result.plan), pair)
+        pairs = sorted(short.values(), key=lambda pair: (_step_s(pair[1]), pair[1].method))
+        for name in self.in_pieces:
+            method = self.registry.methods[name]
+            if not method.grid:
+                continue
+            if not (self.limit_s < float("inf") and self._base_keeps_too_much()):
+                self._evaluate([(_variant(method, {}, method.grid), self.shortest_s)])
+            self._evaluate((_in_pieces(pair, method), _step_s(pair[1])) for pair in pairs)
+
+    def _base_keeps_too_much(self) -> bool:
+        """Whether the base fits in no number of pieces; False where its bytes are not known."""
+        base = same_plan(self.job.base)
+        results = (result for _, result in self.defaults.values())
+        return any(
+            keeps_too_much(self.job.problem, result)
+            for result in results
+            if result.plan and same_plan(result.plan) == base
+        )
+
+    def _on_base(self, group: tuple[Candidate, ...]) -> Bounded | None:
+        """The candidate of a group's last method on the plan of the others, with a lower bound;
+        None where it is a default or the others have no plan."""
+        pairs = {pair[1].method: pair for pair in self.pairs} | self.defaults
+        before = pairs.get("+".join(one.name for one in group[:-1]))
+        if before is None or before[1].plan is None:
+            return None
+        candidate = replace(composed(group, before[1].plan), origin="grid")
+        return None if candidate.name in self.defaults else (candidate, _step_s(before[1]))
+
+    def _evaluate(self, bounded: Iterable[Bounded]) -> None:
+        """Evaluate, batch by batch, the candidates that may be fast enough."""
+        waiting = list(bounded)
+        while waiting:
+            batch = [one for one, bound_s in waiting[:BATCH] if bound_s < self.limit_s]
+            waiting = waiting[BATCH:]
+            pairs = [
+                (replace(candidate, name=result.method), result)
+                for candidate, result in self.evaluate(batch)
+                if result.plan is not None
+            ]
+            self._lower_limit(pairs)
+            self.pairs += pairs
+
+    def leaves_reserve(self, result: Result) -> bool:
+        """Whether the plan leaves the reserve of device bytes free."""
+        reserve_bytes, verdict = self.job.problem.reserve_bytes, result.verdict
+        return verdict is not None and verdict.headroom_bytes >= reserve_bytes
+
+    def _lower_limit(self, pairs: Iterable[Pair]) -> None:
+        fitting = [result for _, result in pairs if result.fits and self.leaves_reserve(result)]
+        self.limit_s = min([self.limit_s, *(MOST_SHARE * _step_s(one) for one in fitting)])
+
+
+def keeps_too_much(problem: Problem, result: Result) -> bool:
+    """Whether states and kept tensors alone exceed the device, computed in pieces or not."""
+    assert result.plan is not None
+    assert result.evaluation is not None
+    kept = resident_bytes(problem, result.plan)
+    ranks = result.evaluation.ranks
+    states = [rank.parameter + rank.gradient + rank.optimizer for rank in ranks]
+    return any(a + b > problem.usable_bytes for a, b in zip(kept, states, strict=True))
+
+
+def _variant(
+    method: MethodEntry, settings: Settings, choices: tuple[Settings, ...] = ()
+) -> Candidate:
+    """A method with settings of its grid, or with the first of `choices` that fits."""
+    return Candidate(
+        name=typed(method, settings),
+        origin="grid",
+        methods=(method.name,),
+        method=method.name,
+        settings=dict(settings),
+        first_that_fits=choices,
+    )
+
+
+def _in_pieces(pair: Pair, method: MethodEntry) -> Candidate:
+    """The candidate of a result's plan, computed in the fewest pieces that fit."""
+    candidate, result = pair
+    return replace(
+        _variant(method, {}, method.grid),
+        name=f"{result.method}+{method.name}",
+        methods=(*candidate.methods, method.name),
+        base=result.plan,
+    )
