@@ -16,7 +16,7 @@ from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_ra
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
-from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
+from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import FEW_TENSORS, placed
 
@@ -52,7 +52,7 @@ def show(out: Console, shown: ShownRun) -> None:
             out.print(plain("with enough memory it would take:"))
         out.print(speeds(shown, evaluation))
     out.print()
-    show_whole(out, stages(shown, evaluation))
+    print_uncut(out, stages(shown, evaluation))
     out.print()
     for line in footer(shown, evaluation):
         out.print(plain(line))

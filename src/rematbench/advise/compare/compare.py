@@ -18,7 +18,7 @@ from rematbench.advise.compare.candidates import (
 from rematbench.advise.compare.entry import Compared, Entry, Status, as_made, lost_reason
 from rematbench.advise.compare.variants import best_variants
 from rematbench.evaluate.lowered import same_plan
-from rematbench.host.workers import Lost, Pool
+from rematbench.host.workers import NoAnswer, Pool
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -136,7 +136,7 @@ class Comparing:
                 self.pool.add(self.tree.grown_by(entry))
             yield entry
 
-    def _entry(self, candidate: Candidate, answer: Entry | Lost) -> Entry:
+    def _entry(self, candidate: Candidate, answer: Entry | NoAnswer) -> Entry:
         return answer if isinstance(answer, Entry) else _lost(candidate, answer, self.limit_s)
 
     def _planned(self, candidate: Candidate) -> bool:
@@ -180,7 +180,7 @@ def _candidate(task: Task) -> Candidate:
     return task.candidate if isinstance(task, Entry) else task
 
 
-def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
+def _lost(candidate: Candidate, why: NoAnswer, limit_s: int) -> Entry:
     status: Status = "failed" if why == "died" else "timed out"
     return Entry(candidate=candidate, status=status, reason=lost_reason(why, limit_s))
 

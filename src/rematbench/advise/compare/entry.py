@@ -7,7 +7,7 @@ from msgspec import Struct
 from rematbench.advise.compare.candidates import TUNED, Candidate, Made, changed_kinds
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.verdict import Retries, Verdict
-from rematbench.host.workers import Lost
+from rematbench.host.workers import NoAnswer
 from rematbench.plan import Plan
 
 Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
@@ -70,7 +70,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     unavailable: dict[str, str]
 
 
-def lost_reason(why: Lost, limit_s: int) -> str:
+def lost_reason(why: NoAnswer, limit_s: int) -> str:
     """Why a worker gave no answer about a candidate, which had `limit_s` CPU seconds."""
     if why == "died":
         return "its process died"
