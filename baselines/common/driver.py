@@ -22,8 +22,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.evaluate.result import Status
-from rematbench.host.rank_error import NO_MEETING, RankError, of_job, recorded
-from rematbench.host.ranks import run_ranks
+from rematbench.host.ranks import NO_RENDEZVOUS, RankError, error_of_job, record_status, run_ranks
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.devices import prepare
 from rematbench.worlds.torch.failures import failure
@@ -88,7 +87,7 @@ def _launched() -> tuple[int, int, int] | None:
             if size == 1:
                 return None
             if not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
-                sys.exit(NO_MEETING)
+                sys.exit(NO_RENDEZVOUS)
             return rank, size, local
     return None
 
@@ -146,8 +145,8 @@ def _collect(
         paths = [scratch / f"{number}.{rank}.pt" for rank in range(size)]
         target = folder / f"{number}.json"
         if not all(path.exists() for path in paths):
-            cause = of_job(sorted(scratch.glob(f"{number}.*.error")), ended)
-            write(runner, jobs[number], target, *recorded(cause.status, cause.reason), [])
+            cause = error_of_job(sorted(scratch.glob(f"{number}.*.error")), ended)
+            write(runner, jobs[number], target, *record_status(cause.status, cause.reason), [])
             return done + 1
         answers: list[RankAnswer] = [pickle.loads(path.read_bytes()) for path in paths]
         if jobs[number].gradients:
@@ -210,7 +209,7 @@ def _outcome(error: BaseException) -> tuple[Status, str]:
     status, reason = failure(error)
     if status == "failed" and not RankError(status, reason).is_secondhand:
         traceback.print_exception(error)
-    return recorded(status, " ".join(reason.split()))
+    return record_status(status, " ".join(reason.split()))
 
 
 def _as_rank(

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="baselines need torch")
 
-from rematbench.host import rank_error
-from rematbench.host.rank_error import RankError
+from rematbench.host import ranks as host_ranks
+from rematbench.host.ranks import RankError
 from rematbench.worlds.records.record import Record, read_record
 from tests.installed import needs
 
@@ -154,7 +154,7 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_rank_0_tells_the_other_ranks_cause_and_no_older_one(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    rank_error.note(out, 3, RankError("failed", "of an earlier run"))
+    host_ranks.write_error(out, 3, RankError("failed", "of an earlier run"))
     os.utime(f"{out}.error.3", (1, 1))
     record, (said, _, _, error) = after_a_death(tmp_path, 1, "out of memory")
     assert record.status == "oom"

@@ -15,7 +15,7 @@ from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, kept
 from rematbench.evaluate.job import Job
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.console import gib, grid, show_whole
+from rematbench.host.console import gib, grid, print_uncut
 from rematbench.paper.tables.comparison_plot import write_plot
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.registry import MethodError
@@ -163,7 +163,7 @@ def test_a_table_of_stages_keeps_its_digits(width: int) -> None:
     numbers = [f"{100 + i}.{i}5" for i in range(10)]
     table.add_row(*numbers)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show_whole(out, table)
+    print_uncut(out, table)
     text = out.export_text()
     assert all(number in text for number in numbers)
     assert ("|" in text) == (width == 120)

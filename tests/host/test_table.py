@@ -8,7 +8,7 @@ import pytest
 from rematbench.cli.targets import rich_table
 from rematbench.evidence.published.derived import all_cells, bundles, layouts
 from rematbench.evidence.published.sheets import bundle_of, read_sheet
-from rematbench.host.table import Column, Printed, Table, gib, signed_percent, write_sheet
+from rematbench.host.table import Column, Table, TableText, gib, signed_percent, write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.suite import bundles as suite_bundles
@@ -54,7 +54,7 @@ def test_tables_are_written_whole(tmp_path: Path) -> None:
     TABLE.write(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["t.csv", "t.json", "t.md", "t.tex"]
-    read = msgspec.json.decode((tmp_path / "t.json").read_bytes(), type=Printed)
+    read = msgspec.json.decode((tmp_path / "t.json").read_bytes(), type=TableText)
     assert (read.title, read.heads) == ("Title", ("a_b", "x %", "GiB"))
     assert read.rows == (("p|q", "+5.0", "1.00"),)
     assert read.note == TABLE.full_note == "Note. 1 more rows in t.csv."

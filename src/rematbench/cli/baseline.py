@@ -25,7 +25,7 @@ from rematbench.cli.points import (
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Out, need_file
 from rematbench.evaluate.result import evaluate_method
-from rematbench.host.console import CommandError, console, gib, grid, left, plain
+from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.worlds import package
@@ -46,7 +46,7 @@ def list_baselines() -> None:
     Example:
       rematbench baseline list
     """
-    table = left(grid("baseline", "claim", "settings"), 1, 2)
+    table = align_left(grid("baseline", "claim", "settings"), 1, 2)
     for entry in baselines().values():
         settings = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
         table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(settings))

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file
-from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.host.console import CommandError, align_left, console, grid, plain
 from rematbench.host.table import write_sheet
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.store import Store
@@ -74,7 +74,7 @@ def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: Methods = 
       rematbench cells config/measure.yaml --store results/measure/cells
     """
     campaign = _campaign(suite, cluster, methods)
-    table = left(grid("cell", "state", "attempts", "job", "reason"), 1, 3, 4)
+    table = align_left(grid("cell", "state", "attempts", "job", "reason"), 1, 3, 4)
     for row in cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final)):
         keys = ("cell", "status", "attempts", "job_id", "reason")
         table.add_row(*(plain(str(row[key])) for key in keys))

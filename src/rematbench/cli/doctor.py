@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 from rematbench.cli.targets import need_file
-from rematbench.host.console import CommandError, console, grid, left
-from rematbench.host.gpu_state import ask_smi
+from rematbench.host.console import CommandError, align_left, console, grid
+from rematbench.host.gpu_state import query_smi
 from rematbench.plugins.discover import discover
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.load import calibration, load_cluster, names
@@ -47,7 +47,7 @@ def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
 
 
 def _facts() -> Table:
-    table = left(grid("here", "what"), 1)
+    table = align_left(grid("here", "what"), 1)
     table.add_row("python", f"{platform.python_version()} on {platform.system()}")
     for package in PACKAGES:
         table.add_row(package, _version(package))
@@ -65,7 +65,7 @@ def _facts() -> Table:
 
 
 def _worlds() -> Table:
-    table = left(grid("world", "available here", "what it needs"), 1, 2)
+    table = align_left(grid("world", "available here", "what it needs"), 1, 2)
     there = "yes" if importlib.util.find_spec("torch") is not None else "no"
     table.add_row("published", "yes", "nothing: numbers from papers")
     table.add_row("simulated", "yes", "nothing: any laptop")
@@ -101,7 +101,7 @@ def host_bytes() -> int:
 
 def nvidia_gpus() -> list[tuple[str, int]]:
     """(name, bytes) of every GPU that nvidia-smi lists; empty where there is none."""
-    found = ask_smi(["name", "memory.total"], patience_s=20.0)
+    found = query_smi(["name", "memory.total"], timeout_s=20.0)
     lines = [line.rpartition(",") for line in found.splitlines() if "," in line]
     return [(name.strip(), int(float(mib)) << 20) for name, _, mib in lines]
 

@@ -11,7 +11,7 @@ from typer import Option
 
 from rematbench.cli.targets import Methods
 from rematbench.evaluate.contract import check_file
-from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.host.console import CommandError, align_left, console, grid, plain
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
 
@@ -40,7 +40,7 @@ def methods(
     if check is not None:
         _check(check, registry)
         return
-    table = left(grid("method", "claim", "parameters"), 1, 2)
+    table = align_left(grid("method", "claim", "parameters"), 1, 2)
     for entry in registry.methods.values():
         parameters = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
         table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(parameters))

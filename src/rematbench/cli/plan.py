@@ -26,14 +26,14 @@ from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.host.console import (
     CommandError,
+    align_left,
     console,
     gib,
     grid,
-    left,
     percent,
     plain,
+    print_uncut,
     seconds,
-    show_whole,
 )
 from rematbench.plan import Phase, Plan, Unsupported
 from rematbench.worlds.records.record import make_record, read_record, write_record
@@ -140,7 +140,7 @@ def show_estimate(out: Console, result: Result, form: ClosedForm) -> None:
         ours = (gib(nbytes) for nbytes in (states, activations, rank.device_peak))
         table.add_row(str(index), *ours, *theirs)
     out.print()
-    show_whole(out, table)
+    print_uncut(out, table)
     out.print(plain(f"{form.name}: {form.remark}"))
     if form.name == "fujii":
         hbm = result.problem.cluster.hbm_bytes
@@ -240,7 +240,9 @@ def _fate_lines(
 
 def _fate_table(lines: Lines) -> Table:
     """The fates of a chunk as a table; activations of equal name and fate share a row."""
-    table = left(grid("part", "activation", "layers", "kept", "offloaded", "rebuilt", "scope"), 1)
+    table = align_left(
+        grid("part", "activation", "layers", "kept", "offloaded", "rebuilt", "scope"), 1
+    )
     for (part, name, fate), count in lines.items():
         sizes = (fate.keep_bytes, fate.offload_bytes, fate.recompute_bytes)
         scope = str(fate.scope) if fate.recompute_bytes else "-"

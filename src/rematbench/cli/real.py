@@ -14,8 +14,8 @@ from typer import Option
 
 from rematbench.cli.options import Request
 from rematbench.cli.show import heading, method_line
-from rematbench.host import rank_error
-from rematbench.host.console import CommandError, console, gib, grid, left, plain
+from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
+from rematbench.host.ranks import NO_RENDEZVOUS
 from rematbench.worlds.numbers import RUNTIME
 from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import Comparison, Measured
@@ -153,7 +153,7 @@ def _bytes(found: Measured, precision: str) -> Table:
     rounding (only for bf16, because the simulated states are those of bf16 training)."""
     heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
     totals = ("total peak GiB", "simulated GiB", "error")
-    table = left(grid("rank", *heads, *totals), 0)
+    table = align_left(grid("rank", *heads, *totals), 0)
     for rank in found.ranks:
         table.add_row(
             f"{rank.rank}",
@@ -190,5 +190,5 @@ def is_launched(
             f"{world_size - 1}"
         )
     if not all(meeting):
-        raise CommandError(rank_error.NO_MEETING)
+        raise CommandError(NO_RENDEZVOUS)
     return True

@@ -18,13 +18,13 @@ from rematbench.evidence.bands import ratio_band
 from rematbench.host.console import (
     GIB,
     CommandError,
+    align_left,
     gib,
     grid,
-    left,
     percent,
     plain,
+    print_uncut,
     rounded,
-    show_whole,
 )
 
 HEADS = (
@@ -93,7 +93,9 @@ def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
     table = grid(*(HEADS[index].text for index in shown))
     for cells in rows:
         table.add_row(*(plain(cells[index]) for index in shown))
-    show_whole(out, left(table, *(at for at, index in enumerate(shown) if HEADS[index].words)))
+    print_uncut(
+        out, align_left(table, *(at for at, index in enumerate(shown) if HEADS[index].words))
+    )
     dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
     if dropped:
         out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))

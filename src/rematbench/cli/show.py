@@ -19,7 +19,7 @@ from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import SPEEDS, Result
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
-from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
+from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import FEW_TENSORS, placed
 
@@ -58,7 +58,7 @@ def show(
             out.print(plain("with enough memory it would take:"))
         out.print(speeds(result, evaluation))
     out.print()
-    show_whole(out, stages(result, evaluation, keep_all))
+    print_uncut(out, stages(result, evaluation, keep_all))
     out.print()
     for line in footer(result, evaluation, keep_all):
         out.print(plain(line))

@@ -5,7 +5,7 @@ from typing import Annotated
 from rich.table import Table
 from typer import Argument
 
-from rematbench.host.console import console, grid, left, plain
+from rematbench.host.console import align_left, console, grid, plain
 from rematbench.spec.load import calibration, load_system
 from rematbench.spec.stackfacts import Fact, chain, defaults, facts, listed
 
@@ -37,7 +37,9 @@ def systems(
 
 
 def _all() -> Table:
-    table = left(grid("stack", "version", "base", "attention", "differs from its base"), 1, 2, 3, 4)
+    table = align_left(
+        grid("stack", "version", "base", "attention", "differs from its base"), 1, 2, 3, 4
+    )
     for name, version, base, changed in listed():
         told = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
         cells = (name, version, base or "-", load_system(name).attention, told)
@@ -46,7 +48,7 @@ def _all() -> Table:
 
 
 def _facts(found: dict[str, Fact]) -> Table:
-    table = left(grid("fact", "value", "said by", "source"), 1, 2, 3)
+    table = align_left(grid("fact", "value", "said by", "source"), 1, 2, 3)
     for key, fact in found.items():
         cells = (key, str(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
         table.add_row(*(plain(cell) for cell in cells))

@@ -16,7 +16,7 @@ from rematbench.evidence.published.sheets import (
     check_numbers,
     read_sheet,
 )
-from rematbench.host.console import CommandError, grid, left, plain
+from rematbench.host.console import CommandError, align_left, grid, plain
 from rematbench.host.table import Table, repeats
 from rematbench.spec.configfile import ConfigError
 
@@ -76,7 +76,7 @@ def rich_table(table: Table) -> RichTable:
         for index, column in enumerate(table.headed)
         if all(isinstance(row.get(column.key), str) for row in table.rows)
     ]
-    shown = left(grid(*heads, title=table.title), *words)
+    shown = align_left(grid(*heads, title=table.title), *words)
     above: tuple[str, ...] = ()
     for row in table.texts():
         told = ('"' if repeats(row, above, at) else text for at, text in enumerate(row))

@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 class CommandError(UserError):
-    """A request that cannot be done; the message is one line: what, where, what is allowed."""
+    """A request that cannot be carried out; the message is one line with the allowed values."""
 
 
 def console(*, error: bool = False) -> Console:
@@ -33,16 +33,16 @@ def grid(*columns: str, title: str = "") -> Table:
     return table
 
 
-def left(table: Table, *indices: int) -> Table:
-    """The table with the columns at `indices` aligned to the left (texts)."""
+def align_left(table: Table, *indices: int) -> Table:
+    """The table with the columns at `indices`, which hold text, aligned to the left."""
     for index in indices:
         table.columns[index].justify = "left"
     return table
 
 
-def show_whole(out: Console, table: Table) -> None:
-    """Print a `grid` of numbers without cutting a cell: the frame is dropped where it does not fit,
-    and the table exceeds the console's width where even that does not suffice.  Headings fold."""
+def print_uncut(out: Console, table: Table) -> None:
+    """Print a `grid` of numbers without cutting a cell.  If the table is wider than the console, it
+    loses its frame; if it is still too wide, it exceeds the console's width.  Headings fold."""
     numbers = [
         max((len(line) for cell in column.cells for line in str(cell).split("\n")), default=0)
         for column in table.columns
@@ -80,5 +80,5 @@ def seconds(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """A rate without exponent: four significant digits, from 1,000 on whole numbers."""
+    """A rate without an exponent: four significant digits, or a whole number from 1,000 on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

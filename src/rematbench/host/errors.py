@@ -1,5 +1,5 @@
-"""The error that a person can mend: a wrong input, as one clear line."""
+"""The error for wrong input."""
 
 
 class UserError(ValueError):
-    """A wrong input. The command line prints the text and ends with exit code 2."""
+    """Wrong input.  The command line prints the message as one line and exits with code 2."""

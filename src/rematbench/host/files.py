@@ -1,8 +1,14 @@
-"""Files that are whole or absent."""
+"""Atomic writes, and temporary folders through which the processes of one run exchange files."""
 
 import os
+import signal
 import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -17,3 +23,29 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A new folder that is removed when the block ends, also after an error or SIGTERM.
+    Schedulers and `kill` send SIGTERM, whose default action would leave the folder behind."""
+    with _exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="rematbench-") as name:
+        yield Path(name)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit; only in the main thread and where no other handler is set."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # the status that a shell reports for a signal

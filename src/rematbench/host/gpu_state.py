@@ -1,4 +1,4 @@
-"""What nvidia-smi says of this machine's GPUs at one moment."""
+"""The driver, clocks, power and temperature of this machine's GPUs, from nvidia-smi."""
 
 import csv
 import subprocess
@@ -14,12 +14,12 @@ FIELDS = {
     "power_limit_w": "power.limit",
     "temperature_c": "temperature.gpu",
 }
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 
 
 class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The driver, clocks in MHz, power in W and temperature in degrees Celsius of a GPU.  What
-    nvidia-smi does not say is left out."""
+    """The driver, clocks in MHz, power in W and temperature in degrees Celsius of a GPU.  A field
+    that nvidia-smi does not report keeps its default."""
 
     driver: str = ""
     sm_clock_mhz: float | None = None
@@ -31,15 +31,15 @@ class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
 def gpu_state(name: str) -> GpuState:
     """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing or fails."""
-    return read_state(ask_smi(list(FIELDS.values()), "-i", name, patience_s=PATIENCE_S))
+    return read_state(query_smi(list(FIELDS.values()), "-i", name, timeout_s=TIMEOUT_S))
 
 
-def ask_smi(fields: Sequence[str], *words: str, patience_s: float) -> str:
-    """nvidia-smi's answer, a line for each GPU; empty where nvidia-smi is missing or fails."""
-    asked = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *words]
+def query_smi(fields: Sequence[str], *options: str, timeout_s: float) -> str:
+    """The output of nvidia-smi, a CSV line for each GPU; empty where it is missing or fails."""
+    query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(
-            ["nvidia-smi", *asked], capture_output=True, text=True, check=True, timeout=patience_s
+            ["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=timeout_s
         )
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -47,7 +47,7 @@ def ask_smi(fields: Sequence[str], *words: str, patience_s: float) -> str:
 
 
 def read_state(text: str) -> GpuState:
-    """The state in nvidia-smi's line for one GPU; a value that is no number is left out."""
+    """The state in nvidia-smi's line for one GPU; values that are not numbers are skipped."""
     values = next(csv.reader([text.strip()], skipinitialspace=True), [])
     found: dict[str, str | float] = {}
     for name, value in zip(FIELDS, values, strict=False):

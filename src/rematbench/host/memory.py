@@ -1,10 +1,10 @@
-"""The memory of this host and the part of it that this process may use."""
+"""The memory of this host, and the memory that this process may use."""
 
 from pathlib import Path
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """The kernel's memory figures of this host (/proc/meminfo) by name, in bytes."""
+    """The memory figures of this host in /proc/meminfo, by name, in bytes."""
     found = {}
     for line in path.read_text(encoding="ascii").splitlines():
         key, _, rest = line.partition(":")
@@ -14,12 +14,14 @@ def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     return found
 
 
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def cgroup_limit(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int:
     """The lowest memory limit of this process's control groups (v2 or v1) and their parents, in
     bytes; -1 without a limit."""
     limits = []
     try:
-        lines = own.read_text(encoding="ascii").splitlines()
+        lines = membership.read_text(encoding="ascii").splitlines()
     except OSError:
         return -1
     for line in lines:

@@ -24,16 +24,16 @@ LONG = 40
 
 
 class Column(Struct, frozen=True):
-    """One column: its key in the data and the CSV, its heading with the unit, how to show a value.
-    A column without a heading stands in the CSV only: its numbers are for figures."""
+    """One column: its key in the data and the CSV, its heading with the unit, and the function that
+    formats a value.  A column without a heading is only in the CSV, for figures."""
 
     key: str
     heading: str
     show: Show = str
 
 
-class Printed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table as it is read: headings, and rows of texts."""
+class TableText(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table as formatted text: headings and rows."""
 
     title: str
     heads: tuple[str, ...]
@@ -42,8 +42,8 @@ class Printed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A named table; `title` says what the table shows and in which world, `note` how to read it.
-    Markdown and LaTeX show the first `shown` rows (0: all rows) and say how many are left out; the
+    """A named table.  `title` names its content and the world; `note` explains how to read it.
+    Markdown and LaTeX show the first `shown` rows (0: all rows) and the number of omitted rows; the
     CSV has all rows."""
 
     name: str
@@ -74,15 +74,15 @@ class Table(Struct, frozen=True, kw_only=True):
 
     @property
     def full_note(self) -> str:
-        """The note, and how many rows are left out."""
+        """The note, and the number of omitted rows."""
         cut = len(self.rows) - self.shown if self.shown else 0
         more = f"{cut} more rows in {self.name}.csv." if cut > 0 else ""
         return " ".join(part for part in (self.note, more) if part)
 
-    def printed(self) -> Printed:
-        """The table as it is read."""
+    def printed(self) -> TableText:
+        """The table as formatted text."""
         heads = tuple(column.heading for column in self.headed)
-        return Printed(title=self.title, heads=heads, rows=self.texts(), note=self.full_note)
+        return TableText(title=self.title, heads=heads, rows=self.texts(), note=self.full_note)
 
     def markdown(self) -> str:
         """A Markdown table with its title and note."""
@@ -122,7 +122,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
 
 def repeats(row: Sequence[str], above: Sequence[str], column: int) -> bool:
-    """Whether a cell is prose and repeats, with every cell to its left, the line above."""
+    """Whether a cell is prose and equals the cell above, as do all cells to its left."""
     return len(row[column]) > LONG and row[: column + 1] == above[: column + 1]
 
 
@@ -174,8 +174,8 @@ def gib(value: Any) -> str:
 def write_sheet(
     path: Path, rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()
 ) -> None:
-    """Write rows as CSV under `columns` and all further columns of the rows.  The file is replaced
-    atomically."""
+    """Write rows as CSV, with `columns` first and then all further columns of the rows.  The file
+    is replaced atomically."""
     columns = list(dict.fromkeys([*columns, *(column for row in rows for column in row)]))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

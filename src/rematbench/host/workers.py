@@ -1,7 +1,7 @@
-"""Worker processes with a limit of CPU seconds per task: a task that takes longer is given up.
+"""Worker processes with a limit of CPU seconds per task.
 
-Processes are forked from a server that has imported only what the workers run: a second worker
-imports nothing again, and no thread or lock of this process is copied.  The limit counts CPU
+Processes are forked from a server that has imported only the modules that workers run.  So further
+workers import nothing, and no thread or lock of this process is copied.  The limit counts CPU
 seconds, so that a busy machine does not change which tasks end.  A planner's solver may ignore
 signals, so the kernel ends its process (RLIMIT_CPU) and a new process continues.
 """
@@ -24,15 +24,15 @@ from typing import Any, Generic, Literal, TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 Start = Callable[..., Callable[[Any], Any]]
-Lost = Literal["late", "died"]
+NoAnswer = Literal["late", "died"]
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def ready(module: str) -> None:
-    """Start the fork server with `module` (the module of the workers' `start`) imported, unless a
-    server runs.  An early call lets the import run beside the caller's next work."""
+def start_server(module: str) -> None:
+    """Start the fork server, which imports `module` (the module of the workers' `start`); nothing
+    happens if a server runs.  After an early call the import runs in parallel with the caller."""
     with _no_main():
         _CONTEXT.set_forkserver_preload([module])
         ensure_running()
@@ -42,7 +42,7 @@ class _Worker(Generic[T]):
     """One worker process, the connection to it, and its current task."""
 
     def __init__(self, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
-        ready(start.__module__)
+        start_server(start.__module__)
         self.connection, other = _CONTEXT.Pipe()
         self.process: ForkServerProcess = _CONTEXT.Process(
             target=_serve, args=(other, start, args, limit_s), daemon=True
@@ -56,9 +56,9 @@ class _Worker(Generic[T]):
         self.task = task
         self.connection.send(task)
 
-    def end(self) -> Lost:
-        """End the process if it still runs.  `late`: the kernel ended it at its CPU limit; `died`:
-        anything else."""
+    def end(self) -> NoAnswer:
+        """End the process if it still runs.  The result is `late` if the kernel ended it at its CPU
+        limit, else `died`."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -67,8 +67,8 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _no_main() -> Iterator[None]:
-    """Hide the main module: a new process would otherwise import it and so run the user's script,
-    or the command line, once more."""
+    """Hide the main module.  Otherwise a new process would import it, and so run the user's script
+    or the command line a second time."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -117,7 +117,7 @@ class Pool(Generic[T, R]):
         """Hand out tasks without waiting for answers, so that several pools work at once."""
         self._hand_out()
 
-    def run(self) -> Iterator[tuple[T, R | Lost]]:
+    def run(self) -> Iterator[tuple[T, R | NoAnswer]]:
         """Yield (task, answer) in order of completion; for a task without an answer, `late` or
         `died` instead.  The processes wait for further tasks until `close`."""
         try:
@@ -148,7 +148,7 @@ class Pool(Generic[T, R]):
                 idle.append(self._workers[-1])
             idle.pop().give(self.waiting.pop(0))
 
-    def _answer(self, worker: _Worker[T]) -> tuple[T, R | Lost]:
+    def _answer(self, worker: _Worker[T]) -> tuple[T, R | NoAnswer]:
         task = worker.task
         assert task is not None
         worker.task = None
@@ -162,6 +162,6 @@ class Pool(Generic[T, R]):
 
 
 def collect_rarely() -> None:
-    """Make collections rare.  Programs are large and free of cycles: scanning them takes a quarter
-    to a half of a command's time and finds nothing."""
+    """Make garbage collections rare.  Programs are large and have no cycles; to scan them would
+    take a quarter to a half of a command's time and free nothing."""
     gc.set_threshold(10_000_000, 50, 50)

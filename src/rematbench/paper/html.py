@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import GIB, LONG, Printed, repeats
+from rematbench.host.table import GIB, LONG, TableText, repeats
 from rematbench.paper.matrix.sweep import TABLES
 from rematbench.paper.page import Page
 from rematbench.paper.tables.matrix import NAMES
@@ -66,7 +66,7 @@ def picture(path: Path) -> str:
     return f"data:image/png;base64,{data}"
 
 
-def shown(table: Printed, folded: Sequence[str]) -> Shown:
+def shown(table: TableText, folded: Sequence[str]) -> Shown:
     """A table as the template takes it; columns in `folded` stand behind a click."""
     heads = list(enumerate(table.heads))
     open_, hidden = ([i for i, h in heads if (h in folded) is behind] for behind in (False, True))

@@ -15,7 +15,7 @@ from msgspec import Struct
 from rematbench.evidence.accuracy import LEAST_OOMS
 from rematbench.evidence.bands import LEVEL
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.table import Printed
+from rematbench.host.table import TableText
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
 
@@ -58,7 +58,7 @@ class Part(Struct, frozen=True, kw_only=True):
     path: Path
     shown: str
     source: str
-    table: Printed | None = None
+    table: TableText | None = None
 
     @property
     def command(self) -> str:
@@ -130,7 +130,7 @@ def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
         where = path.relative_to(results)
         table = None
         if folder == "tables":
-            table = msgspec.json.decode(path.read_bytes(), type=Printed)
+            table = msgspec.json.decode(path.read_bytes(), type=TableText)
         yield Part(
             name=path.stem,
             path=path,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rematbench.evaluate.result import Status
-from rematbench.host import rank_error
 from rematbench.host.console import CommandError
+from rematbench.host.ranks import record_status
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.worlds.launched import leave
@@ -163,7 +163,7 @@ def _as_rank(
         results, hosts = processes.run_given(cases, place, timeout_s)
     except Exception as error:
         if out is not None:
-            lost = (*rank_error.recorded(*failure(error)), None)
+            lost = (*record_status(*failure(error)), None)
             leave(_record(both[0], lost, (), how), out, place.rank, started)
         if isinstance(error, processes.NotMet):
             raise CommandError(str(error)) from error
@@ -193,7 +193,7 @@ def _outcome(
         return "unsupported", cell.plan.reason, None
     assert result is not None
     if result.status != "ok":
-        return (*rank_error.recorded(result.status, result.reason), None)
+        return (*record_status(result.status, result.reason), None)
     found = measured(cell.problem, cell.plan, result)
     if other is None:
         return "ok", "", found
@@ -204,7 +204,7 @@ def outcome_of(found: Measured, other: Comparison) -> tuple[Status, str, Measure
     """The status, reason and numbers of a compared run.  A NaN or infinite error fails the run, as
     such a loss does."""
     if other.not_finite:
-        return (*rank_error.recorded("nan", other.not_finite), None)
+        return (*record_status("nan", other.not_finite), None)
     return "ok", "", msgspec.structs.replace(found, comparison=other)
 
 

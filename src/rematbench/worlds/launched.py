@@ -5,8 +5,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rematbench.host import rank_error
-from rematbench.host.rank_error import RankError
+from rematbench.host.ranks import (
+    RankError,
+    error_of_record,
+    first_cause,
+    read_errors,
+    record_status,
+    write_error,
+)
 from rematbench.worlds.records.record import Record, write_record
 
 PATIENCE_S = 2.0
@@ -26,10 +32,10 @@ def leave(record: Record, out: Path, rank: int, started: float) -> Record:
     if record.status not in ("failed", "oom"):
         write_record(record, out)
         return record
-    own = rank_error.of_record(record.status, record.reason)
-    rank_error.note(out, rank, own)
+    own = error_of_record(record.status, record.reason)
+    write_error(out, rank, own)
     cause = _cause(own, out, started, PATIENCE_S if rank == 0 else 0.0)
-    status, reason = rank_error.recorded(cause.status, cause.reason)
+    status, reason = record_status(cause.status, cause.reason)
     if cause.is_secondhand:
         reason = f"a rank has gone: {reason}"
     found = replace(record, status=status, reason=reason)
@@ -44,7 +50,7 @@ def _cause(own: RankError, out: Path, started: float, patience_s: float) -> Rank
     error is only that a peer has gone."""
     until = time.monotonic() + patience_s
     while True:
-        cause = rank_error.first_cause([own, *rank_error.noted(out, started)]) or own
+        cause = first_cause([own, *read_errors(out, started)]) or own
         if not cause.is_secondhand or time.monotonic() >= until:
             return cause
         time.sleep(0.05)

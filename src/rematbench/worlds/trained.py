@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.host import rank_error
+from rematbench.host.ranks import record_status
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.numbers import activation_bytes, measured_record
@@ -84,5 +84,5 @@ def run(cell: Cell, steps: int) -> Record:
         "ranks_per_host": (cell.problem.layout.gpus,),
         "text": standard_library(TEXT_BYTES)[1],
     }
-    outcome = (*rank_error.recorded(result.status, result.reason), found)
+    outcome = (*record_status(result.status, result.reason), found)
     return measured_record("executed", cell, outcome, where)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
-from rematbench.host.rank_error import KILLED
+from rematbench.host.ranks import KILLED
 from rematbench.worlds.torch import attention_backends, batch, devices, movers, worker
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.gather import combine

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.app import main
-from rematbench.host import rank_error
-from rematbench.host.rank_error import RankError
+from rematbench.host import ranks as host_ranks
+from rematbench.host.ranks import RankError
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.torch import processes
 
@@ -73,9 +73,9 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
 
 NOTES = """
 from pathlib import Path
-from rematbench.host import rank_error
+from rematbench.host import ranks as host_ranks
 {before}
-rank_error.note(Path({out!r}), 1, rank_error.RankError("oom", "HBM is full"))
+host_ranks.write_error(Path({out!r}), 1, host_ranks.RankError("oom", "HBM is full"))
 """
 BY_ANOTHER = """
 import subprocess, sys
@@ -90,7 +90,7 @@ def test_rank_0_tells_the_other_ranks_cause(when: str, tmp_path: Path) -> None:
     """Rank 1 says why it ends (or a process does that holds none of its connections); rank 0, which
     only sees it gone, waits for that and repeats it, and not a note of an earlier run."""
     out = tmp_path / "record.json"
-    rank_error.note(out, 3, RankError("oom", "of an earlier run"))
+    host_ranks.write_error(out, 3, RankError("oom", "of an earlier run"))
     os.utime(f"{out}.error.3", (1, 1))
     saying = NOTES.format(out=str(out), before="")
     if when != "at once":

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from rematbench.host.workers import Lost
+from rematbench.host.workers import NoAnswer
 from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
 from rematbench.plugins.policies import LABEL, Policy, Setting
 from rematbench.plugins.registry import Registry
@@ -187,7 +187,7 @@ def composed(group: Sequence[Candidate], before: Plan) -> Candidate:
     )
 
 
-def lost_reason(why: Lost, limit_s: int) -> str:
+def lost_reason(why: NoAnswer, limit_s: int) -> str:
     """Why a worker gave no answer about a candidate, which had `limit_s` CPU seconds."""
     if why == "died":
         return "its process died"

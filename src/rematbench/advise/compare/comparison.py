@@ -24,7 +24,7 @@ from rematbench.evaluate.job import Job
 from rematbench.evaluate.lowered import same_plan
 from rematbench.evaluate.result import AMOUNTS, ROOMS, SPEEDS, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
-from rematbench.host.workers import Lost, Pool
+from rematbench.host.workers import NoAnswer, Pool
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError, wrong_field
@@ -222,7 +222,7 @@ class Comparison:
                 candidates.append(composed(group, before.plan))
         return candidates
 
-    def _result(self, candidate: Candidate, answer: Result | Lost) -> Result:
+    def _result(self, candidate: Candidate, answer: Result | NoAnswer) -> Result:
         """A worker's answer with this process's job, or why there is none."""
         if isinstance(answer, Result):
             return replace(answer, job=self.job)

@@ -12,7 +12,7 @@ from rematbench.advise.compare.candidates import lost_reason
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.space import Choice
 from rematbench.advise.search.trial import Tried, tried_plan
-from rematbench.host.workers import Lost, Pool
+from rematbench.host.workers import NoAnswer, Pool
 from rematbench.worlds.packages.flags import Engines
 
 MOST_LAYOUTS = 3
@@ -67,7 +67,7 @@ def solved(
         pool.close()
 
 
-def _end(method: str, answer: Tried | Lost, limit_s: int) -> Planned:
+def _end(method: str, answer: Tried | NoAnswer, limit_s: int) -> Planned:
     if isinstance(answer, str):
         return Planned(method=method, reason=lost_reason(answer, limit_s))
     if answer.evaluation is None:

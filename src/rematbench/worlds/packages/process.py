@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from rematbench.evaluate.result import Status
 from rematbench.host.errors import UserError
-from rematbench.host.rank_error import of_exit, of_record, recorded
-from rematbench.host.scratch import scratch
+from rematbench.host.files import scratch
+from rematbench.host.ranks import error_of_exit, error_of_record, record_status
 from rematbench.plugins.discover import load_baseline, load_file
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
@@ -160,9 +160,9 @@ def _record_of_rank(
         return msgspec.json.decode(path.read_bytes(), type=Record)
     if done.returncode == 0:
         return None
-    killed = of_exit(done.returncode)
+    killed = error_of_exit(done.returncode)
     if killed is not None:
-        return _failed(asked, *recorded(killed.status, killed.reason))
+        return _failed(asked, *record_status(killed.status, killed.reason))
     return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 
@@ -193,7 +193,7 @@ def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.Comp
 def _show_failure(text: str, records: Sequence[Record]) -> None:
     """Print the end of a process's standard error where one of its records is a failure that does
     not come from another rank: the record has only one line of the error."""
-    failures = [of_record(record.status, record.reason) for record in records]
+    failures = [error_of_record(record.status, record.reason) for record in records]
     if any(one.status == "failed" and not one.is_secondhand for one in failures):
         sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 
 from rematbench.host.files import write_atomically
-from rematbench.host.rank_error import KILLED, first_cause, noted, of_record
+from rematbench.host.ranks import KILLED, error_of_record, first_cause, read_errors
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.records.store import Lease, Store
 from rematbench.worlds.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
@@ -148,9 +148,9 @@ class Runner:
             return "preempted", self.stop
         if ended.code is None:
             return "timeout", f"no result within {limit:.0f} s"
-        errors = noted(out)
+        errors = read_errors(out)
         if record is not None:
-            errors.append(of_record(record.status, record.reason))
+            errors.append(error_of_record(record.status, record.reason))
         cause = first_cause(errors)
         if cause is not None and not cause.is_secondhand:
             return msgspec.convert(cause.status, CellStatus), cause.reason

@@ -10,10 +10,8 @@ from typing import cast
 
 import torch
 
-from rematbench.host import rank_error
-from rematbench.host.rank_error import RankError
-from rematbench.host.ranks import run_ranks
-from rematbench.host.scratch import scratch
+from rematbench.host.files import scratch
+from rematbench.host.ranks import RankError, error_of_job, run_ranks
 from rematbench.worlds.torch import worker
 from rematbench.worlds.torch.case import Case, Result, Status
 from rematbench.worlds.torch.gather import combine
@@ -58,5 +56,5 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
 
 def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
     """The status and the reason of a case without a result."""
-    cause = rank_error.of_job(sorted(folder.glob(f"{number}.*.error")), failure)
+    cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
     return cast(Status, cause.status), cause.reason

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rematbench.host.scratch import scratch
+from rematbench.host.files import scratch
 
 HOLD = """
 import time
-from rematbench.host.scratch import scratch
+from rematbench.host.files import scratch
 with scratch() as folder:
     (folder / "answer").touch()
     print(folder, flush=True)
