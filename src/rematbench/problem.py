@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import msgspec
 
 from rematbench.costs.bind import CostModel
-from rematbench.costs.device_memory import non_torch_bytes
 from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.states import non_torch_bytes
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration

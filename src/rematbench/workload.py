@@ -23,13 +23,13 @@ BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder-only transformer, in the words of its published config.
+    """A decoder-only transformer, with the terms of its published config.
 
-    `attention_window` holds one entry per layer (0: full causal attention) or is empty when
-    every layer attends to the whole prefix.  `vocab` is the published vocabulary (a system may
-    pad it: `System.padded_vocab`).  `qk_norm`: an RMSNorm over each head of queries and of keys
-    (Qwen3); `norm_offset`: norms scale by 1 + weight (Gemma).  Learned positions with
-    `max_positions` 0 grow with the run: a Workload resolves them to its sequence length.
+    `attention_window` has one entry per layer (0: full causal attention), or is empty if every
+    layer attends to the whole prefix.  `vocab` is the published vocabulary (a system may pad it:
+    `System.padded_vocab`).  `qk_norm`: an RMSNorm over each head of queries and of keys (Qwen3);
+    `norm_offset`: norms scale by 1 + weight (Gemma).  If `max_positions` is 0, a Workload sets the
+    number of learned positions to its sequence length.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer's linears (tensor parallelism splits them)."""
+        """Parameters of one layer's linears, which tensor parallelism splits."""
         mlp_matrices = 3 if self.gated else 2
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         return attention + mlp_matrices * self.hidden * self.ffn
@@ -116,7 +116,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model at a sequence length (tokens) in a compute precision.
 
-    Learned positions that the model leaves open (`max_positions` 0) are as many as `seq_len`.
+    A model with `max_positions` 0 has `seq_len` learned positions.
     """
 
     model: Model
@@ -124,7 +124,7 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
-        """Set `max_positions` of a model with open learned positions to `seq_len`."""
+        """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
 

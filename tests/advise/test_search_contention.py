@@ -25,7 +25,7 @@ from rematbench.advise.search.small import Measured
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trial import planned_at
 from rematbench.advise.search.walk import Beside, Pieces, Rules, walked, walked_beside
-from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
@@ -57,7 +57,7 @@ METHODS = ("memo:alpha=0.25", "memo:alpha=1.0", "pp_offload:alpha=0.5")
 DEPTHS = ((4, 1), (4, 4), (8, 2), (8, 5), (16, 5))
 
 
-def crowds(made: SearchJob, text: str) -> tuple[Crowd, Crowd]:
+def crowds(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
     """What a method's copies are beside, by the simulator and by the bound."""
     shard, index = even(made)
     choice, site = shard.choices[index], shard.site(index)
@@ -81,9 +81,9 @@ def crowds(made: SearchJob, text: str) -> tuple[Crowd, Crowd]:
 def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int, vpp: int) -> None:
     """Near the simulator's numbers, and never above them."""
     real, least = crowds(job(tp=1, pp=pp, vpp=vpp), text)
-    assert least.drawn >= 0.9 * real.drawn > 0.0
+    assert least.kernel_delay_share >= 0.9 * real.kernel_delay_share > 0.0
     assert least.sent_per_d2h >= 0.85 * real.sent_per_d2h
-    assert least.both >= 0.7 * real.both
+    assert least.two_way_share >= 0.7 * real.two_way_share
     assert real.sent_per_d2h > 0.0
 
 
@@ -196,7 +196,7 @@ def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
     assert known.ranks[0] == 1
     whole = Measured(known.small, known.plan, known.small.ranks)
     keep = Prober(shard.problem, {})._keeping
-    for crowd in (None, ALONE):
+    for crowd in (None, NO_TRAFFIC):
         inner = whole.cost(1, crowd)
         first = behind_embedding(inner, keep.cost(0, crowd), keep.cost(1, crowd))
         assert known.cost(1, crowd) == inner
@@ -235,7 +235,7 @@ def test_a_last_rank_that_copies_nothing_is_that_of_the_plan_without_copies(
     assert (3 in known.ranks) != spared
     whole = Measured(known.small, known.plan, known.small.ranks)
     ended = prober._measured(method, (1, 1, 1, 2), ranks=(3,))
-    for crowd in (None, ALONE):
+    for crowd in (None, NO_TRAFFIC):
         facts = found.nbytes if crowd is None else found.facts
         assert facts.last.base == whole.cost(3, crowd)
         if spared:

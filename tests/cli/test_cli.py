@@ -121,7 +121,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         ),
         (
             ["simulate", "keep_all", *DEMO, "--zero", "2"],
-            "no such ZeRO stage, but zero_stage = 2 (it has 0, 1)",
+            "no ZeRO stage 2 (its stages: 0, 1)",
         ),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 import rematbench
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
-from rematbench.costs.operators.names import ACTIVATIONS
+from rematbench.costs.operators.ops import ACTIVATIONS
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import predict_rows
 from rematbench.host.table import write_sheet
@@ -158,7 +158,7 @@ variants:
 def test_names_of_hubs_are_not_looked_up() -> None:
     ran = typed("simulate", "keep_all", *WORDS, "--model", "meta-llama/Llama-3.1-70B")
     assert ran.code == 2
-    assert "names of a hub are not looked up" in ran.err
+    assert "hub names are not looked up" in ran.err
     assert "config.json" in ran.err
     assert "did you mean 'llama-3.1-70b'?" in ran.err
     for path in ("models/mine.yaml", "./a/b", "a/b/c"):

@@ -82,7 +82,7 @@ def config(**more: object) -> Input:
     [
         (run(seq_len="100000000000"), "more tokens a step than"),
         (run(seq_len="17179869184"), "more tokens a step than"),
-        (run(gpus="1000000"), "the most simulated"),
+        (run(gpus="1000000"), "more than the limit of 65536"),
         (run(global_batch="10000000"), "more passes than"),
         (run(ulysses="4"), "dp 1 must be a multiple of ulysses = 4"),
         (config(num_attention_heads=0), "num_attention_heads: expected int >= 1"),

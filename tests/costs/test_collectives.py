@@ -170,16 +170,17 @@ def test_the_network_constants_of_an_unknown_cluster_are_the_default() -> None:
 
 def test_only_collectives_slow_compute() -> None:
     costs = model(tp=8)
-    assert [costs.overlap_factor("compute", s) for s in ("tp", "cp", "dp", "h2d", "pp_send")] == [
+    assert [costs.overlap_factor(s) for s in ("tp", "cp", "dp", "h2d", "pp_send")] == [
         1.5,
         1.5,
         1.25,
         1.0,
         1.0,
     ]
-    assert costs.overlap_factor("tp", "compute") == 1.0
     comm = Comm("all_gather", "tp", GB)
-    assert costs.slowed_s(1.0, costs.comm_s(comm, 0), "tp") == pytest.approx(1.0 + 0.5 * 0.004375)
+    assert costs.overlapped_s(1.0, costs.comm_s(comm, 0), "tp") == pytest.approx(
+        1.0 + 0.5 * 0.004375
+    )
     assert model(tp=8, dp=2).stall_s(Comm("all_gather", "dp", GB), 0) == pytest.approx(0.25 * 0.08)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.costs.device_memory import communicators
+from rematbench.costs.states import communicators
 from rematbench.evaluate.problems import make_problem
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout

@@ -38,9 +38,9 @@ def test_memory_bound_work() -> None:
 
 
 def test_a_collective_slows_compute_only_while_both_run() -> None:
-    assert formulas.slowed_s(2.0, 1.0, 1.5) == 2.5
-    assert formulas.slowed_s(2.0, 9.0, 1.5) == 3.0
-    assert formulas.slowed_s(2.0, 0.0, 1.5) == 2.0
+    assert formulas.overlapped_s(2.0, 1.0, 1.5) == 2.5
+    assert formulas.overlapped_s(2.0, 9.0, 1.5) == 3.0
+    assert formulas.overlapped_s(2.0, 0.0, 1.5) == 2.0
 
 
 def test_formulas_broadcast() -> None:
@@ -54,5 +54,5 @@ def test_formulas_broadcast() -> None:
             one = formulas.gemm_s(m[i, 0], 512, k[j], 1, 2, 1e10, HBM, gpu)
             assert table[i, j] == pytest.approx(one)
     rows = np.array([128.0, 1024.0])
-    assert np.shape(formulas.slowed_s(rows, 1.0, 1.5)) == (2,)
+    assert np.shape(formulas.overlapped_s(rows, 1.0, 1.5)) == (2,)
     assert np.shape(copies.host_copy_s(rows, 1e9, COMMON)) == (2,)

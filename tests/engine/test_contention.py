@@ -6,7 +6,7 @@ import pytest
 
 from rematbench.advise.search.probe import Prober
 from rematbench.costs.collectives import network_bytes
-from rematbench.costs.copies import ALONE, Crowd, crowded_bytes_per_s
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, shared_link_bytes_per_s
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.contention import crowd_of as crowd
@@ -45,7 +45,7 @@ def layered() -> tuple[Problem, Plan]:
     return given, copied(given)
 
 
-def crowd_of(given: Problem, plan: Plan) -> Crowd:
+def crowd_of(given: Problem, plan: Plan) -> CopyTraffic:
     return crowd(given, lower(plan, given), action_seconds(given))
 
 
@@ -53,12 +53,14 @@ def crowd_of(given: Problem, plan: Plan) -> Crowd:
 
 
 def test_rates_in_closed_form() -> None:
-    assert crowded_bytes_per_s(20.0, 10.0, 5.0, 0.0, 0.0) == 20.0
-    assert crowded_bytes_per_s(20.0, 10.0, 5.0, 1.0, 0.0) == pytest.approx(10.0)
-    assert crowded_bytes_per_s(20.0, 10.0, 5.0, 0.5, 0.0) == pytest.approx(40.0 / 3.0)
-    assert crowded_bytes_per_s(20.0, 20.0, 5.0, 0.0, 0.1) == pytest.approx(20.0 / 1.1)
-    assert crowded_bytes_per_s(20.0, 20.0, 5.0, 0.0, 9.0) == pytest.approx(15.0)  # the NIC's part
-    assert crowded_bytes_per_s(20.0, 20.0, 30.0, 0.0, 9.0) == pytest.approx(10.0)  # half
+    assert shared_link_bytes_per_s(20.0, 10.0, 5.0, 0.0, 0.0) == 20.0
+    assert shared_link_bytes_per_s(20.0, 10.0, 5.0, 1.0, 0.0) == pytest.approx(10.0)
+    assert shared_link_bytes_per_s(20.0, 10.0, 5.0, 0.5, 0.0) == pytest.approx(40.0 / 3.0)
+    assert shared_link_bytes_per_s(20.0, 20.0, 5.0, 0.0, 0.1) == pytest.approx(20.0 / 1.1)
+    assert shared_link_bytes_per_s(20.0, 20.0, 5.0, 0.0, 9.0) == pytest.approx(
+        15.0
+    )  # the NIC's part
+    assert shared_link_bytes_per_s(20.0, 20.0, 30.0, 0.0, 9.0) == pytest.approx(10.0)  # half
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,13 @@ def test_bytes_of_a_collective_that_cross_a_nic(kind: str, expected: float) -> N
 
 def test_what_runs_beside_what() -> None:
     found = crowd_of(*chunked())
-    assert 0.5 < found.both < 1.0  # a pipeline's warm-up only sends out
+    assert 0.5 < found.two_way_share < 1.0  # a pipeline's warm-up only sends out
     assert found.sent_per_d2h == found.received_per_h2d > 0.0
     found = crowd_of(*layered())
-    assert (found.both, found.sent_per_d2h) == (0.0, 0.0)
-    assert found.drawn > 0.0
+    assert (found.two_way_share, found.sent_per_d2h) == (0.0, 0.0)
+    assert found.kernel_delay_share > 0.0
     given = problem(pp=2, global_batch=4)
-    assert crowd_of(given, given.base_plan) == ALONE
+    assert crowd_of(given, given.base_plan) == NO_TRAFFIC
 
 
 def test_kernels_lose_the_rate_that_copies_take_of_the_device() -> None:
@@ -126,7 +128,7 @@ def test_a_copy_that_runs_into_a_backward_runs_beside_its_reloads() -> None:
         if action.kind is Kind.D2H and action.part == "L0"
     )
     warm_up = (3, 2, 1)
-    assert crowd_of(given, plan).both == pytest.approx(
+    assert crowd_of(given, plan).two_way_share == pytest.approx(
         sum(2 * layer * (12 - before) for before in warm_up) / moved
     )
 
@@ -173,7 +175,7 @@ def test_ranks_of_a_socket_share_its_memory(gpus: int, sharing: int) -> None:
     assert node.cost.copy_s(10**9, "d2h") == pytest.approx(
         common.copy_latency_s + 1e9 / (4e9 * common.dram_efficiency / sharing)
     )
-    both = Crowd(1.0, 0.0, 0.0, 0.0)
+    both = CopyTraffic(1.0, 0.0, 0.0, 0.0)
     slow = node.cost.copy_s(10**9, "h2d", both) - common.copy_latency_s
     assert slow == pytest.approx(1e9 / (4e9 * common.dram_efficiency / sharing / 2))
 
@@ -214,7 +216,7 @@ def test_with_infinite_rates_copies_are_as_if_alone(case: Any) -> None:
     program = lower(plan, given)
     alone = simulate_chunks(program, action_seconds(given)).step_s
     found = evaluate(given, plan).step_s
-    assert alone <= found <= alone * (1.0 + crowd_of(given, plan).drawn)
+    assert alone <= found <= alone * (1.0 + crowd_of(given, plan).kernel_delay_share)
 
 
 @pytest.mark.parametrize("case", [chunked, layered, trailing, ringed])

@@ -11,25 +11,25 @@ from rematbench.spec.load import load_cluster, load_system
 STACKS = {
     "rank_order: [tp, tp, dp, pp]": "rank_order: tp, tp, dp, pp: expected each of tp, cp, dp, pp",
     "rank_order: [tp, dp]": "rank_order: tp, dp: expected each of tp, cp, dp, pp once",
-    "param_bytes: 0": "param_bytes: 0: a parameter has bytes",
-    "grad_bytes: 3": "grad_bytes: 3: no dtype of training (allowed: 1, 2, 4, 6)",
-    "reduce_bytes: 8": "reduce_bytes: 8: no dtype of training (allowed: 1, 2, 4)",
-    "gather_bytes: 0": "gather_bytes: 0: no dtype of training",
-    "host_grad_bytes: 3": "host_grad_bytes: 3: no dtype of training",
+    "param_bytes: 0": "param_bytes: 0: must be above 0",
+    "grad_bytes: 3": "grad_bytes: 3: not a training dtype (allowed: 1, 2, 4, 6)",
+    "reduce_bytes: 8": "reduce_bytes: 8: not a training dtype (allowed: 1, 2, 4)",
+    "gather_bytes: 0": "gather_bytes: 0: not a training dtype",
+    "host_grad_bytes: 3": "host_grad_bytes: 3: not a training dtype",
     "late_state_bytes: 16": "late_state_bytes: more than the optimizer's 12 bytes a parameter",
     "features: [ulyses]": (
         "features: 'ulyses'; did you mean 'ulysses'? (allowed: activation_offload, async_tp, "
         "compile, optimizer_offload, param_offload, ulysses)"
     ),
-    "norm_keeps_steps: true": "norm_keeps_steps: true beside norm: fused: only an eager norm",
-    "fused_loss: true\nloss_in_place: false": "loss_in_place: false beside fused_loss: true",
-    "data_parallel: fsdp": "bucket_bytes: 160000000 beside data_parallel: fsdp",
-    "loss: tiled": "loss: no key: yes/no facts say more than one name: fused_loss, or else",
+    "norm_keeps_steps: true": "norm_keeps_steps: true with norm: fused: only an eager norm",
+    "fused_loss: true\nloss_in_place: false": "loss_in_place: false with fused_loss: true",
+    "data_parallel: fsdp": "bucket_bytes: 160000000 with data_parallel: fsdp",
+    "loss: tiled": "loss: unknown key: set fused_loss, or loss_in_place",
 }
-COMPILED = "norm_keeps_steps: true beside compiled: true: only an eager norm keeps its steps"
+COMPILED = "norm_keeps_steps: true with compiled: true: only an eager norm keeps its steps"
 CLUSTERS = {
-    "generation: ampere": "generation: ampere, where the gpu 'H100-SXM5-80GB' is of hopper",
-    "gpu: B200-SXM6": "generation: hopper, where the gpu 'B200-SXM6' is of blackwell",
+    "generation: ampere": "generation: ampere, but the gpu 'H100-SXM5-80GB' is hopper",
+    "gpu: B200-SXM6": "generation: hopper, but the gpu 'B200-SXM6' is blackwell",
     "generation: hoper": (
         "generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, blackwell, cpu)"
     ),

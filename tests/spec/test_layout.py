@@ -51,7 +51,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("64 heads must be a multiple of tp x ulysses = 3", {"layout": {"tp": 3}}),
     (
-        "seq_len 4096 is more than the 2048 positions that llama-65b has learned",
+        "seq_len 4096 is more than the 2048 learned positions of llama-65b",
         {"layout": {}, "model": {"position": "learned", "max_positions": 2048}},
     ),
     (

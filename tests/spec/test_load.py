@@ -158,7 +158,7 @@ MISTAKES = [
     ),
     (
         ("vocab: 2048", "vocab: {value: 2048, source: ''}"),
-        "vocab: the source must be a text that is not empty",
+        "vocab: the source must be a string that is not empty",
     ),
     (("vocab: 2048", "vocab: 2048\nvocab: 4096"), "line 9: key 'vocab' is given twice"),
     (("vocab: 2048", "vocab: [2048"), "line 9: expected ',' or ']', but got ':'"),

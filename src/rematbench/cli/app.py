@@ -123,7 +123,7 @@ def main() -> None:
     try:
         asked = next(iter(sys.argv[1:]), "")
         if asked in WORKERS:
-            importlib.import_module("rematbench.host.workers").ready(WORKERS[asked])
+            importlib.import_module("rematbench.host.workers").start_server(WORKERS[asked])
         app = command_line(asked)
         code = app(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:

@@ -1,1 +1,1 @@
-"""Costs: the operators of a model, and the seconds and bytes of each."""
+"""Costs: the operators of a model, with their seconds and bytes."""

@@ -1,7 +1,7 @@
-"""Costs bound to one problem: operators, collectives, copies, states, in seconds.
+"""Costs of one problem in seconds: operators, collectives, copies and states.
 
-No file but this one and bind_kernels.py joins the pure formulas with a cluster, a stack, a layout
-and a calibration.
+Only this file and bind_kernels.py apply the pure formulas to a cluster, a stack, a layout and a
+calibration.
 """
 
 from functools import cached_property
@@ -9,7 +9,7 @@ from typing import Literal
 
 from rematbench.costs import collectives, copies, formulas, states
 from rematbench.costs.bind_kernels import KernelCosts
-from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm
 from rematbench.spec.layout import Layout
 
@@ -17,16 +17,16 @@ CopyDirection = Literal["d2h", "h2d"]
 
 
 class CostModel(KernelCosts):
-    """Seconds and bytes of one rank's work: its kernels, and its traffic."""
+    """Seconds and bytes of one rank's kernels and traffic."""
 
     @cached_property
     def _comms(self) -> dict[tuple[Comm, int | collectives.GroupShape], float]:
-        """Seconds of collectives, by the stage that runs them, and by the shape of its group."""
+        """Seconds of collectives, by pipeline stage and by the shape of the group."""
         return {}
 
     @cached_property
-    def _copies(self) -> dict[tuple[CopyDirection, Crowd], float]:
-        """Rates of copies beside the traffic of a program."""
+    def _copies(self) -> dict[tuple[CopyDirection, CopyTraffic], float]:
+        """Rates of copies, by direction and concurrent traffic."""
         return {}
 
     @cached_property
@@ -42,8 +42,9 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds that the host takes for one launch: the stack's, and more where a node has more
-        ranks of a tensor-parallel group, which issue in step, than its cores serve at once."""
+        """Seconds in which the host issues one launch.  The stack's constant grows where a node has
+        more ranks of a tensor-parallel group, which issue at the same time, than its cores can
+        serve (`host_ranks`)."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
         seconds = self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
         return seconds * self.system.scales.host
@@ -51,7 +52,7 @@ class CostModel(KernelCosts):
     def comm_s(self, comm: Comm, stage: int) -> float:
         """Seconds of a collective of the worst-placed group at a pipeline stage.
 
-        The `dp` group has the data- and context-parallel peers, which shard the states together."""
+        The `dp` group has the data- and context-parallel peers, over which ZeRO shards states."""
         key = (comm, stage)
         if key not in self._comms:
             shape = self.group(comm.group, stage)
@@ -98,7 +99,7 @@ class CostModel(KernelCosts):
 
     @cached_property
     def _placement(self) -> Layout:
-        """The layout without what does not change where ranks are."""
+        """The layout with only the fields that determine the placement of ranks."""
         lay = self.layout
         return Layout(tp=lay.tp, cp=lay.cp, pp=lay.pp, dp=lay.dp, ulysses=lay.ulysses)
 
@@ -107,9 +108,9 @@ class CostModel(KernelCosts):
     ) -> float:
         """Seconds of one rank's send to its peer in another stage, for the worst-placed pair.
 
-        A tensor `replicated` over tensor-parallel ranks is sent in parts, one by each rank, and
-        gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv 2104.04473,
-        section 4.1; DeepSpeed's partitioned pipeline sends do the same)."""
+        Of a tensor `replicated` over tensor-parallel ranks, each rank sends a part, and the parts
+        are gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv
+        2104.04473, section 4.1; DeepSpeed's partitioned pipeline sends do the same)."""
         if replicated and self.layout.tp > 1:
             gathered = self.comm_s(Comm("all_gather", "tp", nbytes), to_stage % self.layout.pp)
             return self._send_s(nbytes // self.layout.tp, from_stage, to_stage) + gathered
@@ -135,28 +136,32 @@ class CostModel(KernelCosts):
         )
         return float(seconds) * self.system.scales.communication
 
-    def copy_s(self, nbytes: float, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
-        """Seconds of a copy to or from pinned host memory, beside the traffic of `crowd`."""
-        key = (direction, crowd)
+    def copy_s(
+        self, nbytes: float, direction: CopyDirection, traffic: CopyTraffic = NO_TRAFFIC
+    ) -> float:
+        """Seconds of a copy to or from pinned host memory, concurrent with `traffic`."""
+        key = (direction, traffic)
         if key not in self._copies:
-            self._copies[key] = self.copy_bytes_per_s(direction, crowd)
+            self._copies[key] = self.copy_bytes_per_s(direction, traffic)
         return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
 
-    def copy_bytes_per_s(self, direction: CopyDirection = "d2h", crowd: Crowd = ALONE) -> float:
-        """Rate of a copy: the lower of the GPU's share of the link to the host and of its socket's
-        DRAM, beside other copies and traffic to other nodes."""
+    def copy_bytes_per_s(
+        self, direction: CopyDirection = "d2h", traffic: CopyTraffic = NO_TRAFFIC
+    ) -> float:
+        """Rate of a copy concurrent with `traffic`: the lower of the GPU's share of the link to the
+        host and its share of the socket's DRAM rate."""
         cluster, common = self.cluster, self.common
         ranks = min(cluster.gpus_per_node, self.layout.gpus)
         outwards = direction == "d2h"
         link = cluster.host_link_bytes_per_s(ranks)
         dram = cluster.socket_bytes_per_s(ranks) * common.dram_efficiency / common.pcie_efficiency
         keeps = cluster.d2h_beside_h2d if outwards else cluster.h2d_beside_d2h
-        rate = copies.crowded_bytes_per_s(
+        rate = copies.shared_link_bytes_per_s(
             min(link, dram),
             min(link * keeps, dram / 2),
             self.nic_bytes_per_s,
-            crowd.both,
-            crowd.sent_per_d2h if outwards else crowd.received_per_h2d,
+            traffic.two_way_share,
+            traffic.sent_per_d2h if outwards else traffic.received_per_h2d,
         )
         return float(rate)
 
@@ -188,31 +193,31 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all but those of the system's processes."""
+        """Host bytes of a node that training may pin: all bytes minus the system's share."""
         return int(self.cluster.host_bytes * (1.0 - self.common.host_system_share))
 
     def host_update_s(self, parameters_per_rank: int) -> float:
-        """Seconds of the update of a rank's parameters on the host, where each of a node's ranks
-        has its share of the node's cores.  0 for a cluster without a rate; the evaluation's
-        `not_timed` then says that the step has no seconds."""
+        """Seconds of the update of a rank's parameters on the host, with an equal share of the
+        node's cores for each rank.  0 for a cluster without a rate; the evaluation's `not_timed`
+        then states that the step has no seconds."""
         rate = self.cluster.host_update_parameters_per_s
         return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
 
-    def slowed_s(self, seconds: float, other_s: float, other_stream: str) -> float:
-        """Seconds of compute, slowed while `other_s` seconds of work run on another stream."""
-        slowdown = self.overlap_factor("compute", other_stream)
-        return float(formulas.slowed_s(seconds, other_s, slowdown))
+    def overlapped_s(self, seconds: float, concurrent_s: float, stream: str) -> float:
+        """Seconds of compute that overlaps with `concurrent_s` seconds of work on `stream`."""
+        slowdown = self.overlap_factor(stream)
+        return float(formulas.overlapped_s(seconds, concurrent_s, slowdown))
 
-    def stall_s(self, comm: Comm, stage: int, beside_s: float = float("inf")) -> float:
-        """Seconds that compute and a collective beside it lose to each other; `beside_s`: seconds
-        of compute."""
-        lost = self.overlap_factor("compute", comm.group) - 1.0
-        return lost * min(beside_s, self.comm_s(comm, stage))
+    def stall_s(self, comm: Comm, stage: int, compute_s: float = float("inf")) -> float:
+        """Seconds by which a collective and `compute_s` seconds of concurrent compute become
+        longer."""
+        stall = self.overlap_factor(comm.group) - 1.0
+        return stall * min(compute_s, self.comm_s(comm, stage))
 
-    def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
-        """Slowdown (a factor) of work on one stream beside work on another; 1 without shared SMs.
+    def overlap_factor(self, stream: str) -> float:
+        """Slowdown (a factor) of compute that overlaps with work on `stream`.
 
-        NCCL's kernels take SMs and HBM rate from compute; copy engines do point-to-point transfers
-        and copies."""
+        NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
+        transfers and copies, which run on copy engines."""
         stalls = {"tp": self.stack.tp_stall, "cp": self.stack.tp_stall, "dp": self.stack.dp_stall}
-        return 1.0 + stalls.get(other_stream, 0.0) if kernel_stream == "compute" else 1.0
+        return 1.0 + stalls.get(stream, 0.0)

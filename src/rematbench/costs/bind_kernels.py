@@ -17,7 +17,7 @@ from rematbench.spec.constants import (
     NetworkConstants,
     SystemConstants,
 )
-from rematbench.spec.kernel_rates import AttentionRates, Device
+from rematbench.spec.kernel_rates import AttentionRates, Device, Quantity
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import AttentionBackend, System
 from rematbench.workload import Workload
@@ -26,7 +26,7 @@ Direction = Literal["forward", "backward_input", "backward_weight"]
 
 
 class KernelCosts:
-    """Seconds of one rank's kernels; read-only, and memoised, so that repeated calls are cheap."""
+    """Seconds of one rank's kernels.  Results are memoised, so that repeated calls are cheap."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class KernelCosts:
         return self.calibration.common
 
     def calls(self, op: Op, direction: Direction) -> int:
-        """Launches that the host issues for an operator in a direction; a compiled operator takes
-        one launch."""
+        """Launches that the host issues for an operator in a direction; one for a compiled
+        operator."""
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         count = sum(self._launches(kernel, direction) for kernel in kernels)
         return min(1, count) if self.system.compiled else count
@@ -95,35 +95,34 @@ class KernelCosts:
                 case Attention():
                     busy = self._attention_s(kernel, direction)
             gaps = self._launches(kernel, direction) * self.stack.gap_s
-            own = self.system.scales
-            scale = self.stack.kernel_scale * self.network.kernel_scale * own.kernels
-            scale *= own.attention if isinstance(kernel, Attention) else 1.0
+            user = self.system.scales
+            scale = self.stack.kernel_scale * self.network.kernel_scale * user.kernels
+            scale *= user.attention if isinstance(kernel, Attention) else 1.0
             self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]
 
-    def _gemm_s(self, kernel: Gemm) -> formulas.Quantity:
+    def _gemm_s(self, kernel: Gemm) -> Quantity:
         c = self.cluster
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
         width = self.workload.element_bytes
         return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
 
     def _named_s(self, kernel: Named, direction: Direction) -> float:
-        """Busy seconds of a named operator by published rates: its bytes over the published HBM
-        rate."""
+        """Busy seconds of a named operator: its bytes over the published HBM rate."""
         rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
         moved = kernel_seconds.named_bytes(rates, kernel, backward=direction != "forward")
         return moved / float(self._published_device.hbm_bytes_per_s)
 
-    def _memory_s(self, nbytes: float) -> formulas.Quantity:
+    def _memory_s(self, nbytes: float) -> Quantity:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
 
-    def _attention_s(self, kernel: Attention, direction: Direction) -> formulas.Quantity:
-        """Busy seconds of the backend's kernel, by its published rates."""
+    def _attention_s(self, kernel: Attention, direction: Direction) -> Quantity:
+        """Busy seconds of the backend's kernel, from its published rates."""
         forward = direction == "forward"
         if not kernel.fused:
-            eager = self.system.eager_operators
-            own = self._eager_attention_s if eager else self._unfused_attention_s
-            return own(kernel, forward)
+            if self.system.eager_operators:
+                return self._eager_attention_s(kernel, forward)
+            return self._unfused_attention_s(kernel, forward)
         rates, device = self._fused_attention
         return kernel_seconds.attention_s(
             rates,
@@ -137,7 +136,7 @@ class KernelCosts:
 
     @cached_property
     def _published_device(self) -> Device:
-        """The GPU as the rows of config/kernels see it: HBM at its published share."""
+        """The GPU with the rates of config/kernels: HBM at its published share."""
         rates = self.calibration.kernels.generation(self.cluster.generation)
         return Device(
             peak_flop_per_s=self.cluster.peak_flop_per_s,
@@ -147,12 +146,12 @@ class KernelCosts:
 
     @cached_property
     def _fused_attention(self) -> tuple[AttentionRates, Device]:
-        """The attention backend's rates on this GPU generation, and the GPU as kernels see it."""
+        """The attention backend's rates on this GPU generation, and the rates of the GPU."""
         rates = self.calibration.kernels.attention(self.cluster.generation, self.attention)
         hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
         return rates, replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
 
-    def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
+    def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
         """Busy seconds of unfused attention on the full score matrix (no causal savings): two
         batched GEMMs (four in the backward), softmax and dropout passes over the matrix."""
         q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
@@ -170,10 +169,10 @@ class KernelCosts:
         pairs = 1 if forward else 2
         return pairs * pair + scores
 
-    def _eager_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
-        """Busy seconds of unfused attention as torch operators run it, on the full score matrix, by
-        published rates: its GEMMs (in the backward one makes scores, three make rows), and passes
-        over the matrix, of which dropout has its own."""
+    def _eager_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
+        """Busy seconds of unfused attention with eager torch operators on the full score matrix,
+        from published rates: GEMMs (in the backward one yields scores and three yield rows), and
+        passes over the matrix, with more passes for dropout."""
         q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
         many = kernel.batch * kernel.heads
         kernels, device = self.calibration.kernels, self._published_device
@@ -200,7 +199,8 @@ class KernelCosts:
 
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
-    """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k)."""
+    """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k).
+    ValueError for attention, which needs all rows."""
     if rows_fraction == 1.0:
         return kernel
     match kernel:

@@ -1,7 +1,7 @@
-"""Seconds of collectives, and which NICs and NVLinks a process group shares.
+"""Seconds of collectives, from the placement of process groups on nodes.
 
-Ranks are numbered with tp fastest, then cp, dp, pp (`System.rank_order`); a group is a first rank,
-a stride and a size.  Seconds follow from the number of the group's ranks on each node.
+Ranks are numbered with tp fastest, then cp, dp, pp (`System.rank_order`).  A group is a first rank,
+a stride and a size.  Seconds depend on the number of the group's ranks on each node.
 """
 
 from functools import lru_cache
@@ -11,16 +11,16 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rematbench.costs.formulas import Quantity
 from rematbench.spec.constants import CommonConstants
+from rematbench.spec.kernel_rates import Quantity
 from rematbench.spec.layout import Layout
 
 
 class GroupShape(Struct, frozen=True):
-    """The shape on the nodes of the worst-placed group of one kind.
+    """The placement on nodes of the worst-placed group of one kind.
 
-    `ranks`: of the whole group; `fewest_per_node`: the fewest ranks that the group has on any of
-    its nodes; `nodes`: the number of nodes with a rank of the group.
+    `ranks`: ranks of the group; `fewest_per_node`: the smallest number of its ranks on one of its
+    nodes; `nodes`: the number of nodes with a rank of the group.
     """
 
     ranks: int
@@ -36,8 +36,8 @@ def degrees(layout: Layout) -> dict[str, int]:
 
 
 def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
-    """Distance in ranks between neighbours of a group: the product of the degrees that are numbered
-    faster."""
+    """Distance in ranks between neighbours of a group: the product of the degrees before it in
+    `order`."""
     sizes = degrees(layout)
     return prod(sizes[name] for name in order[: order.index(group)])
 
@@ -47,7 +47,7 @@ def group_ranks(
 ) -> list[tuple[int, ...]]:
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
-    The group `state` has the data- and context-parallel peers over which ZeRO shards the states.
+    The group `state` has the data- and context-parallel peers, over which ZeRO shards states.
     """
     return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
 
@@ -72,8 +72,8 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
 def worst_group(
     layout: Layout, group: str, stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> GroupShape:
-    """The worst-placed group: a group on several nodes before a group on one, then the group with
-    the fewest ranks on a node."""
+    """The worst-placed group: among groups on several nodes (if any), the group with the fewest
+    ranks on a node."""
     nodes = _ranks(layout, group, stage, order) // gpus_per_node
     numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # of (group, node)
     places, counts = np.unique(numbers, return_counts=True)
@@ -112,13 +112,13 @@ def ring_bytes_per_s(
     nic_bytes_per_s: Quantity,
     ring_nics: Quantity,
 ) -> Quantity:
-    """Rate at which a ring passes bytes on: NVLink inside a node, else the NICs of its ranks.
+    """Rate of a ring: NVLink inside a node, otherwise the NICs of its ranks.
 
     A ring over several nodes enters and leaves each node once per channel, through the NICs of the
-    ring's ranks on that node: (fewest ranks on any node of the ring) x NIC, or fewer NICs where a
-    cluster's NCCL does not find them all (`ring_nics`).
+    ring's ranks on that node: (fewest ranks on a node of the ring) x NIC, or fewer NICs where NCCL
+    does not use all of them (`ring_nics`).
     Source: NCCL's ring channels, one NIC per GPU; `ring_nics`: config/calibration.yaml.
-    Rates are already multiplied by their efficiencies.
+    The arguments are reached rates, with efficiencies applied.
     """
     network = np.minimum(
         np.minimum(fewest_per_node, ring_nics) * nic_bytes_per_s, nvlink_bytes_per_s
@@ -222,8 +222,8 @@ def ring_exchange_s(
     crosses = np.asarray(nodes) > 1
     rate = np.where(crosses, np.minimum(nic_bytes_per_s, nvlink_bytes_per_s), nvlink_bytes_per_s)
     hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
-    each = common.nccl_base_s[-1] + hop + nbytes / ranks / rate
-    return (np.subtract(ranks, 1) * each)[()]
+    send_s = common.nccl_base_s[-1] + hop + nbytes / ranks / rate
+    return (np.subtract(ranks, 1) * send_s)[()]
 
 
 def point_to_point_s(
@@ -233,8 +233,8 @@ def point_to_point_s(
     nic_bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """Seconds of one send and its receive: base + hop + bytes / link rate (between nodes: the
-    GPU's own NIC)."""
+    """Seconds of one send and its receive: base + hop + bytes / link rate (between nodes: one
+    NIC)."""
     crosses = np.asarray(crosses_nodes) > 0
     rate = np.where(crosses, nic_bytes_per_s, nvlink_bytes_per_s)
     hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
@@ -244,8 +244,8 @@ def point_to_point_s(
 def network_bytes(
     kind: str, nbytes: float, ranks: int, fewest_per_node: int, ring_nics: float
 ) -> float:
-    """Bytes of a collective between nodes that the busiest GPU sends over its NIC; it receives as
-    many.  A ring's bytes are shared by `ring_nics` NICs of a node."""
+    """Bytes that the busiest GPU sends over its NIC (and receives) in a collective between nodes.
+    `ring_nics` NICs of a node share the bytes of a ring."""
     match kind:
         case "all_gather" | "reduce_scatter":
             return nbytes * (ranks - 1) / ranks / ring_nics

@@ -4,38 +4,41 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rematbench.costs.formulas import Quantity, memory_s
+from rematbench.costs.formulas import memory_s
 from rematbench.spec.constants import CommonConstants, GpuConstants
+from rematbench.spec.kernel_rates import Quantity
 
 
-class Crowd(NamedTuple):
-    """The traffic beside a program's copies.  `both`: share of the copied bytes that move beside
-    copies in the other direction; `sent_per_d2h`, `received_per_h2d`: bytes to and from other
-    nodes on the same link per copied byte; `drawn`: share of kernel seconds by which copies, which
-    take HBM rate, make kernels longer."""
+class CopyTraffic(NamedTuple):
+    """The traffic that is concurrent with a program's copies.
 
-    both: float
+    `two_way_share`: share of the copied bytes that move during a copy in the opposite direction;
+    `sent_per_d2h`, `received_per_h2d`: bytes to and from other nodes on the same link, per copied
+    byte; `kernel_delay_share`: share by which copies, which take HBM rate, make kernels longer.
+    """
+
+    two_way_share: float
     sent_per_d2h: float
     received_per_h2d: float
-    drawn: float
+    kernel_delay_share: float
 
 
-ALONE = Crowd(0.0, 0.0, 0.0, 0.0)
+NO_TRAFFIC = CopyTraffic(0.0, 0.0, 0.0, 0.0)
 
 
-def crowded_bytes_per_s(
-    alone_bytes_per_s: float,
-    both_bytes_per_s: float,
-    messages_bytes_per_s: float,
-    both: float,
+def shared_link_bytes_per_s(
+    one_way_bytes_per_s: float,
+    two_way_bytes_per_s: float,
+    nic_bytes_per_s: float,
+    two_way_share: float,
     messages: Quantity,
 ) -> Quantity:
-    """Rate of copies on a link, with the share `both` of their bytes beside copies in the other
-    direction and `messages` bytes to or from other nodes per copied byte.  Messages and copies take
-    turns, but messages never take more of the link than the NIC's rate, nor more than half."""
-    mean = 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
-    left = max(alone_bytes_per_s - messages_bytes_per_s, alone_bytes_per_s / 2)
-    return mean / np.minimum(1.0 + messages, alone_bytes_per_s / left)
+    """Rate of copies on a link, of whose bytes `two_way_share` move during a copy in the opposite
+    direction, with `messages` bytes to or from other nodes per copied byte.  Messages and copies
+    share the link, but messages take at most the NIC's rate and at most half of the link."""
+    mean = 1.0 / ((1.0 - two_way_share) / one_way_bytes_per_s + two_way_share / two_way_bytes_per_s)
+    rest = max(one_way_bytes_per_s - nic_bytes_per_s, one_way_bytes_per_s / 2)
+    return mean / np.minimum(1.0 + messages, one_way_bytes_per_s / rest)
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
@@ -43,16 +46,16 @@ def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonCons
     efficiency).
 
     `link_bytes_per_s` is one GPU's share of the PCIe link, per direction.  Source: PCI Express Base
-    Specification 5.0 for the rate; `pcie_efficiency` is the part left by 256-byte payload headers
-    and flow control.
+    Specification 5.0 for the rate; `pcie_efficiency` is the share that remains after the headers of
+    256-byte payloads and flow control.
     """
     return common.copy_latency_s + nbytes / (link_bytes_per_s * common.pcie_efficiency)
 
 
 def pinned_block_bytes(nbytes: int) -> int:
-    """Host bytes of one pinned tensor: torch takes the next power of two (CachingHostAllocator.h,
-    PowerOf2Ceil, PyTorch 2.1 to 2.8; 2.11 on an H200), and gives no pinned block back to the
-    system.  An upper bound where a later torch is told to pin exactly, as our runtime does
+    """Host bytes of one pinned tensor.  Torch pins the next power of two (CachingHostAllocator.h,
+    PowerOf2Ceil, PyTorch 2.1 to 2.8; 2.11 on an H200) and never returns a pinned block to the
+    system.  An upper bound if a later torch is configured to pin exact sizes, as in our runtime
     (worlds/torch/devices.py)."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 

@@ -1,5 +1,4 @@
-"""Published closed-form memory estimators: the peak bytes that other systems predict for
-themselves."""
+"""Published closed-form estimators of peak memory."""
 
 from typing import Literal
 
@@ -12,8 +11,8 @@ from rematbench.workload import Model
 class PipelineOffloadEstimator(Struct, frozen=True, kw_only=True):
     """First-stage bytes of a pipeline that offloads a share alpha of its activations.
 
-    Source: derived from Yuan et al., USENIX ATC 2024 (artifact kwai/Megatron-Kwai), a fit of ours
-    that reproduces every alpha of Figure 9:
+    Source: our derivation from Yuan et al., USENIX ATC 2024 (artifact kwai/Megatron-Kwai), which
+    reproduces every alpha of Figure 9:
     M(alpha) = (6 + 12/(c d)) P + [(1 - alpha)(v p + p - 1) + 4 alpha] C
     with P the first stage's parameters (`parameters`) and C the bytes that one chunk saves for one
     micro-batch (`chunk_bytes`); four chunks are on the device while in transit.
@@ -36,7 +35,7 @@ class PipelineOffloadEstimator(Struct, frozen=True, kw_only=True):
 
     def smallest_alpha(self, cap_bytes: float) -> float:
         """The smallest alpha in [0, 1] whose estimate is at most `cap_bytes`, to three decimals as
-        published; 0 where none is needed or offloading frees nothing, 1 where no alpha fits."""
+        published; 0 if alpha 0 fits or offloading frees nothing, 1 if no alpha fits."""
         slope = (self.chunks_in_flight - 4) * self.chunk_bytes
         excess = self.peak_bytes(0.0) - cap_bytes
         if excess <= 0 or slope <= 0:
@@ -113,9 +112,9 @@ def korthikanti_layer_bytes(
     """Activation bytes of one layer for one micro-batch: 16-bit GPT, unfused attention, dropout.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), table 2: s b h (34 + 5 a s / h) unsharded,
-    (10 + 24/t + 5 a s / (h t)) under tensor parallelism, all of it over t with sequence
-    parallelism; selective recomputation drops the 5 a s / h; full leaves 2 (2/t with sequence
-    parallelism: the input is kept in shards).
+    (10 + 24/t + 5 a s / (h t)) under tensor parallelism, and the first formula over t with sequence
+    parallelism.  Selective recomputation drops 5 a s / h; full recomputation keeps 2 (2/t with
+    sequence parallelism: the input is kept in shards).
     """
     h, t = model.hidden, layout.tp
     unit = seq_len * layout.micro_batch * h
@@ -129,8 +128,8 @@ def korthikanti_layer_bytes(
 def korthikanti_activation_bytes(
     model: Model, layout: Layout, seq_len: int, recomputation: Recomputation = "none"
 ) -> float:
-    """Activation bytes of the first pipeline stage: those of L layers for every p; of the embedding
-    dropout, s b h p / t; with p = 1 of the head, 4 (s b h / t) (1 + V/h).
+    """Activation bytes of the first pipeline stage: L layers for every p; s b h p / t for the
+    embedding dropout; with p = 1 also 4 (s b h / t) (1 + V/h) for the head.
 
     Source: Korthikanti et al. 2022, sections 4.2.3 and 4.3 and equation 5; interleaving stores
     1 + (p - 1) / (p v) times the layers' activations.

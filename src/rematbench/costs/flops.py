@@ -1,4 +1,4 @@
-"""The one count of model FLOPs per token, and MFU and HFU from it; causal and dense."""
+"""Model FLOPs per token (causal and dense), MFU and HFU."""
 
 from math import fsum
 
@@ -6,11 +6,11 @@ from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
 
 FORWARD_AND_BACKWARD = 3
-"""A weight matrix takes two GEMMs in the backward and one in the forward."""
+"""A weight matrix has one GEMM in the forward and two in the backward."""
 
 
 def matrix_flop_per_token(model: Model) -> int:
-    """FLOPs per token of every weight matrix but the input embedding, forward and backward:
+    """FLOPs per token of all weight matrices except the input embedding, forward and backward:
     6 (L P_layer + h V).
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.

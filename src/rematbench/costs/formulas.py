@@ -1,16 +1,13 @@
-"""Seconds of one kernel on one GPU.  Pure, and broadcastable over NumPy arrays (no branches).
+"""Seconds of one kernel from the fitted constants of config/calibration.yaml.  The functions are
+pure and broadcast over NumPy arrays.
 
-Units: FLOP, bytes, seconds; rates per second.  `gpu` holds the generation's constants.
+Units: FLOP, bytes, seconds; rates per second.  `gpu` has the constants of the GPU generation.
 """
 
-from typing import TypeAlias
-
 import numpy as np
-from numpy.typing import NDArray
 
 from rematbench.spec.constants import GpuConstants
-
-Quantity: TypeAlias = "float | NDArray[np.float64]"
+from rematbench.spec.kernel_rates import Quantity
 
 
 def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:
@@ -74,12 +71,12 @@ def scores_s(
     return memory_s(passes * np.asarray(count) * element_bytes, hbm_bytes_per_s, gpu)
 
 
-def slowed_s(seconds: Quantity, other_s: Quantity, slowdown: Quantity) -> Quantity:
-    """Seconds of a kernel slowed by a collective beside it (NCCL's copies take SMs and HBM rate):
-    seconds + (slowdown - 1) min(seconds, other_s).
+def overlapped_s(seconds: Quantity, concurrent_s: Quantity, slowdown: Quantity) -> Quantity:
+    """Seconds of a kernel that overlaps with a collective, which takes SMs and HBM rate from it:
+    seconds + (slowdown - 1) min(seconds, concurrent_s).
 
     Source: the effect as in Rashidi et al., ISCA 2021 (compute and communication share SMs and
     memory rate); the factor is fitted.
     """
-    slower: Quantity = seconds + (slowdown - 1.0) * np.minimum(seconds, other_s)
+    slower: Quantity = seconds + (slowdown - 1.0) * np.minimum(seconds, concurrent_s)
     return slower

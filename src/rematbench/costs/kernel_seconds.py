@@ -1,5 +1,5 @@
-"""Seconds of kernels from their rates.  The functions are pure and broadcast over NumPy arrays.
-Units: FLOP, bytes, seconds.
+"""Seconds of kernels from the published rates in config/kernels.  The functions are pure and
+broadcast over NumPy arrays.  Units: FLOP, bytes, seconds.
 """
 
 from math import fsum
@@ -21,11 +21,11 @@ ATTENTION_TILE_ROWS = 128
 """Query rows of a thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
 (Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
 FLASH_BACKWARD_FLOP = 2.5
-"""FLOPs of the backward over the forward's: five GEMMs to two (Dao 2023)."""
+"""FLOPs of the backward over those of the forward: five GEMMs against two (Dao 2023)."""
 UNFUSED_BACKWARD_SHARE = 0.6
-"""Share of a softmax's passes that are in its backward: three of five."""
+"""Share of a softmax's passes in its backward: three of five."""
 REFERENCE_ELEMENT_BYTES = 2
-"""Bytes per element in the rows behind operators.yaml (bf16 and fp16)."""
+"""Bytes per element in the published rows of operators.yaml (bf16 and fp16)."""
 
 
 def saturation(size: Quantity, half: Quantity) -> Quantity:
@@ -38,7 +38,8 @@ def attention_share(
 ) -> Quantity:
     """Share of the peak at head dimension 128: e r/(r + half_rows) w/(w + half_waves).
 
-    r: rows of each sequence; `heads`: of all sequences; w = heads r / (128 SMs): waves of tiles.
+    r: rows of each sequence; `heads`: heads of all sequences; w = heads r / (128 SMs): waves of
+    tiles.
     Source of the form: diagonal blocks and a block's prologue cost the same at every row length
     (half_rows); the last, partly filled wave costs one block's time (half_waves).
     """
@@ -50,9 +51,9 @@ def attention_share(
 
 def head_dim_factor(rates: AttentionRates, head_dim: Quantity) -> Quantity:
     """Factor on the speed: linear in log2(head_dim) between published values, constant outside."""
-    known = sorted(rates.head_dims)
-    factors = [rates.head_dims[dim] for dim in known]
-    return np.interp(np.log2(head_dim), np.log2(known), factors)
+    published = sorted(rates.head_dims)
+    factors = [rates.head_dims[dim] for dim in published]
+    return np.interp(np.log2(head_dim), np.log2(published), factors)
 
 
 def attention_s(
@@ -73,8 +74,8 @@ def attention_s(
     """
     flop = 4.0 * head_dim * pairs * heads * (FLASH_BACKWARD_FLOP if backward else 1.0)
     rows = np.minimum(q_rows, 2.0 * np.asarray(pairs) / q_rows)
-    one = rates.backward if backward else rates.forward
-    share = attention_share(one, rows, heads, device.free_sms)
+    direction = rates.backward if backward else rates.forward
+    share = attention_share(direction, rows, heads, device.free_sms)
     return flop / (device.free_flop_per_s * share * head_dim_factor(rates, head_dim))
 
 
@@ -120,8 +121,8 @@ def gemm_s(
 
 def named_bytes(rates: ByteRates, kernel: Named, *, backward: bool) -> float:
     """Bytes that an operator moves at the reached HBM rate, in proportion to its element size."""
-    each = rates.backward_bytes if backward else rates.forward_bytes
-    return kernel.elements * each * kernel.element_bytes / REFERENCE_ELEMENT_BYTES
+    nbytes = rates.backward_bytes if backward else rates.forward_bytes
+    return kernel.elements * nbytes * kernel.element_bytes / REFERENCE_ELEMENT_BYTES
 
 
 def bytes_s(
@@ -134,9 +135,9 @@ def bytes_s(
 
 
 def unfused_passes(rates: UnfusedAttention, *, backward: bool, masked: bool) -> float:
-    """Passes over the score matrix in one direction. The published rows have both together: parted
-    2 to 3 as a softmax's own (read, write; read two, write one), and the mask forward, as the
-    gradient of a sum moves nothing. The parting is ours."""
+    """Passes over the score matrix in one direction.  The published rows give the sum of both
+    directions.  Our division: 2 to 3, as for a softmax (read and write; read two and write one),
+    and the mask only in the forward, because the gradient of a sum moves no bytes."""
     if backward:
         return rates.passes * UNFUSED_BACKWARD_SHARE
     return rates.passes * (1.0 - UNFUSED_BACKWARD_SHARE) + (rates.mask_passes if masked else 0.0)

@@ -1,4 +1,5 @@
-"""Bytes of parameters, gradients and optimizer states of a rank, and the optimizer step's traffic.
+"""Bytes of a rank's parameters, gradients and optimizer states, traffic of the optimizer step, and
+device memory outside the framework's allocator (driver, context, communicators).
 
 ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the optimizer over data-parallel
 (and context-parallel) ranks, 2 the gradients too, 3 the parameters too.  FSDP full shard is 3.
@@ -7,8 +8,10 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the optimizer o
 import numpy as np
 from msgspec import Struct
 
-from rematbench.costs.formulas import Quantity
-from rematbench.spec.constants import CommonConstants
+from rematbench.costs.collectives import degrees, group_stride
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.constants import Calibration, CommonConstants
+from rematbench.spec.kernel_rates import Quantity
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 
@@ -34,7 +37,7 @@ def shard(parameters: int, shards: int) -> int:
 
 
 def sharded_parameters(parameters: int, layout: Layout, since_stage: int) -> int:
-    """Parameters of which a rank holds a state that ZeRO shards from stage `since_stage` on."""
+    """Parameters on a rank of a state that ZeRO shards from stage `since_stage` on."""
     return shard(parameters, layout.state_shards if layout.zero_stage >= since_stage else 1)
 
 
@@ -68,9 +71,44 @@ def optimizer_traffic_bytes(
     """HBM bytes of clipping and one fused Adam step over `parameters` updated parameters.
 
     Gradients are read for the norm and again for the update; master weights and moments are read
-    and written; compute parameters are written; `optimizer_extra_bytes` per parameter are the bytes
-    that the stacks add (gradient zeroing and unscaling).
+    and written; compute parameters are written.  The stacks move `optimizer_extra_bytes` more per
+    parameter (gradient zeroing and unscaling).
     Source: Kingma & Ba 2015 for the states; apex FusedAdam reads and writes each once.
     """
     per_parameter = 2.0 * grad_bytes + 2.0 * np.asarray(optimizer_bytes) + param_bytes
     return parameters * (per_parameter + common.optimizer_extra_bytes)
+
+
+def non_torch_bytes(
+    cluster: Cluster, layout: Layout, system: System, calibration: Calibration
+) -> int:
+    """Device bytes outside torch's allocator: bytes withheld by the driver, the CUDA context, and
+    NCCL's buffers for each communicator of the layout; or the cluster file's measured bytes."""
+    if cluster.non_torch_bytes is not None:
+        return cluster.non_torch_bytes
+    gpu, common = calibration.gpu(cluster.generation), calibration.common
+    inside, between = communicators(layout, cluster.gpus_per_node, system.rank_order)
+    buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
+    return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
+
+
+def communicators(layout: Layout, gpus_per_node: int, order: tuple[str, ...]) -> tuple[int, int]:
+    """Numbers of a rank's communicators: (within a node, over several nodes).
+
+    A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
+    ranks; the first and the last stage share one more group for the embedding.  Groups with equal
+    ranks are one communicator (torch's default group, for example, serves a run with data
+    parallelism only).
+    """
+    sizes = {name: size for name, size in degrees(layout).items() if size > 1}
+    kinds = [("tp",), ("cp",), ("dp",), ("cp", "dp"), ("pp",), tuple(sizes)]
+    groups = {tuple(name for name in order if name in sizes and name in kind) for kind in kinds}
+    inside = between = 0
+    for group in groups - {()}:
+        reach = max(group_stride(layout, name, order) * sizes[name] for name in group)
+        count = 2 if group == ("pp",) else 1
+        if reach <= gpus_per_node:
+            inside += count
+        else:
+            between += count
+    return inside, between

@@ -16,18 +16,18 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
 
     `host_bytes`: host memory of one node.
-    `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which the allocator
-    never sees (None: computed from the layout by costs/device_memory.py).
-    `pcie_gpus_per_link`: GPUs that share one host link; a rank alone on its link has all of it.
+    `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which are outside
+    torch's allocator (None: computed from the layout by costs/states.py).
+    `pcie_gpus_per_link`: GPUs that share one host link; a single rank on a link gets its full rate.
     `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
-    other direction runs.  Published for A100 alone; over PCIe 5, as Hopper and Blackwell have it,
-    measured on one H200 (results/measured/gpu).
+    opposite direction runs.  Published only for A100; for PCIe 5 (Hopper and Blackwell) measured on
+    one H200 (results/measured/gpu).
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
     `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
     where AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with
     an optimizer in host memory then have bytes but no time).
-    `constants`: entries of config/calibration.yaml for this cluster; the first existing entry
-    counts (load.py sets the field).
+    `constants`: names of entries of config/calibration.yaml for this cluster, of which the first
+    existing entry applies (load.py sets the field).
     """
 
     name: str
@@ -62,8 +62,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.pcie_bytes_per_s / min(self.pcie_gpus_per_link, ranks)
 
     def socket_bytes_per_s(self, ranks: int) -> float:
-        """One GPU's share of its socket's memory rate, with `ranks` ranks on a node: ranks fill the
-        sockets in order, so the first socket has as many ranks as it has GPUs."""
+        """One GPU's share of its socket's memory rate, with `ranks` ranks on a node.  Ranks fill
+        the sockets in order, so the first socket has as many ranks as it has GPUs."""
         if self.dram_bytes_per_s is None:
             return float("inf")
         return self.dram_bytes_per_s / min(ranks, -(-self.gpus_per_node // self.numa_nodes))

@@ -1,7 +1,7 @@
-"""Strict reading of configuration files: every number has a source, every error is one line.
+"""Strict reading of configuration files: every number has a source, and every error is one line.
 
-A value is written plainly, or as `{value: V, source: "..."}`, or `{value: V, fitted: "..."}`; a
-`source:` at the top of a file covers the plain values of that file.
+A value is plain, `{value: V, source: "..."}` or `{value: V, fitted: "..."}`.  A `source:` at the
+top level of a file covers the plain values of that file.
 """
 
 import difflib
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class ConfigError(UserError):
-    """A wrong configuration; the message is one line: file, key path, what is allowed."""
+    """A wrong configuration; the message is one line: file, key path, allowed values."""
 
     def __init__(self, file: str, key: str, problem: str) -> None:
         super().__init__(": ".join(part for part in (file, key, problem) if part))
@@ -35,8 +35,8 @@ class _Loader(yaml.SafeLoader):
 
 
 class _ShippedLoader(yaml.CSafeLoader):
-    """The same rules on libyaml, six times faster, for shipped files only: libyaml's errors say
-    less, and its parser has no guard against nesting that exhausts the stack."""
+    """The same rules on libyaml, which is six times faster.  Only for shipped files: its error
+    messages are less precise, and deep nesting can exhaust its stack."""
 
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
@@ -47,7 +47,7 @@ def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode)
     seen: set[object] = set()
     for key_node, _ in node.value:
         if key_node.tag == MERGE:
-            continue  # a merged anchor only gives keys that the mapping itself lacks
+            continue  # a merged anchor adds only keys that the mapping does not have
         key = loader.construct_object(key_node)
         twice = isinstance(key, Hashable) and key in seen
         if twice or not isinstance(key, Hashable):
@@ -97,7 +97,7 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(label, "", _syntax_problem(error)) from error
     if _circular(data, set(), set()):
-        raise ConfigError(label, "", "an alias stands inside what it stands for")
+        raise ConfigError(label, "", "an alias contains itself")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(label, "", "expected a mapping of names to values at the top level")
     return data
@@ -139,7 +139,7 @@ def flatten(data: Mapping[str, Any], label: str) -> tuple[dict[str, Any], dict[s
     """(plain values, sources), each by key; ConfigError for a number without a source."""
     everywhere = data.get("source", "")
     if not isinstance(everywhere, str):
-        raise ConfigError(label, "source", "expected a text")
+        raise ConfigError(label, "source", "expected a string")
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for key, entry in data.items():
@@ -171,7 +171,7 @@ def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
         )
     text = entry.get("source", entry.get("fitted"))
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(label, key, "the source must be a text that is not empty")
+        raise ConfigError(label, key, "the source must be a string that is not empty")
     return entry["value"], text if "source" in entry else f"fitted: {text}"
 
 
@@ -207,8 +207,7 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]
 
 def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
     """(field, problem) of the first field whose value has a wrong type; None if all are right.
-    This check is for structs that code constructs: msgspec checks types only when it reads
-    files."""
+    It checks structs that code constructs; msgspec itself checks types only when it reads files."""
     for field in _fields(kind):
         value = getattr(struct, field.name)
         try:
@@ -229,7 +228,7 @@ def _values(hint: object) -> tuple[object, ...]:
 
 
 def validation_problem(message: str, kind: type) -> tuple[str, str]:
-    """A message of msgspec as (key path, problem); for a Literal type with the allowed values."""
+    """(key path, problem) of a msgspec message; the problem lists the values of a Literal type."""
     text, _, where = message.partition(" - at `$.")
     key = where.rstrip("`")
     text = text[:1].lower() + text[1:].replace("`", "")

@@ -1,8 +1,8 @@
 """The numbers behind the formulas: per GPU generation, cluster network and software system.
 
 Every number in config/calibration.yaml is `{value, source}`; `source: fitted` marks the scalars
-that were fitted to published rows.  FITTED_BUDGET has the most fitted scalars of each GPU
-generation, network and system.
+that were fitted to published rows.  FITTED_BUDGET is the maximum number of fitted scalars for each
+GPU generation, network and system.
 """
 
 import re
@@ -31,7 +31,7 @@ class Number(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shares of its peaks that one GPU generation reaches (formulas.py uses them).
+    """Hardware facts of one GPU generation, and the shares of its peak rates that it reaches.
 
     Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
@@ -56,8 +56,8 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
     a node are linked pairwise, without a switch, so that a small group uses only its own links.
     `kernel_scale` multiplies the seconds of all kernels where a GPU runs below its generation's
-    power limit.  `host_ranks` is the number of ranks issuing in step (those of a tensor-parallel
-    group) that the cores of a node serve without slowing each other.
+    power limit.  `host_ranks` is the number of ranks that can issue kernels at the same time on the
+    cores of a node (as those of a tensor-parallel group do) without slowing each other.
     """
 
     nvlink_efficiency: float
@@ -69,10 +69,11 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a software stack differs from the generation's kernels: a multiplier on the seconds of
-    all kernels, the seconds of the device's gap between two kernels, the seconds that the host
-    takes to issue a kernel, and the shares of a hidden collective's seconds that compute beside it
-    loses (one share for tensor- and context-, one for data-parallel collectives)."""
+    """How a software stack differs from the generation's kernels.  `kernel_scale` multiplies the
+    seconds of all kernels; `gap_s` is the device's gap between two kernels; `host_launch_s` is the
+    time in which the host issues a kernel.  `tp_stall` and `dp_stall` are the shares of an
+    overlapped collective's seconds by which compute becomes longer, for tensor- and
+    context-parallel and for data-parallel collectives."""
 
     kernel_scale: float
     gap_s: float
@@ -86,8 +87,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
     between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
-    NCCL communicator whose ranks share a node, or do not.  `graph_bytes_share`: the bytes that a
-    layer's CUDA graph holds beside the layer's kept activations, as a share of these activations.
+    NCCL communicator inside a node, or between nodes.  `graph_bytes_share`: the bytes that a
+    layer's CUDA graph holds in addition to the layer's kept activations, as a share of these.
     """
 
     nccl_base_s: tuple[float, ...]
@@ -105,8 +106,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule that claims a whole sweep of published rows: a row has to match every field that the
-    rule gives (text fields as substrings)."""
+    """A rule that selects a whole sweep of published rows for the fit: rows that match every field
+    that the rule sets (text fields as substrings)."""
 
     source: str
     why: str = ""
@@ -146,7 +147,7 @@ def is_fit(row: Mapping[str, Any], rules: Iterable[FitRule]) -> bool:
 
 
 class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A source whose test rows a person saw before changing a formula or rule (`in-sample`)."""
+    """A source with test rows that were seen before a formula or rule was changed (`in-sample`)."""
 
     source: str
     mechanism: str
@@ -167,8 +168,7 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     date: str = ""
 
     def gpu(self, generation: str) -> GpuConstants:
-        """Constants of a GPU generation; an unknown generation is an error, since no default is
-        defensible."""
+        """Constants of a GPU generation; KeyError for an unknown generation."""
         if generation not in self.gpus:
             known = ", ".join(sorted(self.gpus))
             raise KeyError(f"no calibration for GPU generation {generation!r} (known: {known})")
@@ -184,7 +184,7 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def instant_hosts(calibration: Calibration) -> Calibration:
-    """The calibration with hosts that issue every kernel in no time."""
+    """The calibration with hosts that take zero seconds to issue a kernel."""
     systems = calibration.systems.items()
     instant = {name: replace(stack, host_launch_s=0.0) for name, stack in systems}
     return replace(calibration, systems=instant)
@@ -215,7 +215,7 @@ class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse_calibration(text: bytes) -> Calibration:
-    """Calibration from YAML text; raises on a fitted count above FITTED_BUDGET."""
+    """The calibration in YAML text; ValueError if more scalars than FITTED_BUDGET are fitted."""
     raw = msgspec.yaml.decode(text, type=_File)
     fitted: list[str] = []
     plain: dict[str, Any] = {}
@@ -253,7 +253,7 @@ _VALUE = re.compile(r"value: *[^,}]+")
 
 
 def updated_text(text: str, calibration: Calibration) -> str:
-    """The YAML text with the fitted values of `calibration`; sources, order and comments stay."""
+    """The YAML text with the fitted values of `calibration`; all other text is unchanged."""
     path: list[str] = []
     lines = []
     for line in text.splitlines():

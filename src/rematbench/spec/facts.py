@@ -1,7 +1,7 @@
-"""Checks of what a model, cluster or stack says: bad and contradictory facts, one line each.
+"""Checks of the facts of a model, cluster or stack; each error is one line.
 
-Only what cannot be is refused.  A fact that has no effect beside another one (repeated keys and
-values beside unfused attention, which a run may replace) is none of these.
+Only impossible and contradictory facts are errors.  A fact without an effect is allowed, for
+example `repeats_kv` with unfused attention, because a run may choose fused attention.
 """
 
 import re
@@ -22,19 +22,19 @@ FEATURES = (
 )
 DEGREES = ("tp", "cp", "dp", "pp")
 WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")
-"""Bytes of a parameter in one tensor, so in one dtype."""
+"""Fields with the bytes of a parameter in a tensor of one dtype."""
 DTYPES = (1, 2, 4)
-"""Bytes of an element of the dtypes of training."""
+"""Bytes of an element in the dtypes of training."""
 GRADIENTS = (*DTYPES, 6)
-"""Bytes of a gradient: in one dtype, or in bf16 beside a sum in fp32."""
+"""Bytes of a gradient: in one dtype, or in bf16 with an fp32 sum."""
 CPU = "cpu"
-"""The generation of clusters without GPUs, whose numbers mean nothing."""
+"""The generation of clusters without GPUs, whose rates are not checked."""
 GENERATIONS = {
     "ampere": re.compile(r"\bA(100|800)\b"),
     "hopper": re.compile(r"\bG?H(20|100|200|800)\b"),
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
 }
-"""GPUs by the words of a cluster's `gpu` that leave no doubt of their generation."""
+"""GPU names in a cluster's `gpu` that determine the generation."""
 PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
     "hbm_bytes": (2**32, 2**41, "bytes of a GPU"),
@@ -47,11 +47,11 @@ PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "numa_nodes": (1, 32, "sockets of a node"),
     "host_bytes": (2**33, 2**47, "bytes of a node's memory"),
 }
-"""The least and the most of each number of a GPU cluster, and its unit.  What lies outside has
-another unit (TFLOP/s, GB, Gbit/s) or belongs to another place (a node's NICs for a GPU's)."""
+"""The lower and upper limit of each number of a GPU cluster, and its unit.  A number outside has a
+wrong unit (TFLOP/s, GB, Gbit/s) or counts the wrong thing (the NICs of a node, not of a GPU)."""
 LOSS = (
-    "no key: yes/no facts say more than one name: fused_loss, or else loss_in_place, "
-    "loss_keeps_logits and logits_fp32; tiled is what a plan does (mst:head_chunks=N), on any stack"
+    "unknown key: set fused_loss, or loss_in_place, loss_keeps_logits and logits_fp32; a tiled "
+    "loss is part of a plan (mst:head_chunks=N), on any stack"
 )
 
 
@@ -73,17 +73,18 @@ def check_model(model: Model, label: str) -> None:
 
 
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
-    """ConfigError for an unknown generation, and for facts of a cluster that contradict."""
+    """ConfigError for an unknown generation, and for facts of a cluster that contradict each other
+    or are not plausible."""
     one_of(cluster.generation, tuple(generations), label, "generation")
-    told = cluster.generation
+    declared = cluster.generation
     for generation, gpus in GENERATIONS.items():
-        if told in GENERATIONS and told != generation and gpus.search(cluster.gpu):
-            problem = f"{told}, where the gpu {cluster.gpu!r} is of {generation}"
+        if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
+            problem = f"{declared}, but the gpu {cluster.gpu!r} is {generation}"
             raise ConfigError(label, "generation", problem)
-    for key, (least, most, unit) in PLAUSIBLE.items() if told != CPU else ():
+    for key, (low, high, unit) in PLAUSIBLE.items() if declared != CPU else ():
         value = getattr(cluster, key)
-        if value is not None and not least <= value <= most:
-            problem = f"{value:g}: expected {unit}, from {least:.3g} to {most:.3g}"
+        if value is not None and not low <= value <= high:
+            problem = f"{value:g}: expected {unit}, from {low:.3g} to {high:.3g}"
             raise ConfigError(label, key, problem)
     if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
         raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
@@ -93,7 +94,7 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
 
 
 def check_system(system: System, label: str) -> None:
-    """ConfigError for unknown features, for bytes of no dtype, and for facts that contradict."""
+    """ConfigError for unknown features, for bytes that match no dtype, and for contradictions."""
     for feature in system.features:
         one_of(feature, FEATURES, label, "features")
     if sorted(system.rank_order) != sorted(DEGREES):
@@ -106,12 +107,12 @@ def check_system(system: System, label: str) -> None:
 
 def _check_bytes(system: System, label: str) -> None:
     if not system.param_bytes:
-        raise ConfigError(label, "param_bytes", "0: a parameter has bytes")
+        raise ConfigError(label, "param_bytes", "0: must be above 0")
     for key in ("grad_bytes", *WIRES):
         allowed = GRADIENTS if key == "grad_bytes" else DTYPES
         if getattr(system, key) not in allowed:
             listed = ", ".join(map(str, allowed))
-            problem = f"{getattr(system, key)}: no dtype of training (allowed: {listed})"
+            problem = f"{getattr(system, key)}: not a training dtype (allowed: {listed})"
             raise ConfigError(label, key, problem)
     if system.late_state_bytes > system.optimizer_bytes:
         problem = f"more than the optimizer's {system.optimizer_bytes} bytes a parameter"
@@ -119,12 +120,12 @@ def _check_bytes(system: System, label: str) -> None:
 
 
 def _contradictions(system: System) -> Iterable[tuple[str, str]]:
-    """Yield (key, problem) of each pair of facts of which only one can hold."""
+    """Yield (key, problem) of each pair of facts that contradict each other."""
     if system.norm_keeps_steps and system.norm_kernel != "eager":
         why = "compiled: true" if system.compiled else f"norm: {system.norm}"
-        yield "norm_keeps_steps", f"true beside {why}: only an eager norm keeps its steps"
+        yield "norm_keeps_steps", f"true with {why}: only an eager norm keeps its steps"
     if system.fused_loss and not system.loss_in_place:
-        yield "loss_in_place", "false beside fused_loss: true, which writes its gradient in place"
+        yield "loss_in_place", "false with fused_loss: true, which writes its gradient in place"
     if system.data_parallel == "fsdp" and system.bucket_bytes:
-        problem = "beside data_parallel: fsdp, which reduces each unit by itself (say 0)"
+        problem = "with data_parallel: fsdp, which reduces each unit separately (use 0)"
         yield "bucket_bytes", f"{system.bucket_bytes} {problem}"

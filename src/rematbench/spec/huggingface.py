@@ -1,8 +1,8 @@
-"""Reads a Hugging Face config.json as a Model; a feature that is not modelled is refused by its
+"""Reads a Hugging Face config.json as a Model; a feature that is not modelled is an error with its
 key.
 
-Values that change neither bytes nor FLOPs are not read (`rope_theta`, `rope_scaling`, epsilons of
-norms, initialisation): the torch runtime uses its own, the same for every method (kernels.py).
+Values that change neither bytes nor FLOPs are ignored (`rope_theta`, `rope_scaling`, epsilons of
+norms, initialisation).  The torch runtime uses fixed values for them, equal for all methods.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 
 Expansion = Annotated[float, Meta(gt=0.0, le=1024.0)]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TELLING = {
+_FEATURES = {
     **dict.fromkeys(_EXPERTS, "experts"),
     "kv_lora_rank": "latent attention (keys and values of low rank)",
     "state_size": "state-space layers",
@@ -50,7 +50,7 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     try:
         given = {key: value for key, value in data.items() if value is not None}
         msgspec.convert(given, _Known)
-        if "sliding_window" in data:  # null: none, where an architecture has one by itself
+        if "sliding_window" in data:  # null switches off the architecture's default window
             given.setdefault("sliding_window", None)
     except msgspec.ValidationError as error:
         raise ConfigError(label, *validation_problem(str(error), _Known)) from error
@@ -107,11 +107,10 @@ class Unmodelled(Exception):
 
 
 def _unmodelled(kind: str, data: Config) -> str:
-    """The reason why an architecture is not modelled, from the features that its keys show.  A
-    similar architecture is never suggested: reading the config as another architecture would drop
-    the features in which the two differ."""
+    """The reason why an architecture is not modelled, from the features in its keys.  No similar
+    architecture is suggested: to read the config as another architecture would drop features."""
     known = sorted(_ARCHITECTURES)
-    has = dict.fromkeys(words for key, words in _TELLING.items() if data.get(key))
+    has = dict.fromkeys(words for key, words in _FEATURES.items() if data.get(key))
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
     typed = closest(kind, known) if kind.replace("-", "_").lower() in known else ""
     return f"{kind!r}: {why}{typed} (modelled: {', '.join(known)})"

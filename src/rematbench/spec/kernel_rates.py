@@ -1,8 +1,8 @@
-"""Speeds of kernels by name: config/kernels/ (the seconds that follow are in kernel_seconds.py).
+"""Speeds of kernels by name, from config/kernels/ (kernel_seconds.py computes seconds from them).
 
 A GPU generation's file has the rates of attention by backend, GEMM, HBM, copies and collectives,
-and the SMs and HBM rate that a collective takes from compute beside it.  `operators.yaml` has the
-bytes per element of memory-bound operators by implementation, which hold for every generation.
+and the SMs and HBM rate that a collective takes from concurrent compute.  `operators.yaml` has the
+bytes per element of memory-bound operators by implementation, for all generations.
 Units: FLOP, bytes, seconds; shares are of the dense 16-bit peak, of the HBM rate or of a link's
 rate.
 """
@@ -21,7 +21,7 @@ Quantity: TypeAlias = "float | NDArray[np.float64]"
 
 OPERATORS = "operators"
 SOURCES = "sources"
-"""The file that declares rows, exclusions and reasons; no rate is read from it."""
+"""The file that declares the rows of the fits, exclusions and reasons; it has no rates."""
 REFERENCE_HEAD_DIM = 128
 
 
@@ -80,7 +80,7 @@ class GemmRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One share of a rate, or a factor, or a count of SMs, as the entry's key says."""
+    """One share of a rate, a factor, or a count of SMs, depending on the entry's key."""
 
     value: float
     evidence: Evidence
@@ -135,8 +135,8 @@ class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """One GPU as kernels see it: dense peak of all SMs, reached HBM rate, and `taken_sms`, the SMs
-    that a collective beside the kernels holds (one SM for each block of the collective)."""
+    """The rates of one GPU for kernels: dense peak of all SMs, reached HBM rate, and `taken_sms`,
+    the SMs that a concurrent collective occupies (one SM for each block of the collective)."""
 
     peak_flop_per_s: Quantity
     hbm_bytes_per_s: Quantity
@@ -145,12 +145,12 @@ class Device(Struct, frozen=True, kw_only=True):
 
     @property
     def free_sms(self) -> Quantity:
-        """SMs that no collective holds."""
+        """SMs that no collective occupies."""
         return self.sm_count - self.taken_sms
 
     @property
     def free_flop_per_s(self) -> Quantity:
-        """Dense peak of the SMs that no collective holds."""
+        """Dense peak of the SMs that no collective occupies."""
         return self.peak_flop_per_s * self.free_sms / self.sm_count
 
 

@@ -75,7 +75,7 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: System) -> None:
-    """Raise LayoutError on the first broken rule."""
+    """Raise LayoutError for the first broken rule."""
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
     _check(_rules(layout, workload, cluster, system))
@@ -92,16 +92,15 @@ def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     that ulysses divides dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     return [
-        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs are more than {MOST_GPUS}, the most simulated"),
+        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs are more than the limit of {MOST_GPUS}"),
         (
             work.seq_len * lay.global_batch > MOST_TOKENS,
             f"seq_len {work.seq_len} x global_batch {lay.global_batch} are more tokens a step than "
-            f"{MOST_TOKENS}, the most simulated",
+            f"the limit of {MOST_TOKENS}",
         ),
         (
             passes > MOST_PASSES,
-            f"micro-batches x pp x vpp = {passes} are more passes than {MOST_PASSES}, the most "
-            "simulated",
+            f"micro-batches x pp x vpp = {passes} are more passes than the limit of {MOST_PASSES}",
         ),
         (
             lay.dp % lay.ulysses != 0,
@@ -131,7 +130,7 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
 
 
 def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
-    """The degrees and ZeRO stages that the stack has."""
+    """The rules that the stack supports the degrees and the ZeRO stage."""
     stages, stage = ", ".join(map(str, system.zero_stages)), lay.zero_stage
     has = {name: name in system.model_parallel for name in ("tp", "pp", "vpp")}
     has["cp"] = system.cp_kind != "none"
@@ -145,8 +144,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
         ),
         (
             lay.state_shards > 1 and stage not in system.zero_stages,
-            f"system {system.name} has no such ZeRO stage, but zero_stage = {stage} (it has "
-            f"{stages})",
+            f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
     ]
 
@@ -201,8 +199,8 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     return [
         (
             model.position == "learned" and model.max_positions < work.seq_len,
-            f"seq_len {work.seq_len} is more than the {model.max_positions} positions that "
-            f"{model.name} has learned",
+            f"seq_len {work.seq_len} is more than the {model.max_positions} learned positions of "
+            f"{model.name}",
         ),
         (
             model.num_layers < lay.num_chunks,

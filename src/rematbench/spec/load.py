@@ -89,10 +89,10 @@ def _system(path: Path) -> System:
 
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
-    "cluster": ("slurm",),  # how to request its nodes: rematbench.worlds.slurm.settings
+    "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
     "system": ("aliases", "rows"),
 }
-"""Keys that say how a file is found or used; a file based on another does not inherit them."""
+"""Keys that control how a file is located or used; files based on it do not inherit them."""
 OWN_KEYS = ("name", "version", "source", "base")
 """Keys of a file with a `base` that override no fact."""
 
@@ -100,14 +100,14 @@ OWN_KEYS = ("name", "version", "source", "base")
 def _inherited(
     kind: Kind, path: Path, below: tuple[Path, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """(values, sources, bases) of a file: its own values on top of the values of its `base`, their
-    sources, and the names of all bases, the nearest first.  ConfigError for an override without a
-    source, or a circle of bases."""
+    """(values, sources, bases) of a file: the values of its `base` with the file's overrides, their
+    sources, and the names of all bases, nearest first.  ConfigError for an override without a
+    source, or for circular bases."""
     label = _label(path)
     data = read_mapping(path, label)
     for key in (*NOT_FACTS[kind], "constants", "sources"):
         if key in data and key not in NOT_FACTS[kind]:
-            raise ConfigError(label, key, "is set by what reads the file")
+            raise ConfigError(label, key, "cannot be set in a file")
         data.pop(key, None)
     base = data.pop("base", "")
     values, sources = flatten(data, label)
@@ -130,8 +130,8 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
     for key, entry in data.items():
         if key in OWN_KEYS:
             continue
-        told = isinstance(entry, dict)
-        found[key] = str(entry.get("source", "fitted")) if told else everywhere
+        sourced = isinstance(entry, dict)
+        found[key] = str(entry.get("source", "fitted")) if sourced else everywhere
         if not found[key]:
             problem = "overrides its base without a source: {value: ..., source: ...}, or mine"
             raise ConfigError(label, key, problem)
@@ -141,9 +141,9 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
 def _constants(
     path: Path, name: str, bases: tuple[str, ...], entries: Collection[str]
 ) -> tuple[str, ...]:
-    """The entries of config/calibration.yaml that apply to a file: a shipped file's own entry, then
-    the entries of its bases.  A user's file gets no entry by its own name, because its facts may
-    differ from a shipped file of the same name."""
+    """The entries of config/calibration.yaml that apply to a file: the entry of a shipped file's
+    name, then the entries of its bases.  A user's file gets no entry by its name, because its facts
+    may differ from those of a shipped file with the same name."""
     names = (name, *bases) if _is_shipped(path) else bases
     return tuple(name for name in names if name in entries)
 
@@ -170,7 +170,7 @@ def _folder(kind: Kind) -> Path:
 
 
 def located(kind: Kind, name_or_path: str | Path) -> Path:
-    """The file that a name, an alias or a path stands for; ConfigError if there is none."""
+    """The file of a name, an alias or a path; ConfigError if it does not exist."""
     text = str(name_or_path)
     path = Path(name_or_path)
     if path.suffix in {".yaml", ".yml", ".json"} or "/" in text or path.is_dir():
@@ -195,15 +195,12 @@ def _of_a_hub(kind: Kind, text: str) -> str:
     if Path(text).suffix in {".yaml", ".yml", ".json"}:
         return ""
     near = closest(text.partition("/")[2].lower(), names("model"))
-    return (
-        ": names of a hub are not looked up; give the path of its config.json, which lies among "
-        f"that model's files there{near}"
-    )
+    return f": hub names are not looked up; give the path of the model's config.json{near}"
 
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Published system names that are no file names: `{alias: file stem}`."""
+    """Published system names that differ from file names: `{alias: file stem}`."""
     found: dict[str, str] = {}
     for stem in names("system"):
         path = _folder("system") / f"{stem}.yaml"
@@ -213,8 +210,8 @@ def _aliases() -> dict[str, str]:
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which published rows belong to a stack: rows of the family `system` whose note contains the
-    text `note`.  `recompute` maps a word of such a row's recompute column to the stack's method."""
+    """The published rows of a stack: rows of the family `system` whose note contains `note`.
+    `recompute` maps a word in the recompute column of such a row to the stack's method."""
 
     system: str
     note: str
@@ -224,7 +221,7 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
     """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
-    with its methods by the row's words; without a claim, the row's own `system` and no methods."""
+    with its methods by the row's words; without a claim, the row's `system` and no methods."""
     for stem, claim in _claimed_rows().items():
         if system == claim.system and claim.note in note:
             return stem, claim.recompute
@@ -250,7 +247,7 @@ def _label(path: Path) -> str:
 
 
 def _joined_source(everywhere: str, sources: dict[str, str]) -> str:
-    """One source text for a Model: the file's source, then the sources of single keys."""
+    """The source of a Model as one text: the file's source, then the sources of single keys."""
     own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
     return "; ".join([everywhere.strip(), *own] if everywhere else own)
 

@@ -17,8 +17,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def data_dir(kind: DataKind) -> Path:
     """The directory of one kind of shipped data.
 
-    A wheel carries `rematbench/_data`; a checkout (editable install) has none and uses its
-    top-level directories, so that an edited file counts at once.
+    A wheel contains `rematbench/_data`.  A checkout (editable install) uses its top-level
+    directories instead, so that edits take effect at once.
     """
     packaged = _PACKAGE / "_data"
     if packaged.is_dir():

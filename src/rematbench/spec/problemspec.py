@@ -1,4 +1,4 @@
-"""A planning problem as given: a model on a cluster under a system, a layout, a length."""
+"""A planning problem as a user states it: model, cluster, system, layout and sequence length."""
 
 from typing import Any, Self, cast
 
@@ -16,7 +16,7 @@ SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
 _FLAGS = {"zero_stage": "--zero", "sp": "--no-sp"}
 
 
-class _Told(StructMeta):
+class _FieldErrors(StructMeta):
     """A metaclass that turns the TypeError of a missing or unknown field into a ConfigError."""
 
     def __call__(cls, *values: object, **given: object) -> Any:
@@ -33,8 +33,10 @@ class _Told(StructMeta):
             raise ConfigError("", "Problem", f"missing: {', '.join(missing)}") from None
 
 
-class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Told):
-    """One planning problem, as files, the command line and Python code give it.
+class ProblemSpec(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_FieldErrors
+):
+    """One planning problem, as files, the command line and Python code state it.
 
     `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
     `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on where tp > 1.
@@ -97,7 +99,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
             if not field.required and (value is True or value == field.default):
                 continue
             if isinstance(value, Struct):
-                raise ConfigError("", field.name, "is no name or file that a command could give")
+                raise ConfigError("", field.name, "a command needs a name or a file, not an object")
             words += [flag(field.name)] if value is False else [flag(field.name), str(value)]
         return words
 

@@ -1,4 +1,4 @@
-"""The facts of a stack: each with its value, its source and the file that sets it, or none."""
+"""The facts of a stack, each with its value, its source and the file that sets it."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from rematbench.spec.load import NOT_FACTS, OWN_KEYS, load_system, located, name
 from rematbench.spec.system import System
 
 DEFAULT = "default"
-UNSAID = "not said by a file: as every stack that does not say it"
+UNSET = "set by no file: the default of every stack"
 NO_FACTS = (*OWN_KEYS, "sources", "constants", "scales")
-"""Fields of a stack that are no facts of it."""
+"""Fields of a stack that are not facts."""
 
 
 class Fact(Struct, frozen=True, kw_only=True):
@@ -35,30 +35,30 @@ def chain(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def facts(name: str) -> dict[str, Fact]:
-    """Every fact of a stack by key; its own facts replace those of its bases."""
+    """Every fact of a stack by key; facts in its file replace those of its bases."""
     found: dict[str, Fact] = {}
     for file, data in reversed(chain(name)):
         for key, entry in data.items():
             if key in (*OWN_KEYS, *NOT_FACTS["system"]):
                 continue
-            told = isinstance(entry, dict)
-            value = entry["value"] if told else entry
-            source = str(entry.get("source", entry.get("fitted"))) if told else ""
+            sourced = isinstance(entry, dict)
+            value = entry["value"] if sourced else entry
+            source = str(entry.get("source", entry.get("fitted"))) if sourced else ""
             found[key] = Fact(value=value, source=source, file=file)
     return found
 
 
 def defaults(name: str) -> dict[str, Fact]:
-    """The facts of a stack that no file sets, each with the default that is in force."""
-    system, told = load_system(name), facts(name)
-    unsaid = [key for key in System.__struct_fields__ if key not in (*told, *NO_FACTS)]
+    """The facts of a stack that no file sets, each with its default."""
+    system, present = load_system(name), facts(name)
+    unset = [key for key in System.__struct_fields__ if key not in (*present, *NO_FACTS)]
     return {
-        key: Fact(value=getattr(system, key), source=UNSAID, file=DEFAULT) for key in sorted(unsaid)
+        key: Fact(value=getattr(system, key), source=UNSET, file=DEFAULT) for key in sorted(unset)
     }
 
 
 def differences(name: str) -> dict[str, Fact]:
-    """The facts that a stack's own file sets, where the stack has a base; else none."""
+    """The facts in a stack's file that override its base; empty for a stack without a base."""
     first, data = chain(name)[0]
     if "base" not in data:
         return {}

@@ -1,4 +1,4 @@
-"""The software stack: what it saves for the backward, what it overlaps, its state dtypes."""
+"""The software stack: saved activations, overlaps, kernels and dtypes of the states."""
 
 from typing import Annotated, Literal
 
@@ -21,18 +21,18 @@ NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
-"""Attention kernels that a run may request: `flash` (the stack's own fused kernel), `unfused`
-(scores in memory), or a fused kernel by its name."""
+"""Attention kernels that a run may request: `flash` (the stack's fused kernel), `unfused` (scores
+in memory), or a fused kernel by its name."""
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
 
 
 class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Factors that a user's own rows give a stack (`rematbench calibrate --rows`), on the seconds
-    of all kernels; of attention, in addition; of collectives and sends; and of the host's launches.
-    `half_width`: the half-width of the prediction band that these rows give, as a logarithm (0: not
-    calibrated)."""
+    """Factors for a stack that are fitted to a user's rows (`rematbench calibrate --rows`): on the
+    seconds of all kernels, of attention (in addition), of collectives and sends, and of the host's
+    launches.  `half_width`: the half-width of the prediction band from these rows, as a logarithm
+    (0: not calibrated)."""
 
     kernels: Scale = 1.0
     attention: Scale = 1.0
@@ -42,53 +42,51 @@ class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training stack: the facts that decide bytes and time.
+    """A training stack: the facts that determine bytes and time.
 
     Bytes are per parameter: `param_bytes` and `grad_bytes` of the copies used in compute,
     `optimizer_bytes` of master weights and moments (sharded from ZeRO stage 1 on), and the wire
     dtypes `reduce_bytes` (gradient reduction) and `gather_bytes` (parameter gather).
-    `tp_overlap`: none; backward (collectives of a linear's backward run beside its two GEMMs, as in
-    Megatron's asynchronous linear); gemm (forward collectives too, chunk by chunk).
+    `tp_overlap`: none; backward (collectives of a linear's backward overlap with its two GEMMs, as
+    in Megatron's asynchronous linear); gemm (forward collectives too, chunk by chunk).
     `bucket_bytes`: the gradient bucket of an overlapped reduction (0: not bucketed).
-    `fused_linears`: one GEMM makes q, k and v, and one GEMM makes gate and up; else each projection
-    has its own GEMM, and a partial recomputation runs only the GEMMs it needs.
-    `fused_loss`: one kernel keeps the loss's statistics and writes its gradient in the place of
-    what it saved.  The loss is three yes/no facts and not one name, because they are independent:
-    kernels that `eager` would cover differ in whether logits are widened (`logits_fp32`), whether
-    the wide copy lives on (`loss_keeps_logits`) and where the gradient goes (`loss_in_place`), and
-    each of these moves bytes.  A tiled loss (logits in pieces) is no fact of a stack: it is a
-    plan's pieces of the head (mst: head_chunks), on whatever loss the stack has.
-    `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
-    parallel cross-entropy) instead of writing a second tensor (F.cross_entropy).
-    `loss_keeps_logits`: a wide copy of the logits is alive while the softmax is made; else the
-    logits are turned into the softmax in place.
+    `fused_linears`: one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
+    projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs.
+    `fused_loss`: one kernel keeps the loss's statistics and overwrites its saved tensor with the
+    gradient.  An unfused loss has three independent facts: whether logits are widened
+    (`logits_fp32`), whether the wide copy stays alive (`loss_keeps_logits`) and where the gradient
+    is written (`loss_in_place`).  A tiled loss (logits in pieces) is not a fact of a stack: a plan
+    divides the head into pieces (mst: head_chunks), with any loss.
+    `loss_in_place`: the gradient overwrites the saved softmax (Megatron's vocabulary-parallel
+    cross-entropy); otherwise it is a second tensor (F.cross_entropy).
+    `loss_keeps_logits`: a wide copy of the logits is alive while the softmax is computed; otherwise
+    the softmax overwrites the logits.
     `step_scratch_bytes`: bytes per updated parameter that the optimizer step holds and frees.
     `norm`, `rope`: the kernels that run, by their names in config/kernels/operators.yaml (a
     LayerNorm is `fused` in every stack; `compiled` fuses both).
     `attention`: the kernel that runs where a run requests `flash`, by its name in config/kernels
     (`unfused`: the stack has no fused kernel).
-    `constants`: entries of config/calibration.yaml for this stack, of which the first existing
-    entry counts: a shipped stack's own entry, then the entries of its bases (load.py sets the
-    field).
+    `constants`: names of entries of config/calibration.yaml, of which the first existing entry
+    applies: the name of a shipped stack, then those of its bases (load.py sets the field).
     `norm_keeps_steps`: an eager RMSNorm saves, instead of its input, the input in fp32, the
     reciprocal root mean square and the normalised input (in fp32 where 1 is added to the weight).
     `repeats_kv`: fused attention receives keys and values once per query head, and saves these.
     `eager_operators`: unfused attention and soft caps are eager torch operators, which save keys
-    and values once per query head, the softmax in fp32 beside its copy, and the tanh of a cap.
+    and values once per query head, the softmax both in fp32 and as a copy, and the tanh of a cap.
     `held_logit_bytes`: bytes per logit that stay alive during the loss's backward because the
-    training loop holds the model's output (0: no output is held; logits computed in pieces are no
-    output).
-    `p2p_overlap`: the schedules under which a pipeline send runs beside the next pass; under other
+    training loop holds the model's output (0: no output is held).  With logits computed in pieces
+    no output exists.
+    `p2p_overlap`: the schedules with which a pipeline send overlaps with the next pass; with other
     schedules a rank waits for each send at once.
-    `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
-    has arrived before it issues further actions.
-    `late_state_bytes`: bytes per parameter of the optimizer states that the first update makes,
-    where it finds room between the activations that the first step has freed; the other states
-    exist before training (Adam of torch and of TransformerEngine makes both moments at its first
-    step; DeepSpeed's ZeRO makes them at its start).
-    `fresh_gradients`: a step's first backward makes the gradients, each where its weights' kernel
-    runs, and the step's end frees them (zero_grad(set_to_none=True)); else gradients are alive
-    throughout.
+    `p2p_synchronous`: where sends do not overlap with passes, the host waits until a pipeline
+    message has arrived before it issues further actions.
+    `late_state_bytes`: bytes per parameter of the optimizer states that the first update allocates,
+    in gaps between activations that the first step has freed; the other states exist before
+    training.  (Adam of torch and of TransformerEngine allocates both moments at its first step;
+    DeepSpeed's ZeRO allocates them at its start.)
+    `fresh_gradients`: the first backward of a step allocates each gradient when the kernel of its
+    weight runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise
+    gradients are alive throughout.
     `blocking_copies`: the host waits for the end of each copy of activations between device and
     host (a copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not
     block.
@@ -96,21 +94,19 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     widens the gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary,
     and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
     `cuda_graphs`: each layer's forward and each layer's backward is a captured CUDA graph that the
-    host issues at once (Megatron-core's cuda_graph_impl local); embedding and head are not
+    host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
     captured.
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
-    `model_parallel`: the degrees, beside those of context parallelism (`cp_kind`, `features`), that
-    the stack can raise above 1; `zero_stages`: the ZeRO stages that it has where states can be
-    sharded.
+    `model_parallel`: the degrees that the stack can raise above 1, besides context parallelism
+    (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that it has where states can be sharded.
     `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
-    `reported_peak`: what this stack's publications print as peak device bytes: the allocator's
-    allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
-    activations times the micro-batches in flight).  Predictions of a published peak follow this
-    definition; verdicts never do.
-    `scales`: the factors that a user's own measurements gave.
-    `features`: what the stack can do beyond this struct; a request for another feature is
-    Unsupported.
+    `reported_peak`: the definition of peak device bytes in publications about this stack: the
+    allocator's allocated or reserved bytes, or only the layers of the first stage (their states,
+    and their kept activations times the micro-batches in flight).  Predictions of a published peak
+    use this definition; verdicts do not.
+    `scales`: the factors that were fitted to a user's measurements.
+    `features`: further abilities of the stack; a request for another feature is Unsupported.
     """
 
     name: str
@@ -171,7 +167,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "fused" if self.compiled else self.rope
 
     def sends_beside(self, vpp: int) -> bool:
-        """Whether a pipeline send runs beside the next pass, with `vpp` chunks on each rank."""
+        """Whether a pipeline send overlaps with the next pass, with `vpp` chunks on each rank."""
         always = self.p2p_overlap == "always"
         return always or (self.p2p_overlap == "interleaved" and vpp > 1)
 

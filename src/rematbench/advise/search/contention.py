@@ -18,7 +18,7 @@ from rematbench.advise.search.events import FETCH, PASS, Copies, Events, Turns, 
 from rematbench.advise.search.passes import ChunkCost
 from rematbench.advise.search.probe import Facts, Line
 from rematbench.costs.bind import CostModel
-from rematbench.costs.copies import Crowd, crowded_bytes_per_s
+from rematbench.costs.copies import CopyTraffic, shared_link_bytes_per_s
 from rematbench.plan import MIB, Transfers
 from rematbench.problem import Problem
 
@@ -86,7 +86,7 @@ def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
 
 def least_crowd(
     cost: CostModel, turns: Turns, made: Stages, moves: Transfers, sent_bytes: float
-) -> Crowd:
+) -> CopyTraffic:
     """What the copies of a step are beside at least.  `sent_bytes`: bytes of a micro-batch's
     messages to other nodes, as one GPU of each rank sends them."""
     out, back = made.out_bytes, made.back_bytes
@@ -101,11 +101,11 @@ def least_crowd(
     if not by_layer:  # copies of chunks run beside forwards and backwards
         crossing = recrossing = crossing + recrossing
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-    return Crowd(
-        both=beside(turns, made, moves) / turns.micro_batches / (total + 2 * rounding),
+    return CopyTraffic(
+        two_way_share=beside(turns, made, moves) / turns.micro_batches / (total + 2 * rounding),
         sent_per_d2h=(sent_bytes + crossing) / (fsum(out) + rounding),
         received_per_h2d=(sent_bytes + recrossing) / (fsum(back) + rounding),
-        drawn=fsum(sure) / hbm_bytes_per_s / busy_s,
+        kernel_delay_share=fsum(sure) / hbm_bytes_per_s / busy_s,
     )
 
 
@@ -125,7 +125,7 @@ HIDDEN = 0.5
 them is near."""
 
 
-def hidden(cost: CostModel, chunk: ChunkCost, crowd: Crowd) -> bool:
+def hidden(cost: CostModel, chunk: ChunkCost, crowd: CopyTraffic) -> bool:
     """Whether a chunk's copies by layer hide well behind its forward, beside `crowd` too."""
     return cost.copy_s(chunk.out_bytes, "d2h", crowd) < HIDDEN * chunk.forward.compute_s
 
@@ -176,7 +176,7 @@ class CopyBound:
         sent_bytes = sent_bytes + beside
         self.sure = (c.pp == 1) | (c.after_first >= last.layers)
         alone = cost.copy_bytes_per_s()
-        rate = crowded_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)
+        rate = shared_link_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)
         efficiency = cost.common.pcie_efficiency
         self.byte_s = 1.0 / (rate * efficiency)
         self.more_s = self.byte_s - 1.0 / (alone * efficiency)  # than beside nothing

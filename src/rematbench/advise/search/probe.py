@@ -20,7 +20,7 @@ from rematbench.advise.search.kernels import compute_cost
 from rematbench.advise.search.passes import ChunkCost, behind_embedding, further
 from rematbench.advise.search.pinned import Pinned
 from rematbench.advise.search.small import Known, Measured, Small, small_problem
-from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -55,7 +55,7 @@ class Probe:
     seconds."""
 
     def __init__(
-        self, made: Measured, pinned: Pinned, lines: Callable[[Crowd | None], Facts]
+        self, made: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
     ) -> None:
         self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
         self._made, self._lines = made, lines
@@ -75,12 +75,12 @@ class Probe:
     @cached_property
     def facts(self) -> Facts:
         """The method's lines."""
-        return self._lines(ALONE)
+        return self._lines(NO_TRAFFIC)
 
-    def beside(self, crowd: Crowd) -> Facts:
+    def beside(self, crowd: CopyTraffic) -> Facts:
         """The method's lines where all copies are beside `crowd`, rounded down, so that layouts
         often share it."""
-        return self._lines(Crowd._make(floor(STEPS * number) / STEPS for number in crowd))
+        return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in crowd))
 
     @cached_property
     def nbytes(self) -> Facts:
@@ -155,7 +155,7 @@ class Prober:
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
 
-        def lines(crowd: Crowd | None) -> Facts:
+        def lines(crowd: CopyTraffic | None) -> Facts:
             base = made.cost(0, crowd)
             line = Line(least, base, further(more.cost(0, crowd), base))
             return Facts(line, line, line)
@@ -176,7 +176,7 @@ class Prober:
                 return more
             ended = more
 
-        def lines(crowd: Crowd | None) -> Facts:
+        def lines(crowd: CopyTraffic | None) -> Facts:
             middle, deeper = (made.cost(rank, crowd) for rank in (1, 2))
             last = (same or made).cost(3, crowd)
             if 0 in made.ranks:

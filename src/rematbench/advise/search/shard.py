@@ -30,7 +30,7 @@ from rematbench.advise.search.probe import Facts, Floor, Found, Probe, Prober, R
 from rematbench.advise.search.shared import Shared
 from rematbench.advise.search.skeleton import tightened
 from rematbench.advise.search.space import Choice
-from rematbench.costs.copies import ALONE
+from rematbench.costs.copies import NO_TRAFFIC
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
 
@@ -252,14 +252,14 @@ class Shard(Cut):
         cost, sizes, frame = self.problem.cost, self.choices[index].sizes, self.site(index).frame
         waits = bool(self.columns.waits[index])
         made = stages(facts, sizes, waits=waits)
-        crowd = ALONE
+        crowd = NO_TRAFFIC
         if made.moves:
             sent_bytes = float(self.sent_bytes[index])
             crowd = least_crowd(cost, frame.turns, made, moves.transfers, sent_bytes)
         if moves.transfers.granularity == "layer":
             if arm.line is None and not hidden(cost, facts.middle.base, crowd):
                 made = stages(moves.beside(crowd), sizes, waits=waits)
-            crowd = ALONE
+            crowd = NO_TRAFFIC
         found = tightened(frame, made, moves.transfers, crowd, cost)
         return float(found) * (SHARED if arm.line or arm.pieces else LINEAR)
 

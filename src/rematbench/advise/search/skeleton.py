@@ -13,7 +13,7 @@ from rematbench.advise.search.passes import ChunkCost, PassCost
 from rematbench.advise.search.probe import Line
 from rematbench.advise.search.walk import Beside, Pieces, Rules, walked, walked_beside
 from rematbench.costs.bind import CopyDirection, CostModel
-from rematbench.costs.copies import Crowd
+from rematbench.costs.copies import CopyTraffic
 from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.schedule import passes
@@ -150,7 +150,7 @@ class Stage(NamedTuple):
     back_s: float
 
 
-def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
+def stages_of(made: Stages, crowd: CopyTraffic, cost: CostModel) -> list[Stage]:
     """The virtual stages of chunks, whose copies and kernels `crowd` slows."""
 
     def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
@@ -167,7 +167,7 @@ def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
         def of(field: str) -> float:
             return float(at(role, lambda c: getattr(getattr(c, which), field), layers))
 
-        slower = crowd.drawn * of("kernel_s")
+        slower = crowd.kernel_delay_share * of("kernel_s")
         # The longest path from the host's start runs through the layers on the host or on the
         # device.  A middle rank's layers do not tell which, so the bound takes the lower one.
         own: PassCost = getattr(role.slope, which)
@@ -193,7 +193,9 @@ def stages_of(made: Stages, crowd: Crowd, cost: CostModel) -> list[Stage]:
     ]
 
 
-def tightened(frame: Frame, made: Stages, moves: Transfers, crowd: Crowd, cost: CostModel) -> float:
+def tightened(
+    frame: Frame, made: Stages, moves: Transfers, crowd: CopyTraffic, cost: CostModel
+) -> float:
     """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
     hide the seconds that compute loses to collectives, so the bound then leaves those out."""
     whole = moves.granularity == "chunk"

@@ -14,7 +14,7 @@ from rematbench.advise.search.floor import Stored, copies, stored
 from rematbench.advise.search.kernels import placed_alike
 from rematbench.advise.search.passes import Chunk, ChunkCost
 from rematbench.advise.search.pinned import Pinned, leaves, pinned_of
-from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
@@ -86,9 +86,9 @@ class Small(NamedTuple):
 
     problem: Problem
     base: Plan
-    costs: dict[Crowd, ActionCosts]
+    costs: dict[CopyTraffic, ActionCosts]
     known: Plans
-    chunks: dict[tuple[bytes, int, Crowd], ChunkCost]
+    chunks: dict[tuple[bytes, int, CopyTraffic], ChunkCost]
 
     def stored(self, plan: Plan) -> list[Stored]:
         """What each rank's first chunk stores under a plan; PlanError as in `stored`."""
@@ -144,7 +144,7 @@ than a layout's groups: a bound may not count them."""
 def _same_copies(problem: Problem) -> Cluster:
     """The cluster, on which copies run at the problem's rates with any number of ranks: a probe has
     other ranks on a node, which would share links and DRAM otherwise."""
-    alone, both = problem.cost.copy_bytes_per_s(), ALONE._replace(both=1.0)
+    alone, both = problem.cost.copy_bytes_per_s(), NO_TRAFFIC._replace(two_way_share=1.0)
     return replace(
         problem.cluster,
         pcie_bytes_per_s=alone,
@@ -231,7 +231,7 @@ class Measured:
             kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
         return tuple(accumulate(kept))
 
-    def cost(self, rank: int, crowd: Crowd | None) -> ChunkCost:
+    def cost(self, rank: int, crowd: CopyTraffic | None) -> ChunkCost:
         """The costs of a rank's chunk, with seconds where copies are beside `crowd`, or without
         seconds."""
         small, chunk = self.small, self._lowered.chunks[rank]

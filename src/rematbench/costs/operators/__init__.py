@@ -1,1 +1,1 @@
-"""The operators of a model: what each reads, saves and computes."""
+"""The operators of a model: inputs, outputs, saved activations and kernels."""

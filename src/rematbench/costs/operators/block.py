@@ -67,8 +67,8 @@ def layer_table(
 
 
 def _is_normed(b: Builder, name: str) -> bool:
-    """Whether the output of a projection is normalised head by head. The rotation that follows
-    saves none of its inputs."""
+    """Whether the output of a projection is normalised head by head (the rotation after it saves
+    none of its inputs)."""
     return b.model.qk_norm and name[0] in "qk"
 
 
@@ -126,9 +126,9 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 def _beside_loss(b: Builder) -> tuple[str, ...]:
-    """Names of tensors that are kept of the logits beside the tensor that the loss saves. They are
-    the tanh of an eager soft cap, and the model's output where the caller holds the output (in this
-    table until the end of the loss's backward)."""
+    """Names of tensors of the logits that are kept in addition to the loss's saved tensor: the tanh
+    of an eager soft cap, and the model's output if the training loop holds it (in this table until
+    the end of the loss's backward)."""
     widths = {
         "logits_capped": b.e if b.system.eager_operators and b.model.logit_soft_cap else 0,
         "logits_held": b.system.held_logit_bytes,
@@ -139,9 +139,9 @@ def _beside_loss(b: Builder) -> tuple[str, ...]:
 def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[int, int]:
     """Forward and backward scratch bytes of an unfused loss.
 
-    The logits, the saved softmax and the logits' gradient are counted elsewhere. Forward: the fp32
-    copy of the logits (Megatron keeps the logits themselves meanwhile; F.cross_entropy of
-    `model(x).float()` does not). Backward, unless in place: the gradients of the log-probabilities
+    The logits, the saved softmax and the logits' gradient are counted elsewhere.  Forward: the fp32
+    copy of the logits (Megatron also keeps the logits during this time; F.cross_entropy of
+    `model(x).float()` does not).  Backward, unless in place: the gradients of the log-probabilities
     and of the fp32 logits, before the gradient of the logits exists.
     """
     if system.fused_loss:

@@ -3,7 +3,15 @@
 from msgspec import Struct
 
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel, Named
-from rematbench.costs.operators.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
+from rematbench.costs.operators.ops import (
+    Activation,
+    Comm,
+    CommKind,
+    Op,
+    OpTable,
+    Part,
+    memory_kernel,
+)
 from rematbench.spec.layout import Layout
 from rematbench.spec.shapes import causal_pairs, shapes
 from rematbench.spec.system import System
@@ -14,9 +22,9 @@ FP32 = 4
 
 
 def _inside_norm(model: Model) -> tuple[int, int]:
-    """Scratch bytes per element of an eager RMSNorm's forward and backward. Beside its inputs,
-    outputs and saved tensors the forward holds one fp32 tensor, the backward three and a half or
-    four. Traced of LlamaRMSNorm and Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
+    """Scratch bytes per element of an eager RMSNorm's forward and backward.  In addition to inputs,
+    outputs and saved tensors, the forward holds one fp32 tensor, the backward three and a half or
+    four.  Source: traces of LlamaRMSNorm and Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
     return (4, 14) if model.norm_offset else (4, 16)
 
 
@@ -100,9 +108,9 @@ class Builder:
         )
 
     def _steps(self, name: str, x: str, groups: int) -> tuple[str, ...]:
-        """Add the tensors that the eager torch operators of an RMSNorm save. They are the input in
-        fp32 (saved by the square and by the product; no copy where the input is fp32), the
-        reciprocal root, and the tensor that the weight scales (saved for the weight's gradient)."""
+        """Add the tensors that the eager torch operators of an RMSNorm save: the input in fp32 (for
+        the square and the product; not copied if it is already fp32), the reciprocal root, and the
+        tensor that the weight scales (for the weight's gradient)."""
         rows, wide = self.activations[x].rows, max(FP32, self.e)
         elements = self.activations[x].row_bytes // self.e
         scaled = wide if self.model.norm_offset else self.e
@@ -179,8 +187,8 @@ class Builder:
                 inputs=(x, skip),
                 outputs=(out, *mask),
                 saves=mask,
-                forward=moved(3 * nbytes, self.nbytes(*mask)),
-                backward_input=moved(2 * nbytes, self.nbytes(*mask)) if mask else (),
+                forward=memory_kernel(3 * nbytes, self.nbytes(*mask)),
+                backward_input=memory_kernel(2 * nbytes, self.nbytes(*mask)) if mask else (),
                 alias_inputs=(skip,) if mask else (x, skip),
             )
         )
@@ -198,25 +206,25 @@ class Builder:
                 inputs=inputs,
                 outputs=(out,),
                 saves=saves,
-                forward=moved((len(inputs) + 1) * one),
-                backward_input=moved((len(saves) + 1 + len(inputs)) * one),
+                forward=memory_kernel((len(inputs) + 1) * one),
+                backward_input=memory_kernel((len(saves) + 1 + len(inputs)) * one),
             )
         )
 
     def projected(self, name: str) -> str:
-        """The activation name of a projection's output. q, k and v are the inputs of attention;
-        under Ulysses the projection makes them in the order of rows, which has other names."""
+        """The activation name of a projection's output.  q, k and v are the inputs of attention;
+        under Ulysses the projection's outputs are in row order and have different names."""
         return f"{name}_rows" if self.ulysses > 1 else name
 
     def attention(self, window: int) -> None:
         """Add the attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
 
-        Under Ulysses the qkv projection and the output projection work on the rank's part of the
-        sequence with all its heads, the kernel on whole sequences with a part of the heads. The
-        kernel's backward reads q, k, v and its output in the order of heads; the output
-        projection's weight gradient reads the output in the order of rows. So both orders of the
-        output are saved, and no operator needs q, k and v in the order of rows (RoPE's backward
-        reads angles only).
+        Under Ulysses the qkv projection and the output projection process the rank's part of the
+        sequence with all its heads (row order).  The kernel processes whole sequences with a part
+        of the heads (head order).  The kernel's backward reads q, k, v and its output in head
+        order; the weight gradient of the output projection reads the output in row order.  So the
+        output is saved in both orders.  q, k and v in row order are not saved, because RoPE's
+        backward reads only angles.
         """
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
@@ -229,7 +237,7 @@ class Builder:
             self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
 
     def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
-        """Add an all-to-all between two orders of tensors; the backward moves as many bytes."""
+        """Add an all-to-all between row order and head order; the backward moves the same bytes."""
         for out, width in widths.items():
             self.wide(out, width)
         comm = Comm("all_to_all", "cp", self.nbytes(*widths))
@@ -282,9 +290,9 @@ class Builder:
         )
 
     def _attention_comms(self) -> "_AttentionComms":
-        """The collectives of attention under context parallelism. allgather: KV of all cp ranks is
-        gathered and dKV is reduce-scattered (ATC'24). ring: KV travels beside the kernels, and KV
-        with dKV in the backward (Ring Attention, arXiv 2310.01889)."""
+        """The collectives of attention under context parallelism.  allgather: KV of all cp ranks is
+        gathered, and dKV is reduce-scattered (ATC'24).  ring: KV is exchanged during the kernels,
+        and KV with dKV in the backward (Ring Attention, arXiv 2310.01889)."""
         kv = self.nbytes("k", "v")
         cp = self.s.cp
         if cp > 1 and self.system.cp_kind == "ring":
@@ -297,9 +305,9 @@ class Builder:
         return _AttentionComms()
 
     def _repeated(self) -> tuple[str, ...]:
-        """Add keys and values repeated for each query head, where attention gets such tensors."""
-        asked = self.system.repeats_kv if self.fused_attention else self.system.eager_operators
-        if not asked or self.s.kv_heads == self.s.heads:
+        """Add keys and values repeated for each query head, if attention receives such tensors."""
+        repeats = self.system.repeats_kv if self.fused_attention else self.system.eager_operators
+        if not repeats or self.s.kv_heads == self.s.heads:
             return ()
         names = ("k_repeated", "v_repeated")
         return tuple(self.add(n, self.s.tokens, self.s.q_width * self.e, False) for n in names)
@@ -322,12 +330,12 @@ class Builder:
         return tuple(names)
 
     def _inside_scores(self) -> tuple[int, int]:
-        """Scratch bytes of eager attention, forward and backward, both at its softmax (0 where one
-        kernel makes the softmax). Forward: the masked scores and their fp32 copy, less the copy of
-        the softmax, which is not yet made. Backward: the gradients of the softmax and of the scores
-        in fp32, less the saved copy and the values, which are free by then, and less the gradients
-        of q and k, which are not yet made; that of the values has a head for each of q's. Traced of
-        eager_attention_forward (Transformers 5.23.0)."""
+        """Scratch bytes of eager attention in the forward and the backward of its softmax (0 if one
+        kernel computes the softmax).  Forward: the masked scores and their fp32 copy, minus the
+        copy of the softmax, which does not exist yet.  Backward: the gradients of the softmax and
+        of the scores in fp32, minus the saved copy and the values, which are free, and minus the
+        gradients of q and k, which do not exist yet (the values' gradient has as many heads as q).
+        Source: traces of eager_attention_forward (Transformers 5.23.0)."""
         if not self.system.eager_operators:
             return 0, 0
         s, wide = self.s, max(FP32, self.e)

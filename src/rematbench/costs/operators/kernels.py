@@ -1,4 +1,4 @@
-"""The kernels of operators as shapes: the types between the operator table and the formulas."""
+"""The kernels of operators as shapes, which operator tables contain and formulas time."""
 
 from typing import Literal
 
@@ -19,9 +19,9 @@ class Gemm(Struct, frozen=True, tag="gemm"):
 class Attention(Struct, frozen=True, tag="attention"):
     """Causal attention of one rank: `q_rows` query rows against `kv_rows` prefix rows.
 
-    `heads` and `head_dim` are this rank's; `pairs` is the number of (query, key) pairs per
-    sequence and head that causality (and a window) leaves, summed over the rank's query rows;
-    `fused` tells flash kernels from materialised scores.
+    `heads` and `head_dim` are the rank's; `pairs` is the number of (query, key) pairs per sequence
+    and head under the causal mask (and window), summed over the rank's query rows; `fused`: a flash
+    kernel, not materialised scores.
     """
 
     batch: int
@@ -42,8 +42,8 @@ class Elementwise(Struct, frozen=True, tag="elementwise"):
 
 
 class Named(Struct, frozen=True, tag="named"):
-    """A memory-bound operator over `elements` of `element_bytes`; config/kernels/operators.yaml has
-    its traffic and launches, forward and backward, by its name."""
+    """A memory-bound operator over `elements` of `element_bytes`.  Its traffic and launches in each
+    direction are in config/kernels/operators.yaml, by its name."""
 
     operator: Literal["norm", "rope"]
     implementation: NormKernel | RopeKernel

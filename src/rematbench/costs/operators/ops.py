@@ -1,8 +1,8 @@
-"""The decoder block as named operators: what each operator reads, writes, saves and computes.
+"""The decoder block as named operators with their inputs, outputs, saved activations and kernels.
 
-Every activation of the plan vocabulary is a tensor of these operators. Saved sets follow from the
-system's fused operators: they are facts of the stack, never of a method. Symbols: n = micro_batch x
-seq_len / cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
+Every activation of the plan vocabulary is a tensor of these operators.  The saved activations
+depend on the fused operators of the stack, never on a method.  Symbols: n = micro_batch x seq_len /
+cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
 """
 
 from functools import cached_property
@@ -54,8 +54,8 @@ class Op(Struct, frozen=True, kw_only=True):
     another order, and `grad_gather` brings its gradient back.
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
-    gradient IS the output's gradient (a residual addition), so the backward moves no bytes.
-    `scratch_*` are bytes that live inside the kernel only.
+    gradient is the same tensor as the output's gradient (a residual addition), so the backward
+    moves no bytes. `scratch_*` are bytes that exist only during the kernel.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Op(Struct, frozen=True, kw_only=True):
 
     @property
     def exchanges(self) -> bool:
-        """Whether the operator is a collective alone, which reorders each of its inputs."""
+        """Whether the operator is only an all-to-all, which reorders each of its inputs."""
         return self.reduce is not None and self.reduce.kind == "all_to_all"
 
 
@@ -98,9 +98,9 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def saved(self) -> tuple[str, ...]:
-        """The activations that some backward needs, in forward order of production."""
-        wanted = {name for op in self.ops for name in op.saves}
-        return tuple(name for name in self.activations if name in wanted)
+        """The activations that a backward needs, in forward order of production."""
+        saves = {name for op in self.ops for name in op.saves}
+        return tuple(name for name in self.activations if name in saves)
 
     @property
     def saved_bytes(self) -> int:
@@ -121,22 +121,22 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
         return next((op for op in self.ops if name in op.outputs), None)
 
 
-def holding(table: OpTable, names: tuple[str, ...]) -> OpTable:
-    """The table with some tensors also saved. An output is saved by the operator that makes it, an
-    input of the part by its first reader."""
-    made = {name for op in table.ops for name in op.outputs}
-    coming = {name for name in names if name not in made}
+def with_saved(table: OpTable, names: tuple[str, ...]) -> OpTable:
+    """The table with the tensors `names` also saved.  The operator that writes an output saves it;
+    an input of the part is saved by its first reader."""
+    outputs = {name for op in table.ops for name in op.outputs}
+    part_inputs = {name for name in names if name not in outputs}
     ops = []
     for op in table.ops:
         more = [name for name in op.outputs if name in names]
-        more += [name for name in op.inputs if name in coming]
-        coming.difference_update(op.inputs)
+        more += [name for name in op.inputs if name in part_inputs]
+        part_inputs.difference_update(op.inputs)
         ops.append(msgspec.structs.replace(op, saves=tuple(dict.fromkeys((*op.saves, *more)))))
     return msgspec.structs.replace(table, ops=tuple(ops))
 
 
-def without(table: OpTable, name: str) -> OpTable:
-    """The table without an activation, as if no operator made or saved it."""
+def without_activation(table: OpTable, name: str) -> OpTable:
+    """The table without an activation, as if no operator wrote or saved it."""
 
     def less(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(other for other in names if other != name)
@@ -147,6 +147,43 @@ def without(table: OpTable, name: str) -> OpTable:
     return replace(table, ops=ops, activations=activations)
 
 
-def moved(*nbytes: int) -> tuple[Kernel, ...]:
+def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
     """One memory-bound kernel that reads and writes the sum of the given bytes."""
     return (Elementwise(hbm_bytes=sum(nbytes)),)
+
+
+_HEADS = ("q", "k", "v")
+_NORMS = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "final_norm")
+_BLOCK = (
+    "layer_input",
+    "lse",
+    "attn_heads",
+    "attn_out",
+    "proj_out",
+    "attn_residual",
+    "gate_out",
+    "up_out",
+    "act_out",
+    "fc2_in",
+    "fc2_out",
+    "layer_output",
+)
+_SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
+_ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
+
+ACTIVATIONS = frozenset(
+    {
+        *_BLOCK,
+        *_ENDS,
+        *_HEADS,
+        *(f"{name}_rows" for name in _HEADS),
+        *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
+        *(f"{name}_repeated" for name in "kv"),
+        *(f"{norm}_out" for norm in _NORMS),
+        *(f"{n}_{s}" for n in (*_NORMS, "q_norm", "k_norm") for s in ("wide", "root", "scaled")),
+        *(f"attn_{name}" for name in _SCORES),
+        *(f"{name}_mask" for name in ("embedding", "attn_residual", "layer_output")),
+    }
+)
+"""All activation names, over all models and stacks: the names that a rule may select.  A model has
+only some of them, so a rule may name an activation that a problem does not have."""

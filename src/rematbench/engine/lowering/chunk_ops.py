@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 from weakref import ProxyType, proxy
 
-from rematbench.costs.operators.ops import Activation, OpTable, Part, holding, without
+from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
 from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
 from rematbench.engine.program.action import KEPT, OFFLOADED
@@ -78,7 +78,7 @@ class ChunkOps:
         self.units: list[Unit] = []
         if self.first:
             self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
-        kinds = [holding(table, held) if held else table for table in problem.layer_kinds]
+        kinds = [with_saved(table, held) if held else table for table in problem.layer_kinds]
         for i, layer in enumerate(layers):
             variant = problem.variant(layer)
             table = kinds[variant]
@@ -86,7 +86,7 @@ class ChunkOps:
         if self.last:
             # Logits computed in pieces are no model output that a training loop could hold.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
-            head = without(problem.head, "logits_held") if pieces else problem.head
+            head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
             self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
 

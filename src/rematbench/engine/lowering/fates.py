@@ -6,8 +6,7 @@ from itertools import pairwise
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from rematbench.costs.operators.names import ACTIVATIONS
-from rematbench.costs.operators.ops import Activation, Part
+from rematbench.costs.operators.ops import ACTIVATIONS, Activation, Part
 from rematbench.plan import (
     ByteBudget,
     Fate,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import fsum
 
-from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.program.action import COMM_KIND, Action, Kind
 from rematbench.engine.program.program import Block, Program, RankProgram
@@ -21,7 +21,9 @@ PASSES = ("F", "B")
 """The labels of blocks with kernels."""
 
 
-def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
+def crowd_of(
+    problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]
+) -> CopyTraffic:
     """The work that a program's copies run beside; `kernel_s`: seconds of a kernel beside no copy.
 
     What goes to another node crosses the GPU's x16 link as copies do, because the NIC hangs on the
@@ -31,7 +33,7 @@ def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int
     moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
     total = sum(moved.values())
     if not total:
-        return ALONE
+        return NO_TRAFFIC
     sends = {
         id(block): [action for action in block.written if action.kind is Kind.SEND]
         for block, _ in program.block_runs
@@ -53,11 +55,11 @@ def crowd_of(problem: Problem, program: Program, kernel_s: Callable[[Action, int
     busy_s = _kernels_s(program, kernel_s)
     cost = problem.cost
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-    return Crowd(
-        both=_both(program, total),
+    return CopyTraffic(
+        two_way_share=_both(program, total),
         sent_per_d2h=beside(Kind.D2H),
         received_per_h2d=beside(Kind.H2D),
-        drawn=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
+        kernel_delay_share=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
     )
 
 

@@ -5,7 +5,7 @@ from math import fsum
 from typing import get_args
 
 from rematbench.costs.bind_kernels import Direction
-from rematbench.costs.copies import ALONE, Crowd
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.engine.program.program import Program
@@ -27,7 +27,7 @@ class ActionCosts:
     program."""
 
     def __init__(
-        self, problem: Problem, program: Program | None = None, crowd: Crowd = ALONE
+        self, problem: Problem, program: Program | None = None, crowd: CopyTraffic = NO_TRAFFIC
     ) -> None:
         self.problem, self.cost, self.crowd = problem, problem.cost, crowd
         self._ops: dict[tuple[str, int, str], Op] = {}
@@ -41,7 +41,7 @@ class ActionCosts:
         self._holds = self._waits_for_messages or system.blocking_copies
         if program is not None:
             self.crowd = crowd_of(problem, program, self._kernels_s)
-            if self.crowd.drawn:
+            if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
     def __call__(self, action: Action, rank: int) -> float:
@@ -133,12 +133,12 @@ class ActionCosts:
     def _compute_s(self, action: Action, rank: int) -> float:
         op = self._op(action, rank)
         seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
-        seconds *= 1.0 + self.crowd.drawn
+        seconds *= 1.0 + self.crowd.kernel_delay_share
         if not action.beside:
             return seconds
         comms = _beside(op, action.kind)
         other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
-        return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
+        return self.cost.overlapped_s(seconds, other_s * action.fraction, action.beside)
 
     def _stall_s(self, action: Action, rank: int) -> float:
         """Seconds that a collective takes from compute: from all compute that follows, or from the

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from rematbench.costs.bind import CopyDirection
-from rematbench.costs.copies import Crowd
+from rematbench.costs.copies import CopyTraffic
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
 from rematbench.measure.torch.probes import Place, Probe
@@ -29,7 +29,7 @@ HOST_CALLS = 300
 LACKING = ("No available kernel", "No viable backend")
 """Texts of torch's errors where an attention backend is not for this device or shape."""
 COPIES: tuple[CopyDirection, CopyDirection] = ("d2h", "h2d")
-BOTH = Crowd(1.0, 0.0, 0.0, 0.0)
+BOTH = CopyTraffic(1.0, 0.0, 0.0, 0.0)
 
 
 def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
