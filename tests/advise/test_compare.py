@@ -22,8 +22,8 @@ from rematbench.cli.options import Request
 from rematbench.cli.ranking import ShownTable, safest, texts, verdict
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
 from rematbench.evaluate.lowered import same_plan

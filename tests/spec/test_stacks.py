@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.evaluate.assumptions import assumed
+from rematbench.evaluate.job import assumed
 from rematbench.evaluate.problems import system_variant
 from rematbench.evidence.bands import band_of
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped

@@ -9,10 +9,10 @@ from rematbench.cli.result import ShownRun, fits, retries_of, shown_band
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evaluate.assumptions import assumed, faster_attention
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
+from rematbench.evaluate.job import assumed, faster_attention
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
