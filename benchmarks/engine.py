@@ -16,8 +16,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.evaluate.lowered import reserved
 from rematbench.evaluate.proof import check

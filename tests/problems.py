@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Action, Kind
-from rematbench.evaluate import contract, problems
+from rematbench.evaluate import method_contract, problems
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.plan import (
     ByteBudget,
@@ -33,8 +33,8 @@ from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Model, Workload
 
-LLAMA = replace(contract.LLAMA, name="test-llama")
-GPT = replace(contract.GPT, name="test-gpt")
+LLAMA = replace(method_contract.LLAMA, name="test-llama")
+GPT = replace(method_contract.GPT, name="test-gpt")
 ANY_LAYOUT = {"model_parallel": ("tp", "pp", "vpp"), "zero_stages": (0, 1, 2, 3)}
 
 

@@ -19,8 +19,8 @@ from rematbench.advise.compare.tuning import Task, Tuning
 from rematbench.cli.ranking import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.lowered import same_plan

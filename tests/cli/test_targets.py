@@ -9,7 +9,7 @@ from rematbench.cli import study as study_command
 from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.engine.program.profile import LedgerError
-from rematbench.engine.simulate.step import DeadlockError
+from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate import result as suite
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.console import CommandError

@@ -8,7 +8,6 @@ from rematbench.engine.program.action import (
     KEPT,
     OFFLOADED,
     REBUILT,
-    from_text,
     gradient_buffer,
     gradient_of,
     identity,
@@ -19,8 +18,8 @@ from rematbench.engine.program.action import (
     piece_tag,
     place,
 )
-from rematbench.engine.program.program import parse_program
 from tests.problems import problem
+from tests.program_text import from_text, parse_program
 
 
 @pytest.mark.parametrize("line", ["", "F0.3", "F0 compute L0.q", "X0.0 compute L0.q", "F0.0 a b c"])

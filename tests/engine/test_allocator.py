@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB, AllocatorPeaks, Mode, rounded
-from rematbench.engine.program.program import RankProgram, parse_program
+from rematbench.engine.program.program import RankProgram
 from rematbench.engine.program.replay import _Run, replay
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.evaluate.evaluator import RECENTLY
@@ -18,6 +18,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.problemspec import ProblemSpec
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
+from tests.program_text import parse_program
 
 
 def sequence(*words: str) -> RankProgram:

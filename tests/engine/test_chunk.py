@@ -7,14 +7,13 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STREAM_INDEX, Action
-from rematbench.engine.program.program import parse_program
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.macro import macro_of
 from rematbench.engine.simulate.max_plus import simulate_chunks
-from rematbench.engine.simulate.step import HOST, DeadlockError, simulate
-from rematbench.engine.simulate.timing import timings
+from rematbench.engine.simulate.op_level import HOST, DeadlockError, simulate, timings
 from rematbench.plan import MiniSequence, Offload
 from tests.problems import layers, problem, rule, slots
+from tests.program_text import parse_program
 
 
 def whimsical(action: Action, rank: int) -> float:

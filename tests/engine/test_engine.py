@@ -12,15 +12,16 @@ from rematbench.engine.lowering.lower import lower, rank_orders
 from rematbench.engine.lowering.schedule import in_flight
 from rematbench.engine.program.action import Action
 from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
-from rematbench.engine.program.program import Program, parse_program
+from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.proof import check
 from rematbench.plan import ByteBudget, Plan, Rule, Select
 from rematbench.problem import Problem
 from tests.engine.twin.interpreter import EARLY, interpret
 from tests.problems import BALANCED, layers, problem, transfers
+from tests.program_text import parse_program
 from tests.strategies import SYSTEMS, cases
 
 SLOW = settings(

@@ -10,11 +10,11 @@ import pytest
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STREAMS
-from rematbench.engine.program.program import parse_program
-from rematbench.engine.simulate.step import simulate
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.evaluate.perfetto import WAIT_THREAD, exposed_waits, timeline_events, write_timeline
 from tests.problems import BALANCED, half, problem, transfers
+from tests.program_text import parse_program
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import GRADIENTS_DOWN, Action, Kind
-from rematbench.engine.program.program import Program, parse_program
+from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import STILL, TIMELESS, Timing, simulate
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
-from rematbench.engine.simulate.step import simulate
-from rematbench.engine.simulate.timing import STILL, TIMELESS, Timing
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.problem import Problem
 from rematbench.spec.constants import Calibration, instant_hosts
@@ -22,6 +21,7 @@ from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, SKELETAL, half, problem, remade, transfers
+from tests.program_text import parse_program
 
 LAYOUTS: list[dict[str, Any]] = [
     {"global_batch": 3},

@@ -9,8 +9,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import GRADIENTS_DOWN, HOST_UPDATE, WEIGHTS_UP, Kind
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate, evaluate_program, program_bytes
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan

@@ -7,14 +7,14 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB
-from rematbench.engine.program.late import Late, LateUnit
-from rematbench.engine.program.program import RankProgram, parse_program
+from rematbench.engine.program.program import Late, LateUnit, RankProgram
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.evaluator import evaluate
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from tests.problems import layers, plan_of, problem
+from tests.program_text import parse_program
 
 EARLY = {"mlp_chunks": 1, "head_chunks": 1, "optimizer_in_backward": True}
 

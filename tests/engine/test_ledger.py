@@ -15,7 +15,7 @@ from rematbench.engine.program.ledger import (
     live_bytes,
 )
 from rematbench.engine.program.profile import program_profiles
-from rematbench.engine.program.program import Step, parse_program
+from rematbench.engine.program.program import Step
 from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
@@ -32,6 +32,7 @@ from tests.problems import (
     rule,
     transfers,
 )
+from tests.program_text import parse_program
 
 WIDE = replace(LLAMA, hidden=64, num_heads=8, num_kv_heads=2, head_dim=8, ffn=192)
 SELECTIVE = rule(Recompute(), *SCORES)

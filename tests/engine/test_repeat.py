@@ -18,8 +18,8 @@ from rematbench.engine.program.replay import replay
 from rematbench.engine.simulate.block_rows import Row, RowBlock, RowPart
 from rematbench.engine.simulate.macro import macro_of
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.plan import MiniSequence, Plan, PlanError, Recompute, Rule, Select
 from rematbench.problem import Problem
 from tests.problems import BALANCED, FULL, SKELETAL, half, layers, problem, transfers

@@ -7,9 +7,8 @@ import pytest
 from rematbench.engine.lowering.fates import ChunkPlace, covered
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import RankedSeconds, simulate
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.engine.simulate.step import simulate
-from rematbench.engine.simulate.timing import RankedSeconds
 from rematbench.evaluate.breakdown import Spared
 from rematbench.plan import Keep, Rule, Select
 from tests.problems import BALANCED, half, on, problem, transfers

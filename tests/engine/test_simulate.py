@@ -5,11 +5,11 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
-from rematbench.engine.program.program import parse_program
 from rematbench.engine.simulate.max_plus import simulate_chunks
-from rematbench.engine.simulate.step import DeadlockError, simulate
+from rematbench.engine.simulate.op_level import DeadlockError, simulate
 from rematbench.plan import Offload, Pass
 from tests.problems import layers, problem, rule, slots
+from tests.program_text import parse_program
 
 
 def unit(action: Action, rank: int) -> float:

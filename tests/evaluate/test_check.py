@@ -4,8 +4,9 @@ from itertools import groupby
 
 import pytest
 
-from rematbench.engine.program.program import Program, parse_program
+from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import CheckError, check
+from tests.program_text import parse_program
 
 
 def program(*lines: str) -> Program:

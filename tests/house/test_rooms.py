@@ -38,7 +38,7 @@ that stand in the room itself).  A room imports only itself and rooms before it,
 ALIASES = {"__init__": "api", "__main__": "cli"}
 
 READERS = {
-    "engine.simulate.step",
+    "engine.simulate.op_level",
     "engine.simulate.max_plus",
     "engine.program.ledger",
     "engine.program.profile",

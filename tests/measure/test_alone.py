@@ -10,11 +10,11 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
-from rematbench.engine.program.first_rank import without_neighbours
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.engine.program.program import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.host.gpu_state import GpuState
 from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.torch.executor import Executor

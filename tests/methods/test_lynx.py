@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.proof import check
 from rematbench.plan import Recompute, Window
 from rematbench.problem import Problem

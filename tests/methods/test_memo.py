@@ -9,8 +9,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import issue_order, pool_bytes
 from rematbench.engine.program.program import Block, Program
+from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import simulate
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.evaluate.contract import check_file, check_on_top, check_plan, problems
+from rematbench.evaluate.method_contract import check_file, check_on_top, check_plan, problems
 from rematbench.plugins.discover import discover
 from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
 from rematbench.plugins.registry import MethodError

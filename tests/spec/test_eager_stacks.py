@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rematbench.evaluate.contract import check_plan
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.method_contract import check_plan
 from rematbench.plan import Plan
 from rematbench.plugins.discover import build
 from tests.problems import all_methods, problem

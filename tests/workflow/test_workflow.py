@@ -86,7 +86,7 @@ def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "edited", ["config/clusters/h100-80gb.yaml", "src/rematbench/engine/simulate/step.py"]
+    "edited", ["config/clusters/h100-80gb.yaml", "src/rematbench/engine/simulate/op_level.py"]
 )
 def test_editing_a_fact_or_the_engine_reruns_every_bundle(smoked: Checkout, edited: str) -> None:
     path = smoked.path / edited

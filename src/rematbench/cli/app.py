@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from rematbench import __version__
 from rematbench.engine.program.profile import LedgerError
-from rematbench.engine.simulate.step import DeadlockError
+from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.errors import UserError
 

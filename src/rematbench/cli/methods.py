@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from rematbench.cli.targets import Methods
-from rematbench.evaluate.contract import check_file
+from rematbench.evaluate.method_contract import check_file
 from rematbench.host.console import CommandError, align_left, console, grid, plain
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry

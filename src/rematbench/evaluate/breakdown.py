@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import STILL, RankedSeconds, Seconds, Simulation, Timing
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import Simulation
-from rematbench.engine.simulate.timing import STILL, RankedSeconds, Seconds, Timing
 from rematbench.problem import Problem
 
 TRAFFIC: dict[str, frozenset[str]] = {

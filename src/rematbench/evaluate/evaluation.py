@@ -11,12 +11,11 @@ from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import GRADIENTS_DOWN, Kind
-from rematbench.engine.program.late import Late
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
-from rematbench.engine.program.program import Program
+from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
+from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.engine.simulate.step import Simulation, simulate
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 

@@ -30,7 +30,7 @@ from rematbench.engine.program.action import (
     tenant,
 )
 from rematbench.engine.program.program import Program, RankProgram
-from rematbench.engine.simulate.step import simulate
+from rematbench.engine.simulate.op_level import simulate
 
 Key = tuple[str, int, int]
 Unit = tuple[str, int]

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.engine.program.first_rank import without_neighbours
+from rematbench.engine.program.program import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import fullest_rank

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from rematbench.engine.lowering.cuda_graphs import uncaptured
+from rematbench.engine.lowering.plan_checks import graph_conflict
 from rematbench.host.errors import UserError
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.plugins.policies import Policy, present
@@ -141,7 +141,7 @@ def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise MethodError(f"{method.name}: plan raised {text} ({_where(method, error)})") from error
     if isinstance(answer, Plan):
-        reason = uncaptured(answer, problem)
+        reason = graph_conflict(answer, problem)
         return Unsupported(reason) if reason else answer
     if isinstance(answer, Unsupported):
         return answer

@@ -8,13 +8,14 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Alloc, Kind
-from rematbench.engine.program.program import Block, Program, parse_program
-from rematbench.engine.simulate.step import DeadlockError
+from rematbench.engine.program.program import Block, Program
+from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate.proof import CheckError, check
 from rematbench.plan import Offload, Pass, Plan
 from rematbench.problem import Problem
 from tests.engine.twin.interpreter import EARLY, TwinError, interpret
 from tests.problems import BALANCED, FULL, half, layers, problem, rule, transfers
+from tests.program_text import parse_program
 
 Change = Callable[[Action], list[Action]]
 

@@ -14,16 +14,15 @@ from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import Profile
 from rematbench.engine.program.program import Block, Part, Program
 from rematbench.engine.simulate.block_rows import rows_with
-from rematbench.engine.simulate.contention import (
+from rematbench.engine.simulate.copy_contention import (
     KERNELS,
     collectives,
     copied_bytes,
     trailing_bytes,
 )
 from rematbench.engine.simulate.macro import COMPUTE, macro_of
+from rematbench.engine.simulate.op_level import HOST, TIMELESS, Timing
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.engine.simulate.step import HOST
-from rematbench.engine.simulate.timing import TIMELESS, Timing
 
 
 class PassCost(NamedTuple):

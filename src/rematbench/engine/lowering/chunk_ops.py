@@ -272,6 +272,16 @@ class ChunkOps:
         return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 
+def captured(problem: Problem, unit: Unit) -> bool:
+    """Whether a unit's passes are CUDA graphs: true for layers, where the stack captures graphs."""
+    return problem.system.cuda_graphs and unit.table.part == "layer"
+
+
+def graph_name(unit: Unit) -> str:
+    """The storage name of what a layer's CUDA graph holds beside the layer's activations."""
+    return f"{unit.prefix}.graph"
+
+
 class StoredPart(NamedTuple):
     """A storage saved for the backward: its name, its bytes, and whether it is offloaded."""
 

@@ -4,8 +4,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.engine.lowering.cuda_graphs import captured, graph_name
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, captured, graph_name, piece_bytes
 from rematbench.engine.lowering.emit_forward import Fates
 from rematbench.engine.lowering.emit_op import emit_alloc
 from rematbench.engine.lowering.emit_rebuild import Rebuilder

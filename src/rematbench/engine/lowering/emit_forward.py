@@ -1,7 +1,6 @@
 """Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, stored_parts
-from rematbench.engine.lowering.cuda_graphs import captured, graph_name
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, captured, graph_name, stored_parts
 from rematbench.engine.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.engine.lowering.emit_states import ParameterGatherer
 from rematbench.engine.lowering.fates import Resolved, Site

@@ -1,12 +1,11 @@
 """Resolves a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
-from msgspec.structs import asdict
 
-from rematbench.costs.operators.ops import ACTIVATIONS, Activation, Part
+from rematbench.costs.operators.ops import Activation, Part
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -23,7 +22,6 @@ from rematbench.plan import (
     Split,
     Window,
 )
-from rematbench.spec.configfile import closest
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 Site = tuple[Part, int, str]
@@ -225,28 +223,3 @@ def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, R
         table[site] = Resolved(sites[site].nbytes - taken, taken, 0)
         left -= taken
     return table
-
-
-def unmatched(plan: Plan, matched: set[int]) -> list[Rule]:
-    """The rules that matched no site on any rank; an error, since a rule must have an effect."""
-    return [rule for index, rule in enumerate(plan.rules) if index not in matched]
-
-
-def said(select: Select, known: Collection[str]) -> str:
-    """A selector in words: its restrictions, with the nearest known name for an activation that is
-    not in `known`."""
-    given = {key: value for key, value in asdict(select).items() if value not in (None, False)}
-    words = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    unknown = [name for name in select.activations or () if name not in known]
-    hint = closest(unknown[0], known) if unknown else ""
-    return f"Select({words}){hint}"
-
-
-def check_names(plan: Plan, known: Collection[str]) -> None:
-    """PlanError for an activation name that no model has: beside names that match, a misspelt name
-    would silently have no effect.  Names of other models pass; `known` are this problem's names,
-    including those of packages."""
-    names = ACTIVATIONS | set(known)
-    for rule in plan.rules:
-        if not names.issuperset(rule.select.activations or ()):
-            raise PlanError(f"rule names what no model saves: {said(rule.select, names)}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.program.late import Late, LateUnit
+from rematbench.engine.program.program import Late, LateUnit
 from rematbench.plan import Plan
 from rematbench.problem import Problem, tensor_parameters, weighted_operators
 

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.engine.lowering.block_cache import BlockCache, PassClass
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.engine.lowering.cuda_graphs import uncaptured
 from rematbench.engine.lowering.emit_backward import BackwardEmitter
 from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.engine.lowering.fates import check_names, covered, phased, said, unmatched
+from rematbench.engine.lowering.fates import covered, phased
 from rematbench.engine.lowering.late_tensors import late_tensors
-from rematbench.engine.lowering.mini_sequences import unused
+from rematbench.engine.lowering.plan_checks import check_plan, check_rules
 from rematbench.engine.lowering.rank_steps import (
     Class,
     Ends,
@@ -37,8 +36,31 @@ from rematbench.engine.lowering.step_blocks import (
 )
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
-from rematbench.plan import Pass, Plan, PlanError
-from rematbench.problem import Problem, completed_after_backward, tied_on_one_rank
+from rematbench.plan import Pass, Plan
+from rematbench.problem import Problem, tied_on_one_rank
+
+
+class PassClass(NamedTuple):
+    """The class of equal (chunk, micro-batch) pairs: a number, the fates, and the storages whose
+    host copies outlive the forward."""
+
+    number: int
+    fates: Fates
+    leaving: Storages
+
+
+class BlockCache:
+    """Blocks by chunk shape, fates and flags, and pass classes by the rules that cover a chunk:
+    equal ranks and chunks share them."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[object, ...], Block] = {}
+        self.classes: dict[tuple[object, ...], tuple[PassClass, frozenset[int]]] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def number(self, content: tuple[object, ...]) -> int:
+        """A number for a content; equal contents have equal numbers."""
+        return self._numbers.setdefault(content, len(self._numbers))
 
 
 def lower(
@@ -47,7 +69,7 @@ def lower(
     """Expand a plan into the actions of every rank; PlanError names what cannot be lowered.
     `only`: the ranks whose passes are lowered; the others stay empty, and what follows the last
     pass is left out.  `partly`: some rules may match nothing on these ranks."""
-    _check_plan(plan, problem)
+    check_plan(plan, problem)
     shared = BlockCache()
     every = range(problem.layout.pp)
     wanted = every if only is None else only
@@ -64,12 +86,7 @@ def lower(
         expandable=problem.system.expandable_segments,
     )
     matched = {index for lowering in lowerings.values() for index in lowering.matched}
-    idle = unmatched(plan, matched)
-    tables = (problem.embedding, *problem.layer_kinds, problem.head)
-    known = {name for table in tables for name in table.activations}
-    if idle and not partly:
-        raise PlanError(f"rule matches no saved tensor: {said(idle[0].select, known)}")
-    check_names(plan, known)
+    check_rules(plan, problem, None if partly else matched)
     return program
 
 
@@ -82,47 +99,6 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
         passes(plan.schedule, rank, lay.pp, lay.vpp, lay.num_micro_batches)
         for rank in range(lay.pp)
     )
-
-
-def _check_plan(plan: Plan, problem: Problem) -> None:
-    lay = problem.layout
-    shape = [len(chunks) for chunks in plan.partition]
-    if shape != [lay.vpp] * lay.pp:
-        raise PlanError(f"partition has chunks per rank {shape}, layout wants {[lay.vpp] * lay.pp}")
-    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
-    layers = [layer for chunk in virtual for layer in chunk]
-    if layers != list(range(problem.workload.model.num_layers)):
-        raise PlanError("partition must hold every layer once, in order, over the virtual stages")
-    if any(not chunk for chunk in virtual):
-        raise PlanError("partition has an empty chunk: every chunk needs a layer")
-    parameter = plan.state("parameter")
-    if lay.state_shards > 1 and (parameter.gather, parameter.release) == ("layer", "never"):
-        raise PlanError(
-            "parameters gathered per layer are released by the forward or the backward, not never"
-        )
-    _check_host_states(plan)
-    if refused := uncaptured(plan, problem):
-        raise PlanError(refused)
-    late = completed_after_backward(problem)
-    if late and plan.state("optimizer").update == "backward":
-        raise PlanError(late)
-    transfers = plan.transfers
-    if transfers.granularity == "chunk" and transfers.reload_slots == 1:
-        raise PlanError(
-            "reload_slots 1: a chunk's tensors come back while those of the one before are in use; "
-            "0 (fresh memory) or at least 2 slots"
-        )
-    idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
-    if idle:
-        raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
-
-
-def _check_host_states(plan: Plan) -> None:
-    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
-    if optimizer.home == "host" and optimizer.update == "backward":
-        raise PlanError("an optimizer in host memory updates once per step, not in the backward")
-    if gradient.home == "host" and optimizer.home == "device":
-        raise PlanError("gradients in host memory need their optimizer there")
 
 
 @lru_cache(maxsize=256)

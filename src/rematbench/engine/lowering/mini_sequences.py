@@ -91,10 +91,3 @@ def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
     pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
     return MiniRun(ops, frozenset(made) - frozenset(outputs), outputs, pieces)
-
-
-def unused(sequences: tuple[MiniSequence, ...], tables: list[OpTable]) -> MiniSequence | None:
-    """The first mini-sequence whose operators no table has, else None (an error, because it is
-    meant to have an effect)."""
-    names = {op.name for table in tables for op in table.ops}
-    return next((s for s in sequences if names.isdisjoint(s.ops)), None)

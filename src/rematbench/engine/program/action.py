@@ -18,8 +18,6 @@ from rematbench.costs.operators.ops import Comm, CommKind
 class Kind(Enum):
     """Kinds of actions."""
 
-    __hash__ = object.__hash__  # each is one object; Enum's own asks for the name's hash
-
     FORWARD = "F"
     BACKWARD_INPUT = "B"
     BACKWARD_WEIGHT = "W"
@@ -262,58 +260,3 @@ def tenant(alloc_name: str, slot: str) -> str:
     slot at one time (key: the part); in any other slot all tensors of a (micro-batch, chunk) do
     (empty)."""
     return place(alloc_name)[0] if slot.startswith(LAYER_SLOT) else ""
-
-
-_HEAD = re.compile(r"(?P<kind>[A-Z][A-Z0-9]*[A-Z]|[A-Z])(?P<micro_batch>\d+)\.(?P<chunk>\d+)")
-
-
-def from_text(line: str) -> tuple[Action, int, int]:
-    """(action, micro-batch, chunk) of a line of `to_text`; ValueError names a malformed line."""
-    words = line.split()
-    head = _HEAD.fullmatch(words[0]) if len(words) > 2 else None
-    if head is None:
-        raise ValueError(f"not an action: {line!r}")
-    try:
-        fields = dict(field.split("=", 1) for field in words[3:])
-        part, op = place(words[2]) if words[2] != "-" else ("", "")
-        action = _build(Kind(head["kind"]), words[1], part, op, fields)
-    except ValueError as error:
-        raise ValueError(f"not an action: {line!r} ({error})") from error
-    return action, int(head["micro_batch"]), int(head["chunk"])
-
-
-def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) -> Action:
-    def names(key: str) -> tuple[str, ...]:
-        return tuple(fields[key].split(",")) if key in fields else ()
-
-    allocs = tuple(_parse_alloc(text) for text in names("a"))
-    comm = None
-    if "c" in fields:
-        word, group, nbytes = fields["c"].split(":")
-        comm = Comm(word, group, int(nbytes))  # type: ignore[arg-type]  # literals, checked by check()
-    return Action(
-        kind=kind,
-        stream=stream,
-        part=part,
-        op=op,
-        reads=names("r"),
-        allocs=allocs,
-        frees=names("f"),
-        event=fields.get("e", ""),
-        begin=fields.get("b", ""),
-        wait=fields.get("w", ""),
-        fraction=float(fields.get("x", "1.0")),
-        offset=float(fields.get("o", "0.0")),
-        columns=float(fields.get("y", "1.0")),
-        comm=comm,
-        nbytes=int(fields.get("n", "0")),
-        beside=fields.get("s", ""),
-        scratch=int(fields.get("t", "0")),
-        variant=int(fields.get("v", "0")),
-    )
-
-
-def _parse_alloc(text: str) -> Alloc:
-    name_bytes, _, slot = text.partition(":slot/")
-    name, nbytes = name_bytes.rsplit(":", 1)
-    return Alloc(name, int(nbytes), f"slot/{slot}" if slot else "")

@@ -5,7 +5,6 @@ names a block (actions shared by all micro-batches of one kind) and the micro-ba
 the block runs for; `actions()` expands the steps.
 """
 
-import re
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import repeat
@@ -14,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from rematbench.engine.program.action import Action, Kind, from_text, to_text
-from rematbench.engine.program.late import Late
+from rematbench.engine.program.action import Action, Kind, to_text
 from rematbench.engine.program.template import Later, Layers, Pieces, Shift
 
 
@@ -143,6 +142,34 @@ class Block(Struct, frozen=True, dict=True):
         return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
 
 
+class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
+    """The late tensors of one unit, each in bytes.  `states`: optimizer states, made by the unit's
+    first update and never freed; `gradients`: by operator, made by a step's first backward of the
+    operator's weights (of weights without such a kernel: of the unit) and freed after the step;
+    `scratch`: alive only during an update of the unit."""
+
+    states: tuple[int, ...] = ()
+    gradients: dict[str, tuple[int, ...]] = {}
+    scratch: tuple[int, ...] = ()
+
+
+class Late(Struct, frozen=True, kw_only=True):
+    """The late tensors of one rank by (chunk, unit); a unit is E, L<i> or H."""
+
+    units: dict[tuple[int, str], LateUnit]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that the first updates make."""
+        return sum(sum(unit.states) for unit in self.units.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that each step makes."""
+        kept = (unit.gradients.values() for unit in self.units.values())
+        return sum(sum(tensors) for unit in kept for tensors in unit)
+
+
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank makes
     between its activations, where the stack says so."""
@@ -223,24 +250,26 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
 
 
-def parse_program(text: str) -> Program:
-    """The program of a text of `Program.text`; equal blocks become one block, as in `lower`."""
-    return Program(
-        ranks=tuple(
-            _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
-            for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
-        )
-    )
+RECEIVED = "recv_"
+"""How the events of received messages begin."""
 
 
-def _parse_rank(rank: int, texts: list[str]) -> RankProgram:
-    blocks: dict[Block, int] = {}
-    steps: list[Step] = []
-    for text in texts:
-        label, *lines = text.splitlines()
-        items = [from_text(line) for line in lines]
-        if len({item[1:] for item in items}) != 1:
-            raise ValueError(f"block {label} must hold actions of one (micro-batch, chunk)")
-        block = Block(label, tuple(action for action, _, _ in items))
-        steps.append(Step(blocks.setdefault(block, len(blocks)), *items[0][1:]))
-    return RankProgram(rank=rank, blocks=tuple(blocks), steps=tuple(steps))
+def without_neighbours(program: Program) -> Program:
+    """The program of the first rank alone, for its seconds: what it sends and receives is there at
+    once.  It has no bytes of messages, so bytes are those of the whole program's first rank."""
+    first = program.ranks[0]
+    return replace(program, ranks=(replace(first, blocks=tuple(map(_quiet, first.blocks))),))
+
+
+def _quiet(block: Block) -> Block:
+    written = tuple([_there(action) for action in block.written])
+    return block if written == block.written else replace(block, written=written)
+
+
+def _there(action: Action) -> Action:
+    """An event in place of a message, on the message's stream, under a name that no receive has."""
+    wait = action.wait.replace(RECEIVED, "there_")
+    if action.kind in (Kind.SEND, Kind.RECV):
+        event = action.event.replace(RECEIVED, "there_")
+        return Action(kind=Kind.EVENT, stream=action.stream, event=event)
+    return action if wait == action.wait else replace(action, wait=wait)

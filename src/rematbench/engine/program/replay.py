@@ -13,9 +13,8 @@ from rematbench.engine.program.allocator import (
     OutOfMemory,
     rounded,
 )
-from rematbench.engine.program.late import Late
 from rematbench.engine.program.profile import outlive_part
-from rematbench.engine.program.program import Block, Part, RankProgram, Step
+from rematbench.engine.program.program import Block, Late, Part, RankProgram, Step
 
 Request = tuple[str, int]
 """(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a

@@ -20,7 +20,7 @@ from rematbench.engine.program.action import (
     later_event,
 )
 from rematbench.engine.program.program import Block, Part, Periods
-from rematbench.engine.simulate.timing import TIMELESS, Timing
+from rematbench.engine.simulate.op_level import TIMELESS, Timing
 
 SEND = Kind.SEND  # looking up an Enum's member takes as long as the rest of a line
 NO_STREAM = -1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, is_local
 from rematbench.engine.simulate.block_rows import NEVER, Row, RowBlock, RowPart
-from rematbench.engine.simulate.step import HOST
+from rematbench.engine.simulate.op_level import HOST
 
 Affine = dict[int, float]
 """A maximum of (input + constant): the constant by input index.  Inputs are the streams, the host,

@@ -12,16 +12,17 @@ from typing import NamedTuple
 from rematbench.engine.program.program import Program, RankProgram, Step
 from rematbench.engine.simulate.block_rows import NEVER, RowBlock, rows_with
 from rematbench.engine.simulate.macro import COMPUTE, AffineTerms, Macro, macro_of, prune
-from rematbench.engine.simulate.step import (
+from rematbench.engine.simulate.op_level import (
     HOST,
     Clock,
+    Seconds,
     Simulation,
     busy,
     compile_program,
     drive,
     pass_number,
+    timings,
 )
-from rematbench.engine.simulate.timing import Seconds, timings
 
 Times = dict[int, float]
 """Seconds by a number."""

@@ -9,8 +9,8 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.engine.program.program import Program
-from rematbench.engine.simulate.contention import crowd_of
-from rematbench.engine.simulate.timing import NOTHING, STILL, RankedSeconds, Timing
+from rematbench.engine.simulate.copy_contention import crowd_of
+from rematbench.engine.simulate.op_level import NOTHING, STILL, RankedSeconds, Timing
 from rematbench.problem import Problem
 
 DIRECTION: dict[Kind, Direction] = {

@@ -8,22 +8,64 @@ other, runs ahead of the device, and waits for the device only where the stack s
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 
 from rematbench.engine.program.action import STREAM_INDEX, STREAMS, Action, Kind, is_local
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program, RankProgram
-from rematbench.engine.simulate.timing import (
-    NOTHING,
-    STILL,
-    TIMELESS,
-    RankedSeconds,
-    Seconds,
-    Timing,
-    timings,
-)
+
+TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
+"""Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
+
+STILL = (Kind.WAIT, Kind.EVENT)
+"""Kinds of actions that order streams but take no time themselves."""
+
+Seconds = Callable[[Action, int], float]
+"""(action, rank) -> seconds of the action on its stream."""
+
+
+class Timing(NamedTuple):
+    """What an action takes: seconds on its stream, seconds of the host to issue it, and whether the
+    host then waits until the action has ended (`held`)."""
+
+    seconds: float
+    issue: float
+    held: bool
+
+
+NOTHING = Timing(0.0, 0.0, held=False)
+
+
+@runtime_checkable
+class RankedSeconds(Protocol):
+    """Costs of actions that also say which ranks have equal costs (those ranks share compiled
+    blocks), and what the host's issuing takes."""
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds of the action on its stream."""
+        ...
+
+    def alike(self, rank: int) -> Hashable:
+        """A key that is equal for ranks on which every action takes the same time."""
+        ...
+
+    def timing(self, action: Action, rank: int) -> Timing:
+        """What the action takes on its stream and of the host; an action that only orders streams
+        (STILL) takes no time."""
+        ...
+
+
+def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
+    """The timings of actions by their costs; costs that know no host have one that issues at
+    once."""
+    if isinstance(seconds, RankedSeconds):
+        return seconds.timing
+    return lambda action, rank: Timing(
+        0.0 if action.kind in STILL else seconds(action, rank), 0.0, held=False
+    )
+
 
 Compiled = TypeVar("Compiled")
 EventKey = tuple[str, int, int]

@@ -1,0 +1,132 @@
+"""Plans that cannot be lowered: each check raises PlanError with one line."""
+
+from collections.abc import Collection
+
+from msgspec.structs import asdict
+
+from rematbench.costs.operators.ops import ACTIVATIONS
+from rematbench.plan import (
+    ByteBudget,
+    Fate,
+    Group,
+    Offload,
+    Plan,
+    PlanError,
+    Recompute,
+    Select,
+    Split,
+)
+from rematbench.problem import Problem, completed_after_backward
+from rematbench.spec.configfile import closest
+
+
+def check_plan(plan: Plan, problem: Problem) -> None:
+    """PlanError for a plan that contradicts itself, the layout or the stack."""
+    lay = problem.layout
+    shape = [len(chunks) for chunks in plan.partition]
+    if shape != [lay.vpp] * lay.pp:
+        raise PlanError(f"partition has chunks per rank {shape}, layout wants {[lay.vpp] * lay.pp}")
+    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
+    layers = [layer for chunk in virtual for layer in chunk]
+    if layers != list(range(problem.workload.model.num_layers)):
+        raise PlanError("partition must hold every layer once, in order, over the virtual stages")
+    if any(not chunk for chunk in virtual):
+        raise PlanError("partition has an empty chunk: every chunk needs a layer")
+    parameter = plan.state("parameter")
+    if lay.state_shards > 1 and (parameter.gather, parameter.release) == ("layer", "never"):
+        raise PlanError(
+            "parameters gathered per layer are released by the forward or the backward, not never"
+        )
+    _check_host_states(plan)
+    if refused := graph_conflict(plan, problem):
+        raise PlanError(refused)
+    late = completed_after_backward(problem)
+    if late and plan.state("optimizer").update == "backward":
+        raise PlanError(late)
+    transfers = plan.transfers
+    if transfers.granularity == "chunk" and transfers.reload_slots == 1:
+        raise PlanError(
+            "reload_slots 1: a chunk's tensors come back while those of the one before are in use; "
+            "0 (fresh memory) or at least 2 slots"
+        )
+    operators = {op.name for table in (*problem.layer_kinds, problem.head) for op in table.ops}
+    for sequence in plan.mini_sequences:
+        if operators.isdisjoint(sequence.ops):
+            raise PlanError(f"mini-sequence of {sequence.ops} names no operator of this model")
+
+
+def _check_host_states(plan: Plan) -> None:
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    if optimizer.home == "host" and optimizer.update == "backward":
+        raise PlanError("an optimizer in host memory updates once per step, not in the backward")
+    if gradient.home == "host" and optimizer.home == "device":
+        raise PlanError("gradients in host memory need their optimizer there")
+
+
+def graph_conflict(plan: Plan, problem: Problem) -> str:
+    """The feature of a plan that CUDA graphs of layers do not support, as text; empty if none.
+
+    Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
+    and full recomputation needs the graph of a whole iteration.  Parameters gathered per layer are
+    refused too, because a graph's addresses are fixed.
+    """
+    if not problem.system.cuda_graphs:
+        return ""
+    fates = [rule.fate for rule in plan.rules]
+    gathered = problem.layout.state_shards > 1 and plan.state("parameter").gather == "layer"
+    reasons = {
+        "activations on the host": any(_moves(fate) for fate in fates),
+        "whole layers recomputed": any(_whole(fate) for fate in fates),
+        "recomputation in another operator's window": any(
+            isinstance(fate, Recompute) and fate.window is not None for fate in fates
+        ),
+        "parameters gathered per layer": gathered,
+        "an optimizer in the backward": plan.state("optimizer").update == "backward",
+    }
+    found = [name for name, holds in reasons.items() if holds]
+    return f"CUDA graphs of layers ({problem.system.name}) with {found[0]}" if found else ""
+
+
+def _moves(fate: Fate) -> bool:
+    match fate:
+        case Offload():
+            return True
+        case Split():
+            return fate.offload > 0
+        case ByteBudget():
+            return fate.alpha > 0
+    return False
+
+
+def _whole(fate: Fate) -> bool:
+    if isinstance(fate, Recompute | Split) and isinstance(fate.scope, Group):
+        return True
+    return isinstance(fate, Recompute) and fate.whole and fate.scope == "layer"
+
+
+def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -> None:
+    """PlanError for a rule that matches no saved tensor of any rank (`matched`: the indices of the
+    rules that match; None: some ranks are not lowered, so this is not checked), and for an
+    activation name that no model has.  The second check finds a misspelt name next to names that
+    match.  Names of other models pass."""
+    tables = (problem.embedding, *problem.layer_kinds, problem.head)
+    activations = {name for table in tables for name in table.activations}
+    for index, rule in enumerate(plan.rules if matched is not None else ()):
+        if index not in (matched or ()):
+            text = _select_text(rule.select, activations)
+            raise PlanError(f"rule matches no saved tensor: {text}")
+    names = ACTIVATIONS | activations
+    for rule in plan.rules:
+        if not names.issuperset(rule.select.activations or ()):
+            text = _select_text(rule.select, names)
+            raise PlanError(f"rule names an activation that no model saves: {text}")
+
+
+def _select_text(select: Select, names: Collection[str]) -> str:
+    """A selector's restrictions as text, with the nearest of `names` for an activation that is not
+    among them."""
+    values = {key: value for key, value in asdict(select).items() if value not in (None, False)}
+    words = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    unknown = [name for name in select.activations or () if name not in names]
+    hint = closest(unknown[0], names) if unknown else ""
+    return f"Select({words}){hint}"
