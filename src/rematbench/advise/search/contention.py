@@ -1,4 +1,4 @@
-"""A lower bound of the contention of a plan's copies in a layout's step (simulate/copy_contention.py).
+"""A lower bound of the contention of a plan's copies (simulate/copy_contention.py) in a layout's step.
 
 Messages per copied byte, and the share of bytes beside a copy in the other direction, are ratios:
 each is bounded by its least numerator and its largest denominator.
