@@ -1,4 +1,4 @@
-"""A lower bound of the contention of a plan's copies (simulate/copy_contention.py) in a layout's step.
+"""A lower bound of the contention of a plan's copies in the step of a layout.
 
 Messages per copied byte, and the share of bytes beside a copy in the other direction, are ratios:
 each is bounded by its least numerator and its largest denominator.
