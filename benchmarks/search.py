@@ -26,13 +26,13 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.arms import KEEP, Arm
-from rematbench.advise.search.bounds import Bounds
-from rematbench.advise.search.cut import key
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.probe import Probe
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.probes import Probe
+from rematbench.advise.search.rounds import rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import Shard
+from rematbench.advise.search.shards import key
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
 from rematbench.cli.matrix import declared

@@ -7,14 +7,13 @@ from random import Random
 from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.search.arms import Arm
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.place import most_pieces
-from rematbench.advise.search.probe import Probe
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.candidates import Arm, Tree
+from rematbench.advise.search.probes import Probe
+from rematbench.advise.search.queue import most_pieces
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import Shard
 from rematbench.advise.search.space import Choice
-from rematbench.advise.search.tree import Tree
-from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.advise.search.trials import Tried, tried_plan
 
 Named = tuple[Choice, Arm, str]
 """A plan of a space: its layout, its arm, and the plan's text."""

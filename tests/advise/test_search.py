@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.advise.search import answer, questions
-from rematbench.advise.search.events import Turns, in_order
-from rematbench.advise.search.frontier import SHOWN
-from rematbench.advise.search.halves import Progress, distinct, rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.best_first import SHOWN
+from rematbench.advise.search.rounds import Progress, distinct, rounds
+from rematbench.advise.search.schedule_walk import Turns, in_order
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Choice, Fixed, partitions
-from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.advise.search.trials import Tried, tried_plan
 from rematbench.cli.app import command_line
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import pytest
 
-from rematbench.advise.search.arms import KEEP, Arm, Single
-from rematbench.advise.search.bounds import Bounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.probe import Probe, Refused
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.candidates import KEEP, Arm, Single, Tree
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.probes import Probe, Refused
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import Shard
 from rematbench.advise.search.space import Choice, Fixed
-from rematbench.advise.search.tree import Tree
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.plan import PlanError, Unsupported

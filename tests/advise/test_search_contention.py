@@ -13,18 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rematbench.advise.search import walk
-from rematbench.advise.search.arms import Arm, Single
-from rematbench.advise.search.contention import least_crowd, stages
-from rematbench.advise.search.events import NONE, Copies, Turns, events, shortened
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.passes import behind_embedding, further
-from rematbench.advise.search.probe import Probe, Prober, Refused
-from rematbench.advise.search.shard import Shard
-from rematbench.advise.search.shared import Shared
-from rematbench.advise.search.small import Measured
+from rematbench.advise.search.candidates import Arm, Single
+from rematbench.advise.search.pass_costs import behind_embedding, further
+from rematbench.advise.search.probe_problems import Measured
+from rematbench.advise.search.probes import Probe, Prober, Refused
+from rematbench.advise.search.schedule_bound import least_crowd, stages
+from rematbench.advise.search.schedule_walk import (
+    NONE,
+    Beside,
+    Copies,
+    Pieces,
+    Rules,
+    Turns,
+    events,
+    shortened,
+    walked,
+    walked_beside,
+)
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import Shard
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import planned_at
-from rematbench.advise.search.walk import Beside, Pieces, Rules, walked, walked_beside
+from rematbench.advise.search.trials import Shared, planned_at
 from rematbench.costs.copies import ALONE, Crowd
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts

@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.advise.search import trial
-from rematbench.advise.search.arms import Arm, Scalar, Single
-from rematbench.advise.search.bounds import Bounds
-from rematbench.advise.search.events import FETCH, FREE, Copies, Turns, events
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.pinned import Pinned
-from rematbench.advise.search.shard import Shard
-from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.candidates import Arm, Scalar, Single
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.probe_problems import Pinned
+from rematbench.advise.search.schedule_walk import FETCH, FREE, Copies, Turns, events
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import Shard
 from rematbench.advise.search.space import Choice, Fixed
-from rematbench.advise.search.trial import planned_at
+from rematbench.advise.search.trials import Shared, planned_at
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate import lowered as programs

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.arms import Arm, arms_of
-from rematbench.advise.search.halves import in_one_process
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.candidates import Arm, Given, arms_of
+from rematbench.advise.search.rounds import in_one_process
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.tree import Given
-from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.advise.search.trials import Tried, tried_plan
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec

@@ -8,13 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.advise.search import questions, trial
-from rematbench.advise.search.arms import Arm
-from rematbench.advise.search.fits import leaner
-from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.least import LeastBytes
+from rematbench.advise.search.best_first import Search, leaner
+from rematbench.advise.search.candidates import Arm
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import LeastBytes
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import Tried, planned_at
+from rematbench.advise.search.trials import Tried, planned_at
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.lowered import Reserved, weighed
 from rematbench.spec.problemspec import ProblemSpec

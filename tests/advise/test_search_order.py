@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rematbench.advise.search import frontier
-from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.queue import Queue
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.spec.problemspec import ProblemSpec
 

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.arms import KEEP, Arm
-from rematbench.advise.search.follow import Follow
-from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.job import SearchJob
-from rematbench.advise.search.least import LeastBytes
-from rematbench.advise.search.place import Item, Place
-from rematbench.advise.search.probe import Floor
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.best_first import Search
+from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.memory_rules import Follow
+from rematbench.advise.search.probes import Floor
+from rematbench.advise.search.queue import Item, Place
+from rematbench.advise.search.search_job import SearchJob
+from rematbench.advise.search.shard_bounds import LeastBytes, Shard
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import tried_plan
+from rematbench.advise.search.trials import tried_plan
 from tests.advise.test_search_fits import GIB, asked, everything
 
 

@@ -9,11 +9,10 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.planners import MOST_LAYOUTS, Planned, solved
+from rematbench.advise.search.rounds import MOST_LAYOUTS, Planned, rounds, solved
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import Tried
+from rematbench.advise.search.trials import Tried
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.plugins.registry import MethodError

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
 from rematbench.advise.search import questions
-from rematbench.advise.search.halves import Progress, rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.rounds import Progress, rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.rows import read_case
 from rematbench.evidence.published.sheets import read_sheet

@@ -13,8 +13,8 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from rematbench.advise.search import questions
-from rematbench.advise.search.halves import Progress
-from rematbench.advise.search.job import Asked
+from rematbench.advise.search.rounds import Progress
+from rematbench.advise.search.search_job import Asked
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS

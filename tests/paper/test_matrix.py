@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.shared import Shared
-from rematbench.advise.search.trial import tried_plan
+from rematbench.advise.search.trials import Shared, tried_plan
 from rematbench.cli.app import command_line
 from rematbench.evidence.bands import ratio_band, reserve_bytes, shipped
 from rematbench.evidence.job_evidence import methods_of
