@@ -26,13 +26,13 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.arms import KEEP, Arm
-from rematbench.advise.search.bounds import Bounds
-from rematbench.advise.search.cut import key
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.probe import Probe
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.probes import Probe
+from rematbench.advise.search.processes import rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import ShardBounds
+from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
 from rematbench.cli.matrix import declared
@@ -118,13 +118,14 @@ def bounded(asked: Asked, layouts: int) -> None:
     largest = max(groups.values(), key=len)
     many = largest * -(-layouts // len(largest))
     shard = Shard(many, made.problem(largest[0]), made.registry)
-    shard.bounds(KEEP)  # untimed: arrays that a shard makes once for all arms
+    bounds = ShardBounds(shard)
+    bounds.of(KEEP)  # untimed: arrays that a shard makes once for all arms
     arm = Arm((made.singles[0],))
     probe = shard.probe(arm)
     assert isinstance(probe, Probe)
     _ = probe.facts, probe.nbytes
     start = time.perf_counter()
-    found = shard.bounds(arm)
+    found = bounds.of(arm)
     assert isinstance(found, Bounds)
     _ = found.step_s
     seconds = time.perf_counter() - start

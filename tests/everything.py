@@ -7,14 +7,14 @@ from random import Random
 from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.search.arms import Arm
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.place import most_pieces
-from rematbench.advise.search.probe import Probe
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.candidates import Arm, Tree
+from rematbench.advise.search.probes import Probe
+from rematbench.advise.search.queue import most_pieces
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import ShardBounds
+from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Choice
-from rematbench.advise.search.tree import Tree
-from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.advise.search.trials import Site, Trial
 
 Named = tuple[Choice, Arm, str]
 """A plan of a space: its layout, its arm, and the plan's text."""
@@ -23,7 +23,7 @@ Named = tuple[Choice, Arm, str]
 def every_arm(made: SearchJob) -> list[Arm]:
     """All arms, of the tree that leaves none out."""
     deepest = max(made.space.choices, key=lambda choice: choice.layout.pp)
-    shard = Shard([deepest], made.problem(deepest), made.registry)
+    shard = bounds_at(made, deepest).shard
     probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
     keeping = not made.asked.only or "keep_all" in made.asked.only
     return Tree([probes], load_compare().most_methods, keeping=keeping, exact=True).arms
@@ -39,15 +39,20 @@ def every_plan(made: SearchJob, arms: Sequence[Arm] = ()) -> Iterator[Named]:
             yield choice, arm, arm.text(step, pieces)
 
 
-def everything(one: Asked, most: int | None = None, arms: Sequence[Arm] = ()) -> list[Tried]:
+def bounds_at(made: SearchJob, choice: Choice) -> ShardBounds:
+    """The bounds of one layout alone."""
+    return ShardBounds(Shard([choice], made.problem(choice), made.registry))
+
+
+def everything(one: Asked, most: int | None = None, arms: Sequence[Arm] = ()) -> list[Trial]:
     """Every plan of the space (or `most` plans, drawn), tried: those that fit.  `arms`: of these
     arms alone."""
     made = SearchJob(one)
     plans = list(every_plan(made, arms))
     if most is not None and most < len(plans):
         plans = Random(most).sample(plans, most)
-    tried = (
-        replace(tried_plan(choice, made.problem(choice), text, 0.0, made.registry), arm=arm.text(1))
+    trials = (
+        replace(Site(choice, made.problem(choice)).trial(text, made.registry), arm=arm.text(1))
         for choice, arm, text in plans
     )
-    return [one for one in tried if one.evaluation is not None]
+    return [one for one in trials if one.result.fits]

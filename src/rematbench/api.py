@@ -11,9 +11,8 @@ import pandas as pd
 
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
-from rematbench.advise.search.answer import judged, line
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.processes import rounds
+from rematbench.advise.search.search_job import Asked, SearchJob, search_row
 from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.problems import make_problem
@@ -111,7 +110,7 @@ def search(
     fixed: Mapping[str, int] | None = None,
     methods: Sequence[str] = (),
     folders: Sequence[str | Path] = (),
-    within: float = 0.005,
+    within: float = 0.02,
     top: int = 10,
     processes: int = 2,
 ) -> pd.DataFrame:
@@ -140,8 +139,8 @@ def search(
     )
     job = SearchJob(asked).ready()
     *_, end = rounds(asked, shown=top, processes=processes)
-    found = judged(job, end.found[:top])
-    rows = pd.DataFrame([line(place, one) for place, one in enumerate(found, 1)])
+    results = job.completed(end.found[:top])
+    rows = pd.DataFrame([search_row(place, one) for place, one in enumerate(results, 1)])
     rows.attrs["gap"] = end.gap
     return rows
 

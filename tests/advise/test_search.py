@@ -10,16 +10,18 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search import answer, questions
-from rematbench.advise.search.events import Turns, in_order
-from rematbench.advise.search.frontier import SHOWN
-from rematbench.advise.search.halves import Progress, distinct, rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search import questions, search_job
+from rematbench.advise.search.processes import Progress, distinct, rounds
+from rematbench.advise.search.queue import SHOWN
+from rematbench.advise.search.schedule_walk import NONE, Turns, events
+from rematbench.advise.search.search_job import Asked, SearchJob, with_engines
 from rematbench.advise.search.space import Choice, Fixed, partitions
-from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.advise.search.trials import Site
 from rematbench.cli.app import command_line
+from rematbench.cli.search_output import simplest
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.result import Result
 from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
 from rematbench.spec.layout import Layout, LayoutError
@@ -68,10 +70,10 @@ def test_the_ten_best_are_those_of_everything(hbm_gib: int, only: str) -> None:
     for each layout and composition, at the least share that fits."""
     job = replace(asked(hbm_bytes=hbm_gib * GIB), only=(only,) if only else ("keep_all", *BOTH))
     one = replace(job, within=0.0, fixed=Fixed(tp=1, micro_batch=1, zero_stage=1))
-    wanted = distinct(everything(one))
+    wanted = [trial.result for trial in distinct(everything(one))]
     end = last(one, shown=10)
     assert len(wanted) >= 10
-    assert wanted[9].step_s > SHOWN * wanted[0].step_s or hbm_gib != 18
+    assert wanted[9].fitting_s > SHOWN * wanted[0].fitting_s or hbm_gib != 18
     seconds = [tried.step_s for tried in end.found[:10]]
     assert seconds == pytest.approx([tried.step_s for tried in wanted[:10]], rel=1e-9)
     assert end.listed_s >= end.found[9].step_s
@@ -112,13 +114,13 @@ def test_processes_share_the_work_and_find_the_same() -> None:
 def test_after_the_proof_few_rounds_look_for_more_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand plans are not there, and the rounds after the proof are counted."""
     one = replace(asked(), within=0.5)
-    monkeypatch.setattr("rematbench.advise.search.halves.WORK", 20)
+    monkeypatch.setattr("rematbench.advise.search.processes.WORK", 20)
 
     def proved() -> int:
         return sum(at.gap <= one.within for at in rounds(one, shown=1000, processes=1))
 
     for later in (1, 3):
-        monkeypatch.setattr("rematbench.advise.search.halves.LATER", later)
+        monkeypatch.setattr("rematbench.advise.search.processes.LATER", later)
         assert proved() == later + 1
 
 
@@ -129,26 +131,26 @@ def test_bounds_come_in_order_and_never_above_the_best() -> None:
         assert at.bound_s >= before
         before = at.bound_s
         for tried in at.found:
-            assert tried.bound_s <= tried.step_s * (1 + 1e-9)
+            assert tried.bound_s <= tried.fitting_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("pp", "vpp", "count"), [(1, 1, 3), (4, 1, 6), (2, 3, 4), (4, 2, 4)])
-def test_the_skeleton_runs_every_pass_after_what_it_waits_for(
-    pp: int, vpp: int, count: int
-) -> None:
+def test_the_walk_runs_every_pass_after_what_it_waits_for(pp: int, vpp: int, count: int) -> None:
     """A legal order of all passes, each rank's as scheduled."""
     name: Any = "interleaved_1f1b" if vpp > 1 else "1f1b"
-    order = in_order(Turns(name, pp, vpp, count))
+    turns = Turns(name, pp, vpp, count)
+    (found,) = events(turns, None)
+    at = {number: place for place, number in enumerate(found.own)}
     for rank in range(pp):
-        mine = tuple(item[1:] for item in order if item[0] == rank)
-        assert mine == tuple(tuple(item) for item in passes(name, rank, pp, vpp, count))
-    at = {
-        (forward, micro_batch, chunk * pp + rank): place
-        for place, (rank, forward, micro_batch, chunk) in enumerate(order)
-    }
-    for (forward, micro_batch, stage), place in at.items():
-        peer = (forward, micro_batch, stage - 1 if forward else stage + 1)
-        assert at.get(peer, -1) < place
+        mine = [
+            number for number, where in zip(found.own, found.rank, strict=True) if where == rank
+        ]
+        assert mine == [
+            turns.half * item.forward + (item.chunk * pp + rank) * count + item.micro_batch
+            for item in passes(name, rank, pp, vpp, count)
+        ]
+    for place, source in enumerate(found.source):
+        assert source == NONE or at[source] < place
 
 
 def test_uneven_ends_hold_every_layer() -> None:
@@ -193,21 +195,21 @@ def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
     six = last(replace(one, spec=replace(spec, gpus=6)))
     speed = 0.98 * spec.global_batch * spec.seq_len / six.best_s
     found = list(questions.fewest_gpus(one, speed, 1))
-    assert [answer.value for answer in found if answer.tried] == [8, 6]
+    assert [gpus for gpus, plan in found if plan] == [8, 6]
 
 
 def test_the_fewest_gpus_are_whole_nodes_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def reached(one: Asked, step_s: float, processes: int) -> Tried | None:
+    def reached(one: Asked, step_s: float, processes: int) -> Result | None:
         tried.append(one.spec.gpus)
-        return cast(Tried, "a plan") if one.spec.gpus in (48, 56, 64) else None
+        return cast(Result, "a plan") if one.spec.gpus in (48, 56, 64) else None
 
     monkeypatch.setattr(questions, "reached", reached)
     one = asked(gpus=64, global_batch=24)  # nodes of eight GPUs
     answers = list(questions.fewest_gpus(one, 1e3, 1))
     assert tried == [1, 2, 4, 8, 16, 32, 64, 40, 48]
-    assert [answer.value for answer in answers if answer.tried] == [64, 48]
+    assert [gpus for gpus, plan in answers if plan] == [64, 48]
     tried.clear()
     fixed = replace(one, fixed=Fixed(pp=3))  # of 40 GPUs no layout has three ranks of a pipeline
     list(questions.fewest_gpus(fixed, 1e3, 1))
@@ -294,31 +296,31 @@ def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
     made = SearchJob(asked(hbm_bytes=80 * GIB))
     first, second = made.space.choices[:2]
 
-    def tried(choice: Choice, text: str) -> Tried:
-        return tried_plan(choice, made.problem(choice), text, 0.0, made.registry)
+    def tried(choice: Choice, text: str) -> Result:
+        return Site(choice, made.problem(choice)).trial(text, made.registry).result
 
     one, same, other = (
         tried(first, "keep_all"), tried(first, "full_recompute"), tried(second, "full_recompute")
     )  # fmt: skip
-    slower = max(same.step_s, other.step_s) / one.step_s
+    slower = max(same.fitting_s, other.fitting_s) / one.fitting_s
     bands = {True: 0.0, False: math.log(slower) + 0.01}
-    monkeypatch.setattr(answer, "ratio_band", lambda *, one_layout: bands[one_layout])
-    assert [found.tied for found in answer.judged(made, [one, same, other])] == [False, False, True]
+    monkeypatch.setattr(search_job, "ratio_band", lambda *, one_layout: bands[one_layout])
+    assert [found.tied for found in made.completed([one, same, other])] == [False, False, True]
 
 
 def test_the_simplest_plan_of_the_tie_is_named() -> None:
     """Fewest methods first, then fewest host bytes; what does not tie is no choice."""
     made = SearchJob(asked())
-    (best,) = answer.judged(made, last(asked()).found[:1])
-    assert best.methods == len(best.tried.method.split("+"))
-    assert answer.with_engines(best).runs_on == Engines(best.job.problem).of(
-        made.registry.resolve(best.tried.method, None, best.job.problem).plan(best.job.problem)  # type: ignore[arg-type]
-    )
-    best = replace(best, methods=2)
-    slower, simple = replace(best, methods=0), replace(best, methods=1, tied=True)
-    assert answer.simplest([best, slower, simple]) is simple
-    assert answer.simplest([best, slower]) is None
-    assert answer.simplest([]) is None
+    (best,) = made.completed(last(asked()).found[:1])
+    composed = made.registry.resolve(best.method, None, best.problem)
+    assert best.family == composed.name
+    assert best.plan == composed.plan(best.problem, best.base)
+    assert with_engines(best).runs_on == Engines(best.problem).of(best.plan)  # type: ignore[arg-type]
+    best = replace(best, family="one+two")
+    slower, simple = replace(best, family="keep_all"), replace(best, family="one", tied=True)
+    assert simplest([best, slower, simple]) is simple
+    assert simplest([best, slower]) is None
+    assert simplest([]) is None
 
 
 def test_a_number_of_gpus_without_a_layout_reaches_nothing(

@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import pytest
 
-from rematbench.advise.search.arms import KEEP, Arm, Single
-from rematbench.advise.search.bounds import Bounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.probe import Probe, Refused
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.candidates import KEEP, Arm, Single, Tree
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.probes import Probe, Refused
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.space import Choice, Fixed
-from rematbench.advise.search.tree import Tree
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate_program
 from rematbench.plan import PlanError, Unsupported
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
+from tests.everything import bounds_at
 
 JOBS = (
     ("llama-3.1-8b", "h100-80gb", "megatron-core", 8, 32768, 16),
@@ -94,7 +94,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
 def _arms(made: SearchJob) -> tuple[Tree, list[Arm]]:
     known = [*made.singles, OWN_PIECES]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
-    shard = Shard([layout], made.problem(layout), made.registry)
+    shard = bounds_at(made, layout).shard
     probes = {s: p for s in known if isinstance(p := shard.probe(Arm((s,))), Probe)}
     tree = Tree([probes], 3)
     return tree, tree.arms
@@ -108,11 +108,11 @@ def _checked(
     chance: random.Random,
 ) -> Checked | None:
     problem = made.problem(choice)
-    shard = Shard([choice], problem, made.registry)
-    short = shard.least.short(arm)
+    own = bounds_at(made, choice)
+    shard, short = own.shard, own.short(arm)
     step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 4)
-    bounds, base = shard.bounds(arm, pieces), choice.base(problem.base_plan)
-    fewer = shard.bounds(arm, pieces - 1) if arm.pieces and pieces > 2 else None
+    bounds, base = own.of(arm, pieces), choice.base(problem.base_plan)
+    fewer = own.of(arm, pieces - 1) if arm.pieces and pieces > 2 else None
     text = arm.text(step, pieces)
     try:
         plan = made.registry.resolve(text, None, problem).plan(problem, base)
@@ -122,24 +122,24 @@ def _checked(
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
-    tight = shard.tight_s(arm, step, pieces, 0)
-    keep = shard.tight_s(KEEP, 1, 1, 0)
+    tight = own.tight_s(arm, step, pieces, 0)
+    keep = own.tight_s(KEEP, 1, 1, 0)
     pinned, peak = max(1, found.host_node_bytes), max(found.peak_device_bytes)
     more, more_host = 0.0, 0.0
     if fewer and not isinstance(fewer, Refused):
-        more = float(shard.in_more_pieces(arm, 1, pieces - 1, pieces)[step - 1, 0]) / peak
+        more = float(own.in_more_pieces(arm, 1, pieces - 1, pieces)[step - 1, 0]) / peak
         more_host = float(fewer.host_bytes[step - 1, 0]) / pinned
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",
         float(shard.kernels_s[0]) / found.step_s,
-        _before_s(shard, arm) / found.step_s,
+        _before_s(own, arm) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
         keep / found.step_s,
         float(bounds.peak_bytes[step - 1, 0]) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
-        float(shard.least.of_family(*family)[0]) / peak,
-        float(shard.least.of_all(family[1])[0]) / peak,
+        float(own.minimum.of_family(*family)[0]) / peak,
+        float(own.minimum.of_all(family[1])[0]) / peak,
         more,
         more_host,
         (float(short.device[step - 1, 0]) + float(shard.usable_bytes[0])) / peak,
@@ -147,8 +147,8 @@ def _checked(
     )
 
 
-def _before_s(shard: Shard, arm: Arm) -> float:
-    found = shard.bounds(Arm(arm.parts[:-1]))
+def _before_s(own: ShardBounds, arm: Arm) -> float:
+    found = own.of(Arm(arm.parts[:-1]))
     return float(found.step_s[0, 0]) if isinstance(found, Bounds) else 0.0
 
 
@@ -186,10 +186,10 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     made = SearchJob(Asked(spec=spec, fixed=Fixed(tp=4, pp=2, vpp=1, micro_batch=1, zero_stage=1)))
     (choice,) = (c for c in made.space.choices if c.even)
     problem = made.problem(choice)
-    shard, base = Shard([choice], problem, made.registry), choice.base(problem.base_plan)
+    base = choice.base(problem.base_plan)
     _, arms = _arms(SearchJob(Asked(spec=spec)))
     arm = next(a for a in arms if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
     plan = made.registry.resolve(arm.text(1, 4), None, problem).plan(problem, base)
     assert not isinstance(plan, Unsupported)
     step_s = evaluate_program(problem, plan, lower(plan, problem)).step_s
-    assert 0.99 < shard.tight_s(arm, 1, 4, 0) / step_s <= ROUNDING
+    assert 0.99 < bounds_at(made, choice).tight_s(arm, 1, 4, 0) / step_s <= ROUNDING

@@ -12,19 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rematbench.advise.search import walk
-from rematbench.advise.search.arms import Arm, Single
-from rematbench.advise.search.contention import least_crowd, stages
-from rematbench.advise.search.events import NONE, Copies, Turns, events, shortened
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.passes import behind_embedding, further
-from rematbench.advise.search.probe import Probe, Prober, Refused
-from rematbench.advise.search.shard import Shard
-from rematbench.advise.search.shared import Shared
-from rematbench.advise.search.small import Measured
+from rematbench.advise.search import schedule_walk
+from rematbench.advise.search.candidates import Arm, Single
+from rematbench.advise.search.pass_costs import behind_embedding, further
+from rematbench.advise.search.probe_problems import Measured
+from rematbench.advise.search.probes import Probe, Prober, Refused
+from rematbench.advise.search.schedule_bound import least_crowd, stages
+from rematbench.advise.search.schedule_walk import (
+    NONE,
+    Beside,
+    Copies,
+    Pieces,
+    Rules,
+    Turns,
+    events,
+    shortened,
+    walked,
+    walked_beside,
+)
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import planned_at
-from rematbench.advise.search.walk import Beside, Pieces, Rules, walked, walked_beside
+from rematbench.advise.search.trials import planned_at
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import ActionCosts
@@ -46,7 +55,7 @@ def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:
 def even(made: SearchJob) -> tuple[Shard, int]:
     """The one layout whose ends have as many layers as the others, in its shard."""
     return next(
-        (made._shard(at), index)
+        (made._shard(at).shard, index)
         for at, cut in enumerate(made._cuts)
         for index, choice in enumerate(cut)
         if choice.even
@@ -61,7 +70,7 @@ def crowds(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
     """What a method's copies are beside, by the simulator and by the bound."""
     shard, index = even(made)
     choice, site = shard.choices[index], shard.site(index)
-    plan = planned_at(choice, site.problem, text, made.registry)
+    plan = planned_at(site.job, text, made.registry)
     assert isinstance(plan, Plan)
     real = ActionCosts(site.problem, lower(plan, site.problem)).crowd
     probe = shard.probe(Arm((Single(text.split(":", maxsplit=1)[0], text),)))
@@ -152,7 +161,7 @@ def test_a_long_schedule_takes_as_long_as_without_a_leap(turns: Turns, data: st.
 
     found = both()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(walk, "shortened", lambda turns: (turns, 0))
+        patch.setattr(schedule_walk, "shortened", lambda turns: (turns, 0))
         assert both() == pytest.approx(found, rel=1e-8)
 
 
@@ -162,13 +171,13 @@ def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPa
     same = [1.0] * (2 * turns.stages)
     pieces = Pieces(same, same, [0.1] * len(same), [0.0] * len(same))
     leaps: list[bool] = []
-    whole = walk.Clocks.leap
+    whole = schedule_walk.Clocks.leap
 
     def noted(*args: Any) -> bool:
         leaps.append(whole(*args))
         return leaps[-1]
 
-    monkeypatch.setattr(walk.Clocks, "leap", noted)
+    monkeypatch.setattr(schedule_walk.Clocks, "leap", noted)
     ends = walked(turns, pieces, Rules(False, False), [0.0] * turns.pp)
     assert leaps == [True]
     assert max(ends) == pytest.approx(400 * 2 * 2 + 3 * 2)
@@ -278,18 +287,18 @@ def test_a_search_that_is_over_is_freed_at_once() -> None:
     gc.disable()
     try:
         made = job("llama-7b", tp=2, pp=4)
-        made.shared = Shared({}, Evaluator(without_cluster))
+        made.evaluator = evaluator = Evaluator(without_cluster)
         search = made.search()
-        found = [tried for tried, _ in zip(search.run(), range(300), strict=False) if tried]
-        assert any(tried.evaluation for tried in found)
-        shard = made._shard(0)
-        left: list[Any] = [made, search, shard, made.shared.programs]
-        assert made.shared.programs
-        left += made.shared.programs._lowered.values()
+        found = [trial for trial, _ in zip(search.run(), range(300), strict=False) if trial]
+        assert any(trial.result.fits for trial in found)
+        bounds = made._shard(0)
+        shard = bounds.shard
+        left: list[Any] = [made, search, bounds, shard, evaluator]
+        left += evaluator._lowered.values()
         left += shard._probes.values()
         left += [shard.problem, *(site.problem for site in shard._sites.values())]
         left = [ref(one) for one in left if not isinstance(one, Refused)]
-        del made, search, shard, found
+        del made, search, bounds, shard, evaluator, found
         assert [one() for one in left] == [None] * len(left)
     finally:
         gc.enable()

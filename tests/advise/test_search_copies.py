@@ -7,16 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.advise.search import trial
-from rematbench.advise.search.arms import Arm, Scalar, Single
-from rematbench.advise.search.bounds import Bounds
-from rematbench.advise.search.events import FETCH, FREE, Copies, Turns, events
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.pinned import Pinned
-from rematbench.advise.search.shard import Shard
-from rematbench.advise.search.shared import Shared
+from rematbench.advise.search import trials
+from rematbench.advise.search.candidates import Arm, Scalar, Single
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.probe_problems import Pinned, ProbePrograms
+from rematbench.advise.search.schedule_walk import FETCH, FREE, Copies, Turns, events
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Choice, Fixed
-from rematbench.advise.search.trial import planned_at
+from rematbench.advise.search.trials import planned_at
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate import lowered as programs
@@ -26,6 +24,7 @@ from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
+from tests.everything import bounds_at
 
 NAMES = {FETCH: "H2D", FREE: "free_d2h"}
 
@@ -41,7 +40,7 @@ def job(**changes: int) -> SearchJob:
 
 def lowered(made: SearchJob, choice: Choice, method: str) -> tuple[Plan, Lowered]:
     problem = made.problem(choice)
-    plan = planned_at(choice, problem, method, made.registry)
+    plan = planned_at(made.job(choice), method, made.registry)
     assert isinstance(plan, Plan)
     return plan, Lowered(problem, plan)
 
@@ -103,8 +102,7 @@ def test_one_rank_and_its_layers_slots_count_with_one_micro_batch() -> None:
     """Rounding buffers are there however many micro-batches come."""
     made = job(tp=8, pp=1)
     arm = Arm((Single("memo", "memo:alpha=0.5"),))
-    shard = made._shard(0)
-    bounds = shard.bounds(arm)
+    shard, bounds = made._shard(0).shard, made._shard(0).of(arm)
     assert isinstance(bounds, Bounds)
     _, found = lowered(made, shard.choices[0], arm.text())
     assert 0.95 * found.live_bytes <= bounds.peak_bytes[0, 0] <= found.live_bytes
@@ -135,8 +133,8 @@ def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: 
     scalar = Scalar("share", 20) if "{}" in text else None
     words = [] if text == "keep_all" else text.split("+")
     arm = Arm(tuple(Single(one.split(":")[0], one, scalar) for one in words))
-    shard, step = Shard([choice], made.problem(choice), made.registry), 10 if scalar else 1
-    bounds = shard.bounds(arm)
+    step = 10 if scalar else 1
+    bounds = bounds_at(made, choice).of(arm)
     assert isinstance(bounds, Bounds)
     _, found = lowered(made, choice, arm.text(step))
     assert 0.85 <= bounds.peak_bytes[step - 1, 0] / found.live_bytes <= 1.0
@@ -145,16 +143,17 @@ def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: 
 def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that was tried on one cluster is not lowered on the next, nor weighed by methods, and
     takes as long as when it is lowered anew."""
-    made, shared = job(tp=1, pp=4), Shared({}, Evaluator(without_cluster))
+    made, evaluator = job(tp=1, pp=4), Evaluator(without_cluster)
+    probes = ProbePrograms()
     arm = Arm((Single("pp_offload", "pp_offload:alpha=0.25"),))
-    expected = [one.step_s for one in made.search_of([arm]).run() if one]
+    expected = [one.result.fitting_s for one in made.search_of([arm]).run() if one]
     steps, count = [], []
     for cluster in ("a800-80gb", "h800-80gb"):
         spec = replace(made.asked.spec, cluster=cluster)
-        own = SearchJob(replace(made.asked, spec=spec), shared)
+        own = SearchJob(replace(made.asked, spec=spec), evaluator, probes)
         with monkeypatch.context() as patch:
             patch.setattr(programs, "lower", lambda *words: count.append(1) or lower(*words))
-            steps = [one.step_s for one in own.search_of([arm]).run() if one]
+            steps = [one.result.fitting_s for one in own.search_of([arm]).run() if one]
     assert steps == expected
     assert len(count) <= len(expected) + 2
 
@@ -164,21 +163,21 @@ def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(
 ) -> None:
     """The second search of the same arm lowers nothing, and finds the same under its own name."""
     made, tried = job(tp=1, pp=4), []
-    once = trial._judged
+    once = trials._judged
 
     def counted(*words: object) -> object:
         tried.append(words)
         return once(*words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trial, "_judged", counted)
+    monkeypatch.setattr(trials, "_judged", counted)
     arm = Arm((Single("full_recompute", "full_recompute"),))
     first = [one for one in made.search_of([arm]).run() if one]
     count = len(tried)
     again = Arm((Single("full_recompute", "full_recompute:method=uniform"),))
     second = [one for one in made.search_of([again]).run() if one]
     assert count == len(tried) == len(first) > 0
-    assert [one.step_s for one in first] == [one.step_s for one in second]
-    assert {one.method for one in second} == {again.text()}
+    assert [one.result.step_s for one in first] == [one.result.step_s for one in second]
+    assert {one.result.method for one in second} == {again.text()}
     assert discover().methods.keys() == made.registry.methods.keys()
 
 
@@ -199,7 +198,7 @@ def test_copies_make_a_bound_where_a_faster_link_lowers_it() -> None:
     arms = [Arm((one,)) for one in made.singles]
     for shard, other in zip(shards, others, strict=True):
         for arm in arms:
-            found, without = shard.bounds(arm), other.bounds(arm)
+            found, without = shard.of(arm), other.of(arm)
             if not isinstance(found, Bounds) or not isinstance(without, Bounds):
                 continue
             lower = without.step_s < (1 - 1e-9) * found.step_s
@@ -217,9 +216,9 @@ def test_what_is_slower_is_counted_by_reason() -> None:
         global_batch=16, hbm_bytes=14 << 30,
     )  # fmt: skip
     search = SearchJob(Asked(spec=spec, only=("pp_offload", "full_recompute"))).search()
-    assert not search.slower  # nothing fits yet, so nothing is slower
+    assert not search.queue.slower  # nothing fits yet, so nothing is slower
     tried = [one for one in search.run() if one is not None]
-    assert any(one.evaluation for one in tried)
+    assert any(one.result.fits for one in tried)
     assert not search.queue
-    assert search.slower["slower by their bound: copies over the host link"] > 0
-    assert search.slower["layouts slower even where everything is kept"] > 0
+    assert search.queue.slower["slower by their bound: copies over the host link"] > 0
+    assert search.queue.slower["layouts slower even where everything is kept"] > 0

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.arms import Arm, arms_of
-from rematbench.advise.search.halves import in_one_process
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.candidates import Arm, Given, arms_of
+from rematbench.advise.search.processes import in_one_process
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.tree import Given
-from rematbench.advise.search.trial import Tried, tried_plan
+from rematbench.advise.search.trials import Site, Trial
+from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
@@ -67,9 +67,9 @@ def drawn(seed: int) -> Asked:
     return replace(one, fixed=fixed)
 
 
-def at_the_edge(one: Asked, found: Sequence[Tried], share: float) -> Asked:
+def at_the_edge(one: Asked, found: Sequence[Trial], share: float) -> Asked:
     """The job on devices that hold about this share of the plans and the reserve."""
-    needs = sorted(tried.evaluation.reserved_bytes for tried in found if tried.evaluation)
+    needs = sorted(one.result.evaluation.reserved_bytes for one in found if one.result.evaluation)
     need = usable = needs[min(len(needs) - 1, int(share * len(needs)))]
     while usable - reserve_bytes(usable) < need:
         usable += need - (usable - reserve_bytes(usable))
@@ -78,17 +78,18 @@ def at_the_edge(one: Asked, found: Sequence[Tried], share: float) -> Asked:
     return replace(one, spec=replace(one.spec, hbm_bytes=usable + others))
 
 
-def fastest_that_fits(one: Asked, found: Sequence[Tried]) -> Tried | None:
+def fastest_that_fits(one: Asked, found: Sequence[Trial]) -> Result | None:
     """The fastest of all plans on the job's devices; a step takes as long on any of them."""
     made = SearchJob(one)
-    for known in sorted(found, key=lambda tried: tried.step_s):
+    for known in sorted((one.result for one in found), key=lambda one: one.fitting_s):
         assert known.evaluation is not None
-        problem = made.problem(known.choice)
+        choice = made.choice(known)
+        problem = made.problem(choice)
         if max(known.evaluation.peak_device_bytes) > problem.usable_bytes:
             continue
-        tried = tried_plan(known.choice, problem, known.method, 0.0, made.registry)
-        if tried.evaluation is not None:
-            return tried
+        again = Site(choice, problem).trial(known.method, made.registry).result
+        if again.fits:
+            return again
     return None
 
 
@@ -96,9 +97,9 @@ def searched_s(one: Asked, arms: Sequence[Arm] = ()) -> float:
     """Seconds of the step that a search finds, of all arms or of the given ones."""
     made = SearchJob(one)
     search = made.search_of(arms) if arms else made.search()
-    steps = [tried.step_s for tried in in_one_process(search, most_work=WORK, after=0)]
+    end = in_one_process(search, most_work=WORK)
     assert search.gap <= one.within or not search.queue
-    return min(steps, default=inf)
+    return end.best_s
 
 
 def fits(one: Asked) -> bool:
@@ -110,10 +111,10 @@ def fits(one: Asked) -> bool:
     return search.best_s < inf
 
 
-def held(one: Asked, found: Sequence[Tried], arms: Sequence[Arm] = ()) -> None:
+def held(one: Asked, found: Sequence[Trial], arms: Sequence[Arm] = ()) -> None:
     """The law."""
     best = fastest_that_fits(one, found)
-    best_s = best.step_s if best else inf
+    best_s = best.fitting_s if best else inf
     for gap in GAPS:
         least_s = searched_s(replace(one, within=gap), arms)
         assert least_s == best_s or (1.0 - gap) * least_s <= best_s * (1 + 1e-9), (gap, best)
@@ -153,7 +154,7 @@ def test_what_the_allocator_keeps_out_has_others_in_its_place(lost: str) -> None
     held(one, everything(one))
 
 
-def some(one: Asked, most: int, arms: Sequence[Arm] = ()) -> list[Tried]:
+def some(one: Asked, most: int, arms: Sequence[Arm] = ()) -> list[Trial]:
     """As `everything`, of a job with at least one plan."""
     found = everything(one, most, arms)
     if not found:

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search import questions, trial
-from rematbench.advise.search.arms import Arm
-from rematbench.advise.search.fits import leaner
-from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.least import LeastBytes
+from rematbench.advise.search import questions, trials
+from rematbench.advise.search.best_first import Search
+from rematbench.advise.search.candidates import Arm
+from rematbench.advise.search.queue import leaner
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.shard_bounds import MinimumBytes
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import Tried, planned_at
+from rematbench.advise.search.trials import Site, planned_at
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.lowered import Reserved, weighed
 from rematbench.spec.problemspec import ProblemSpec
@@ -66,13 +66,15 @@ def test_arms_that_fall_unprobed_change_no_answer(
     """Neither the best step nor, where nothing fits, the least bytes that a plan lacks."""
     one = replace(asked(seq_len=seq_len, hbm_bytes=gib * GIB), only=only)
     found = searched(one)
-    monkeypatch.setattr(LeastBytes, "short", lambda *_: None)
+    monkeypatch.setattr(MinimumBytes, "short", lambda *_: None)
     every = searched(one)
     assert found.best_s == every.best_s
     assert (found.best_s < inf) == fits
     if not fits:
-        assert found.plans_short_bytes == every.plans_short_bytes
-    probed, of_all = (sum(one.layers for one in search.shards) for search in (found, every))
+        assert found.excluded.device_short_bytes == every.excluded.device_short_bytes
+    probed, of_all = (
+        sum(one.shard.prober.layers for one in search.shards) for search in (found, every)
+    )
     assert probed < of_all or (probed == of_all and searched is everything)
 
 
@@ -86,13 +88,13 @@ def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPat
 
     for _ in range(8):
         one = asked(seq_len=2048, hbm_bytes=hbm)
-        monkeypatch.setattr(trial, "weighed", lambda *given, **_: weighed(*given))
+        monkeypatch.setattr(trials, "weighed", lambda *given, **_: weighed(*given))
         every = arms_alone(one)
-        monkeypatch.setattr(trial, "weighed", noted)
+        monkeypatch.setattr(trials, "weighed", noted)
         ended.clear()
         found = arms_alone(one)
         assert found.best_s == every.best_s
-        assert found.fell == every.fell
+        assert found.excluded.counts == every.excluded.counts
         if found.best_s == inf:
             assert found.short_bytes == every.short_bytes
         seen.add((any(ended), found.best_s < inf))
@@ -124,7 +126,7 @@ def test_more_sequences_in_a_micro_batch_need_no_fewer_bytes(pp: int) -> None:
 
 def _bytes(made: SearchJob, choice: Any, text: str) -> tuple[int, ...] | None:
     problem = made.problem(choice)
-    plan = planned_at(choice, problem, text, made.registry)
+    plan = planned_at(Site(choice, problem).job, text, made.registry)
     return None if isinstance(plan, str) else tuple(evaluate(problem, plan).peak_device_bytes)
 
 
@@ -152,8 +154,8 @@ def test_the_longest_context_is_proved_where_a_short_look_was_wrong(
     monkeypatch.setattr(questions, "reached", reached)
     found: Iterator[questions.Answer] = questions.longest_context(asked(seq_len=2048), 1)
     answers = list(found)
-    assert max(answer.value for answer in answers if answer.tried) == longest
-    assert [answer.value for answer in answers if not answer.tried] == [12 * 1024]
+    assert max(seq_len for seq_len, plan in answers if plan) == longest
+    assert [seq_len for seq_len, plan in answers if not plan] == [12 * 1024]
     assert proofs[-1] == 12 * 1024
     assert len(proofs) == len(set(proofs))
 
@@ -161,12 +163,11 @@ def test_the_longest_context_is_proved_where_a_short_look_was_wrong(
 def test_a_search_for_any_plan_ends_with_the_first() -> None:
     """A process does not look for a second one."""
     search = SearchJob(replace(asked(), any_fit=True)).search()
-    tried: list[Tried] = []
-    for found in search.run():
-        tried += [found] if found else []
+    fits: list[bool] = []
+    for trial in search.run():
+        fits += [trial.result.fits] if trial else []
         if search.ended:
             break
-    assert tried[-1].evaluation is not None
-    assert all(one.evaluation is None for one in tried[:-1])
+    assert fits == [False] * (len(fits) - 1) + [True]
     assert search.queue
     assert search.bound_s == 0.0

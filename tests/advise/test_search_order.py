@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.advise.search import frontier
-from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.queue import Queue
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Choice, Fixed
+from rematbench.advise.search.trials import Site
 from rematbench.spec.problemspec import ProblemSpec
 
 GIB = 2**30
@@ -27,13 +27,13 @@ def test_a_ripe_entry_may_come_ahead_of_its_turn_and_comes_once() -> None:
 def test_no_plan_of_a_layout_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a plan as short as itself would say that more pieces free nothing."""
     seen: Counter[tuple[Choice, str]] = Counter()
-    tried_plan = frontier.tried_plan
+    trial = Site.trial
 
-    def counted(choice: Choice, problem: Any, method: str, *others: Any) -> Any:
-        seen[choice, method] += 1
-        return tried_plan(choice, problem, method, *others)
+    def counted(site: Site, method: str, *others: Any, **more: Any) -> Any:
+        seen[site.choice, method] += 1
+        return trial(site, method, *others, **more)
 
-    monkeypatch.setattr(frontier, "tried_plan", counted)
+    monkeypatch.setattr(Site, "trial", counted)
     spec = ProblemSpec(
         model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
         gpus=4, seq_len=8192, global_batch=16, hbm_bytes=16 * GIB,

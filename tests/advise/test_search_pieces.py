@@ -9,46 +9,46 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.arms import KEEP, Arm
-from rematbench.advise.search.follow import Follow
-from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.job import SearchJob
-from rematbench.advise.search.least import LeastBytes
-from rematbench.advise.search.place import Item, Place
-from rematbench.advise.search.probe import Floor
-from rematbench.advise.search.shard import Shard
+from rematbench.advise.search.best_first import Search
+from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.memory_rules import MemoryRules
+from rematbench.advise.search.probes import Floor
+from rematbench.advise.search.queue import Item, Place
+from rematbench.advise.search.search_job import SearchJob
+from rematbench.advise.search.shard_bounds import MinimumBytes, ShardBounds
+from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import tried_plan
 from tests.advise.test_search_fits import GIB, asked, everything
 
 
-def shards() -> Iterator[tuple[Shard, Search]]:
+def shards() -> Iterator[tuple[ShardBounds, Search]]:
     made = SearchJob(asked(seq_len=16384))
     search = made.search()
-    for shard in search.shards:
-        yield shard, search
+    for bounds in search.shards:
+        yield bounds, search
 
 
 def test_a_family_in_pieces_needs_what_its_own_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
-        [shard.least.of_family(*family) for family in search.tree.families if family[0].parts]
-        for shard, search in shards()
+        [bounds.minimum.of_family(*family) for family in search.tree.families if family[0].parts]
+        for bounds, search in shards()
     ]
-    monkeypatch.setattr(LeastBytes, "_gone_bytes", lambda *_: [])
-    for known, (shard, search) in zip(found, shards(), strict=True):
+    monkeypatch.setattr(MinimumBytes, "_gone_bytes", lambda *_: [])
+    for known, (bounds, search) in zip(found, shards(), strict=True):
         families = [family for family in search.tree.families if family[0].parts]
         assert any(pieces for _, pieces in families)
         for nbytes, family in zip(known, families, strict=True):
-            np.testing.assert_allclose(nbytes, shard.least.of_family(*family), rtol=1e-9)
+            np.testing.assert_allclose(nbytes, bounds.minimum.of_family(*family), rtol=1e-9)
 
 
 def test_the_floor_of_an_arm_in_pieces_is_that_without_them() -> None:
     seen = 0
-    for shard, search in shards():
+    for bounds, search in shards():
+        shard = bounds.shard
         for arm in search.tree.arms:
             if arm.whole not in (arm, KEEP):
                 seen += 1
-                assert shard.least._stored_like(arm) == arm.whole
+                assert bounds.minimum._stored_like(arm) == arm.whole
                 assert shard.floors(arm) == shard.floors(arm.whole)
     assert seen > 10
 
@@ -65,45 +65,45 @@ def test_a_method_that_also_stores_less_in_pieces_has_its_own_floor(
         return (found[0]._replace(pinned=None), found[1]) if cuts else found
 
     monkeypatch.setattr(Shard, "floors", less)
-    shard, search = next(shards())
+    bounds, search = next(shards())
     arms = [arm for arm in search.tree.arms if arm.whole not in (arm, KEEP)]
-    assert all(shard.least._stored_like(arm) == arm for arm in arms)
+    assert all(bounds.minimum._stored_like(arm) == arm for arm in arms)
     pieces = next(cut for _, cut in search.tree.families if cut)
-    assert shard.least._gone_bytes(pieces) == []
+    assert bounds.minimum._gone_bytes(pieces) == []
 
 
 def test_no_pieces_are_tried_where_host_memory_is_short() -> None:
     """Pieces change no host bytes: what failed there in one piece, or in a few, is not measured in
     more."""
-    shard, search = next(shards())
-    at = int((shard.states_over_bytes <= 0).nonzero()[0][0])
+    bounds, search = next(shards())
+    at = int((bounds.shard.states_over_bytes <= 0).nonzero()[0][0])
     arms = [arm for arm in search.tree.arms if arm.pieces and arm.without(arm.pieces).parts]
     arm = next(arm for arm in arms if arm.parts[0].method == "memo" and len(arm.parts) == 2)
     whole = arm.without(arm.pieces)
     for failed, pieces in ((whole, 1), (arm, 2)):
-        place = Place(shard, at, {})
-        tried = tried_plan(
-            place.choice, place.site.problem, failed.text(1, pieces), 0.0, search.registry
-        )
-        assert tried.verdict is not None
-        verdict = replace(tried.verdict, host_headroom_bytes=-1.0)
-        short = replace(tried, evaluation=None, verdict=verdict, reason="host memory of a node")
-        search._go_on(0.0, place, Item("tight", place, None, failed, 1, pieces), short)
+        place = Place(bounds, at, {})
+        trial = place.site.trial(failed.text(1, pieces), search.registry)
+        assert trial.result.verdict is not None
+        verdict = replace(trial.result.verdict, host_headroom_bytes=-1)
+        reason = "host memory of a node"
+        short = replace(trial.result, status="oom", evaluation=None, verdict=verdict, reason=reason)
+        item = Item("tight", place, None, failed, 1, pieces)
+        search.memory.after_failure(0.0, place, item, replace(trial, result=short))
         assert place.ends == {whole: 1}
         before = len(search.queue)
         for more in range(pieces + 1, 7):
-            search._judge(0.0, place, arm, more)
+            search.memory.judge(0.0, place, arm, more)
         assert len(search.queue) == before
-        assert not any((arm, more) in shard._bounds for more in range(3, 7))
-    assert search.fell["host memory, in any pieces"] == 9
+        assert not any((arm, more) in bounds._bounds for more in range(3, 7))
+    assert search.excluded.counts["host memory, in any pieces"] == 9
 
 
 def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    following = Follow._next
+    following = MemoryRules._next
 
-    def probed(self: Follow, bound_s: float, place: Place, item: Item, **_: bool) -> None:
+    def probed(self: MemoryRules, bound_s: float, place: Place, item: Item, **_: bool) -> None:
         following(self, bound_s, place, item)
 
     fewer = []
@@ -111,12 +111,14 @@ def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_o
         one = asked(seq_len=8192, hbm_bytes=int(gib * GIB))
         found = everything(one)
         with monkeypatch.context() as patch:
-            patch.setattr(Follow, "_next", probed)
+            patch.setattr(MemoryRules, "_next", probed)
             every = everything(one)
         assert found.best_s == every.best_s
         if found.best_s == inf:
             assert found.short_bytes == every.short_bytes
-        layers, all_layers = (sum(s.layers for s in each.shards) for each in (found, every))
+        layers, all_layers = (
+            sum(s.shard.prober.layers for s in each.shards) for each in (found, every)
+        )
         assert layers <= all_layers
         fewer.append(layers < all_layers)
     assert any(fewer)
@@ -126,7 +128,7 @@ def test_samples_have_room_for_the_states_where_any_layout_has() -> None:
     one = asked(seq_len=16384, hbm_bytes=12 * GIB)
     made = SearchJob(replace(one, fixed=Fixed()))
     made._samples()
-    probed = [shard for shard in made._shards.values() if shard.layers]
+    probed = [each.shard for each in made._shards.values() if each.shard.prober.layers]
     assert probed
     assert all(shard.has_room for shard in probed)
-    assert not all(made._shard(index).has_room for index in range(len(made._cuts)))
+    assert not all(made._shard(index).shard.has_room for index in range(len(made._cuts)))

@@ -9,12 +9,11 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.planners import MOST_LAYOUTS, Planned, solved
+from rematbench.advise.search.processes import MOST_LAYOUTS, place_of, rounds, solved
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
-from rematbench.advise.search.trial import Tried
 from rematbench.cli.app import command_line
+from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
 from rematbench.plugins.registry import MethodError
 from rematbench.spec.problemspec import ProblemSpec
@@ -63,7 +62,7 @@ def asked(*more: str, folder: Path | None = None, tp: int | None = None) -> Aske
     return Asked(spec=spec, fixed=fixed, only=(*SEARCHED, *more), folders=folders)
 
 
-def found(job: Asked) -> tuple[Tried, ...]:
+def found(job: Asked) -> tuple[Result, ...]:
     *_, end = rounds(job, processes=1)
     return end.found
 
@@ -83,10 +82,9 @@ def test_each_planner_ends_with_a_plan_or_a_reason(tmp_path: Path) -> None:
     layouts = (best[1], best[1], best[2], best[4])  # a layout twice is one layout
     ends = {end.method: end for end in solved(made, layouts, limit_s=1, processes=2)}
     assert ends.keys() == BODIES.keys()
-    plan = ends["needs_tp"].tried
-    assert plan is not None
-    assert plan.choice == best[2].choice
-    assert plan.step_s > 0.0
+    plan = ends["needs_tp"]
+    assert place_of(plan) == place_of(best[2])
+    assert 0.0 < plan.fitting_s < float("inf")
     assert ends["never"].reason == "no plan: not here"
     assert ends["spins"].reason.startswith("not planned within 1 CPU seconds")
     assert "KeyError" in ends["raises"].reason
@@ -97,11 +95,11 @@ def test_no_more_layouts_than_are_declared(tmp_path: Path) -> None:
     """A planner that needs the fourth layout is not solved there; without layouts nothing is."""
     made = SearchJob(replace(own(tmp_path), only=(*SEARCHED, "needs_tp")))
     plans = found(replace(asked(), fixed=Fixed(micro_batch=1, tp=1)))
-    deep = list({one.choice: one for one in plans}.values())
+    deep = list({place_of(one): one for one in plans}.values())
     assert len(deep) >= MOST_LAYOUTS
     last = found(asked(tp=2))[0]
-    ends = list(solved(made, [*deep[:MOST_LAYOUTS], last], limit_s=4, processes=1))
-    assert ends == [Planned(method="needs_tp", reason="no plan: needs tp > 1")]
+    (end,) = solved(made, [*deep[:MOST_LAYOUTS], last], limit_s=4, processes=1)
+    assert (end.method, end.fits, end.reason) == ("needs_tp", False, "no plan: needs tp > 1")
     assert not list(solved(made, [], limit_s=4, processes=1))
 
 

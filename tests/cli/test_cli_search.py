@@ -13,8 +13,8 @@ from typer import BadParameter
 from typer.testing import CliRunner
 
 from rematbench.advise.search import questions
-from rematbench.advise.search.halves import Progress
-from rematbench.advise.search.job import Asked
+from rematbench.advise.search.processes import Progress
+from rematbench.advise.search.search_job import Asked
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
@@ -169,9 +169,9 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
 def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C loses none of them."""
 
-    def stopped(*_: Any) -> Iterator[questions.Price]:
-        yield questions.Price("as it is", 2.0)
-        yield questions.Price("+1 GiB of device memory", 1.0)
+    def stopped(*_: Any) -> Iterator[tuple[str, float]]:
+        yield "as it is", 2.0
+        yield "+1 GiB of device memory", 1.0
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rematbench.cli.inverse.prices", stopped)

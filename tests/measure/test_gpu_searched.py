@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked
+from rematbench.advise.search.processes import rounds
+from rematbench.advise.search.search_job import Asked
 from rematbench.cli.gpu import searched_plans
 from rematbench.host.console import CommandError
 from rematbench.measure import predictions

@@ -10,8 +10,6 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.shared import Shared
-from rematbench.advise.search.trial import tried_plan
 from rematbench.cli.app import command_line
 from rematbench.evidence.bands import ratio_band, reserve_bytes, shipped
 from rematbench.evidence.job_evidence import methods_of
@@ -200,7 +198,7 @@ def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> Non
     assert all(row["gap"] for row in rows)
     wanted = {}
     for work, cluster, seq_len in product(spec.works, spec.clusters, spec.seq_lens):
-        answers = Answers(CellJob(spec, work, cluster, seq_len, Shared({})), spec, registry, {})
+        answers = Answers(CellJob(spec, work, cluster, seq_len), spec, registry, {})
         arms = [arm.name for arm in spec.all_arms(registry) if searched(arm, seq_len, registry)]
         keys = [(BEST, name) for name in arms] + [(SAME, spec.baseline), (ANY, "")]
         where = (work.model, cluster, str(seq_len))
@@ -269,17 +267,17 @@ def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(
 
 def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() -> None:
     spec = small(arms=tuple(arm for arm in declared().arms if arm.name == "memo"))
-    cell = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0], Shared({}))
+    cell = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0])
     answers = Answers(cell, spec, REGISTRY, {})
     found = answers.best("memo")
     assert found.choice is not None
     site = cell.site(found.choice)
     assert site.choice == found.choice
-    tried, method = site.trials.tried, answers.methods["memo"].text
-    before = len(tried)
-    own = tried_plan(site.choice, site.problem, method, 0.0, REGISTRY, known=site.trials)
-    assert len(tried) == before > 1
-    assert found.step_s == min(own.step_s, *(one.step_s for one in tried.values()))
+    before = len(site.trials)
+    own = site.trial(answers.methods["memo"].text, REGISTRY)
+    assert len(site.trials) == before > 1
+    steps = [one.result.fitting_s for one in (own, *site.trials.values())]
+    assert found.step_s == min(steps)
 
 
 def test_the_outcome_is_counted_from_the_best_layouts(

@@ -77,7 +77,7 @@ last lines name.  Only --help-all lists them."""
 GROUP = "baseline"
 WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
-    "search": "rematbench.advise.search.halves",
+    "search": "rematbench.advise.search.processes",
 }
 """Modules that a command's worker processes import; this import starts before the command."""
 

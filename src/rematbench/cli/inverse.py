@@ -8,7 +8,6 @@ from msgspec import Struct
 from rich.console import Console
 from typer import Exit
 
-from rematbench.advise.search.job import Asked
 from rematbench.advise.search.questions import (
     Answer,
     Question,
@@ -18,8 +17,9 @@ from rematbench.advise.search.questions import (
     longest_context,
     prices,
 )
-from rematbench.advise.search.trial import Tried
-from rematbench.cli.search_shown import where
+from rematbench.advise.search.search_job import Asked
+from rematbench.cli.search_output import where
+from rematbench.evaluate.result import Result
 from rematbench.host.console import GIB, CommandError, grid, plain
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
@@ -55,7 +55,7 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
     try:
         for answer in _answers(asked, inverse, processes):
             out.print(plain(_line(inverse.find, answer)), soft_wrap=True)
-            best = answer if answer.tried else best
+            best = answer if answer[1] else best
         ended = True
     except KeyboardInterrupt:
         out.print(plain("stopped before the answer was proved"))
@@ -82,15 +82,16 @@ def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]
 
 
 def _line(find: str, answer: Answer) -> str:
-    value = f"{answer.value / GIB:.1f}" if find == "memory" else f"{answer.value:,}"
+    number, result = answer
+    value = f"{number / GIB:.1f}" if find == "memory" else f"{number:,}"
     unit = "GPU" if value == "1" and find == "gpus" else UNITS[find]
     none = "no plan fits" if find == "context" else "no plan reaches that"
-    return f"{value} {unit}: {told(answer.tried) if answer.tried else none}"
+    return f"{value} {unit}: {in_words(result) if result else none}"
 
 
-def told(tried: Tried) -> str:
+def in_words(result: Result) -> str:
     """A plan, its layout and its step time in one line."""
-    return f"{tried.method} at {where(tried.choice)}, step {tried.step_s:.4g} s"
+    return f"{result.method} at {where(result)}, step {result.fitting_s:.4g} s"
 
 
 def _prices(out: Console, asked: Asked, processes: int) -> None:
@@ -98,12 +99,10 @@ def _prices(out: Console, asked: Asked, processes: int) -> None:
     table = grid("change", "step s", "shorter by %")
     first, ended = None, False
     try:
-        for price in prices(asked, processes):
-            first = price.step_s if first is None else first
-            gain = f"{100 * (1 - price.step_s / first):.1f}" if isfinite(first) else "-"
-            table.add_row(
-                price.change, f"{price.step_s:.4g}" if isfinite(price.step_s) else "-", gain
-            )
+        for change, step_s in prices(asked, processes):
+            first = step_s if first is None else first
+            gain = f"{100 * (1 - step_s / first):.1f}" if isfinite(first) else "-"
+            table.add_row(change, f"{step_s:.4g}" if isfinite(step_s) else "-", gain)
         ended = True
     except KeyboardInterrupt:
         pass

@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from rematbench.advise.search.halves import Progress, rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.processes import Progress, rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import DEFAULT_SYSTEM, OPTIONS, Within, percents
-from rematbench.cli.search_shown import show_assumed, show_difference, show_space
-from rematbench.cli.search_told import Told
+from rematbench.cli.search_answer import SearchAnswer
+from rematbench.cli.search_output import show_assumed, show_difference, show_space
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
@@ -60,7 +60,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         float | None,
         Option(min=0, metavar="G", help="Device memory to leave free (else: errors of peaks)."),
     ] = None,
-    within: Within = 0.5,
+    within: Within = 2.0,
     top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Most plans to show.")] = 10,
     explain: Annotated[
         tuple[int, int] | None,
@@ -142,15 +142,15 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if out is not None:
         show_space(out, made)
     at, ended = _run(asked, top, processes)
-    told = Told(out, made, at, top, ended=ended)
-    told.table(solved=limit > 0)
-    told.more(limit, processes)
+    answer = SearchAnswer(out, made, at, top, ended=ended)
+    answer.table(solved=limit > 0)
+    answer.more(limit, processes)
     if json:
-        typer.echo(told.json())
+        typer.echo(answer.json())
     if output is not None:
-        write_sheet(output, [as_cells(row) for row in told.rows])
+        write_sheet(output, [as_cells(row) for row in answer.rows])
     if explain is not None:
-        show_difference(console(), told.found, explain)
+        show_difference(console(), answer.results, explain)
     if not ended:
         raise typer.Exit(130)
 

@@ -27,6 +27,13 @@ class Job(Struct, frozen=True, kw_only=True):
         words = ("rematbench", "simulate", method, *self.words, *more)
         return shlex.join(words) if self.words else ""
 
+    @property
+    def uneven_layers(self) -> str:
+        """The number of layers of each chunk, in the form of `--partition`; empty for the even
+        partition."""
+        even = self.base.partition == self.problem.base_plan.partition
+        return "" if even else _layers(self.base)
+
     def facts(self) -> dict[str, Any]:
         """The facts of the job under the column names of sheets, so that joined tables can be told
         apart. Facts are model, cluster, stack, layout, sequence length, precision, attention, the

@@ -89,6 +89,11 @@ class Result(Struct, frozen=True, kw_only=True):
         return self.evaluation.step_s if self.evaluation else None
 
     @property
+    def fitting_s(self) -> float:
+        """Seconds of the step; infinite where the plan does not fit."""
+        return self.evaluation.step_s if self.fits and self.evaluation else float("inf")
+
+    @property
     def tokens_per_s_per_gpu(self) -> float | None:
         """Training tokens per second and GPU."""
         return self.evaluation.tokens_per_s_per_gpu if self.evaluation else None

@@ -6,12 +6,11 @@ from itertools import pairwise
 from math import inf
 from typing import Any, Literal
 
-from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.search.halves import MINUTE, Progress, rounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.trial import Tried
+from rematbench.advise.search.processes import MINUTE, Progress, rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.evaluate.result import Result
 from rematbench.plugins.registry import MethodError
 from rematbench.solve.search import brackets, middle, twice
 from rematbench.spec.cluster import Cluster
@@ -21,54 +20,49 @@ from rematbench.spec.load import load_cluster
 
 Question = Literal["gpus", "context", "batch", "memory"]
 
+
 GIB = 2**30
+
+
 GRANULE = 1024
 """Tokens; sequence lengths that are tried are multiples of this."""
 
+
 FINE = 16
 """The longest length, the largest batch and the least memory are found to one part in FINE."""
+
 
 MOST_ROUNDS, HALVINGS = MINUTE, 3
 """Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
 A plan that is found fits; where the search finds no plan, a plan may still exist."""
 
+
 LOOK = 1
 """Rounds of a short look for a plan that fits."""
 
+
 MORE_GIB = (1, 4, 16)
+
+
 RATES = {
     "PCIe": "pcie_bytes_per_s",
     "NVLink": "nvlink_bytes_per_s",
     "NIC": "nic_bytes_per_s",
     "host DRAM": "dram_bytes_per_s",
 }
+
+
 FASTER = 1.1
 
 
-class Answer(Struct, frozen=True):
-    """A tried value, and a plan that reaches the goal at that value; None where no plan does."""
-
-    value: int
-    tried: Tried | None
-
-
-class Change(Struct, frozen=True):
-    """A change in words, and a plan that fits after the change."""
-
-    change: str
-    tried: Tried
-
-
-class Price(Struct, frozen=True):
-    """A change of the machine, and the fastest step after the change."""
-
-    change: str
-    step_s: float
+Answer = tuple[int, Result | None]
+"""A value that was tried, and a plan that reaches the goal at that value; None where no plan does.
+"""
 
 
 def reached(
     asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
-) -> Tried | None:
+) -> Result | None:
     """A plan whose step takes at most `step_s`; None where the search proves that no plan does, or
     finds none in `most_rounds`.  Of a step that may take any time no seconds are bounded: any plan
     that fits will do."""
@@ -92,19 +86,19 @@ def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[A
     spec = asked.spec
 
     def reach(gpus: int) -> Answer:
-        return Answer(gpus, reached(_with_gpus(asked, gpus), step_s, processes))
+        return gpus, reached(_with_gpus(asked, gpus), step_s, processes)
 
     step_s = spec.global_batch * spec.seq_len / tokens_per_s
     counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
     for before, gpus in pairwise((0, *counts, spec.gpus)):
         enough = reach(gpus)
         yield enough
-        if enough.tried is None:
+        if enough[1] is None:
             continue
         for fewer in _between(asked, before, gpus):
             answer = reach(fewer)
             yield answer
-            if answer.tried:
+            if answer[1]:
                 break
         return
 
@@ -136,13 +130,13 @@ def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
     a length on which a short look finds no plan is taken to have none, and asked again where the
     proof finds a plan."""
 
-    def fits(seq_len: int, most_rounds: int | None = None) -> Tried | None:
+    def fits(seq_len: int, most_rounds: int | None = None) -> Result | None:
         there = replace(asked, spec=replace(asked.spec, seq_len=seq_len))
         return reached(there, inf, processes, most_rounds)
 
-    known: dict[int, Tried | None] = {}
+    known: dict[int, Result | None] = {}
 
-    def look(seq_len: int) -> Tried | None:
+    def look(seq_len: int) -> Result | None:
         if seq_len not in known:
             known[seq_len] = fits(seq_len, LOOK)
         return known[seq_len]
@@ -151,14 +145,14 @@ def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
     while True:
         short = inf
         for answer in _largest(look, asked.spec.seq_len, GRANULE):
-            if answer.tried is None:
-                short = min(short, answer.value)
-            elif answer.value not in said:
-                said.add(answer.value)
+            if answer[1] is None:
+                short = min(short, answer[0])
+            elif answer[0] not in said:
+                said.add(answer[0])
                 yield answer
         known[int(short)] = fits(int(short))
         if known[int(short)] is None:
-            yield Answer(int(short), None)
+            yield int(short), None
             return
 
 
@@ -166,7 +160,7 @@ def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answe
     """Answers for multiples of the problem's global batch; a plan's step takes at most `step_s`."""
     batch = asked.spec.global_batch
 
-    def quick(global_batch: int) -> Tried | None:
+    def quick(global_batch: int) -> Result | None:
         there = replace(asked, spec=replace(asked.spec, global_batch=global_batch))
         return reached(there, step_s, processes)
 
@@ -178,14 +172,14 @@ def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
     longer than the best step with all the memory by the share `lose`."""
     hbm = asked.spec.hbm_bytes or _cluster(asked).hbm_bytes
     best = fastest(asked, processes)
-    yield Answer(hbm, best)
+    yield hbm, best
     if best is None:
         return
 
-    def quick(hbm_bytes: int) -> Tried | None:
+    def quick(hbm_bytes: int) -> Result | None:
         there = replace(asked, spec=replace(asked.spec, hbm_bytes=hbm_bytes))
         try:
-            return reached(there, best.step_s * (1.0 + lose), processes)
+            return reached(there, best.fitting_s * (1.0 + lose), processes)
         except ConfigError:  # the memory is smaller than the reserve
             return None
 
@@ -195,7 +189,7 @@ def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
     yield from _answers(quick, 0, hbm, between=between)
 
 
-def fastest(asked: Asked, processes: int) -> Tried | None:
+def fastest(asked: Asked, processes: int) -> Result | None:
     """The fastest plan, to within the gap of `asked`; None where no plan fits."""
     *_, end = rounds(asked, shown=1, processes=processes)
     return end.found[0] if end.found else None
@@ -220,18 +214,19 @@ def _answers(
     tried: list[Answer] = []
 
     def turns(value: int) -> bool:
-        tried.append(Answer(value, reach(value)))
-        return (tried[-1].tried is None) == largest
+        tried.append((value, reach(value)))
+        return (tried[-1][1] is None) == largest
 
     for _ in brackets(turns, low, high, **how):
         yield tried[-1]
 
 
-def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
-    """Changes with which a plan fits where none did: more device memory, more host memory if a plan
-    lacked host memory, and more GPUs; of each the smallest tried change that has a plan."""
+def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
+    """Changes in words, each with a plan that fits after it, where none did: more device memory,
+    more host memory if a plan lacked host memory, and more GPUs; of each the smallest tried change
+    that has a plan."""
 
-    def fits(**changes: Any) -> Tried | None:
+    def fits(**changes: Any) -> Result | None:
         there = replace(asked, spec=replace(asked.spec, **changes))
         return reached(there, inf, processes, MOST_ROUNDS)
 
@@ -239,45 +234,45 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
     hbm = spec.hbm_bytes or cluster.hbm_bytes
     if at.short_bytes < inf:  # else no plan lacked device memory
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
-        if more.tried:
-            yield Change(
-                f"with {more.value / GIB:.1f} GiB more on each device, or less", more.tried
-            )
+        if more[1]:
+            yield f"with {more[0] / GIB:.1f} GiB more on each device, or less", more[1]
     if any(reason.startswith("host") and count for reason, count in at.fell.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):
-            yield Change(f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found)
+            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found
     for times in (2, 4):
         if found := fits(gpus=times * spec.gpus):
-            yield Change(f"on {times * spec.gpus} GPUs, or fewer", found)
+            yield f"on {times * spec.gpus} GPUs, or fewer", found
             return
 
 
 def _enough(reach: Any, least: float, most: int) -> Answer:
     """The fewest further bytes with which `reach` finds a plan: doubled until a plan is found or
     `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes."""
-    halvings, best = iter(range(HALVINGS)), Answer(0, None)
+    halvings = iter(range(HALVINGS))
+    best: Answer = 0, None
 
     def between(short: int, enough: int) -> int | None:
         return None if next(halvings, None) is None else middle(short, enough)
 
     low, high = int(least), 2 * max(int(least), GIB // 8)
     for answer in _answers(reach, low, high, further=twice, most=most, between=between):
-        best = answer if answer.tried else best
+        best = answer if answer[1] else best
     return best
 
 
-def prices(asked: Asked, processes: int) -> Iterator[Price]:
-    """The fastest step on the machine as it is, then with more memory and with faster links."""
-    yield Price("as it is", _step_s(asked, processes))
+def prices(asked: Asked, processes: int) -> Iterator[tuple[str, float]]:
+    """Changes of the machine in words, and the seconds of the fastest step after each: of the
+    machine as it is, then of one with more memory or faster links."""
+    yield "as it is", _step_s(asked, processes)
     for change, cluster in _changes(asked):
         there = replace(asked, spec=replace(asked.spec, cluster=cluster, hbm_bytes=None))
-        yield Price(change, _step_s(there, processes))
+        yield change, _step_s(there, processes)
 
 
 def _step_s(asked: Asked, processes: int) -> float:
     found = fastest(asked, processes)
-    return found.step_s if found else inf
+    return found.fitting_s if found else inf
 
 
 def _changes(asked: Asked) -> Iterator[tuple[str, Cluster]]:

@@ -1,11 +1,115 @@
-"""A queue in the order of bounds, whose ripe (nearly done) entries may be taken out of turn."""
+"""The entries of a search's queue, in the order of their bounds."""
 
 import heapq
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import count
-from typing import Generic, TypeVar
+from math import inf, nextafter
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.advise.search.candidates import KEEP, Arm, Tree
+from rematbench.advise.search.shard_bounds import ShardBounds
+from rematbench.advise.search.shards import Shard
+from rematbench.advise.search.space import Choice
+from rematbench.advise.search.trials import Site
+from rematbench.worlds.packages.flags import Engines
+
+Stage = Literal[
+    "shard", "layout", "root", "grow", "expand", "made", "pieces", "closed", "tight"
+]  # fmt: skip
+"""The next work on an entry of the queue.  shard: read the shard's facts; layout: begin with the
+tree's roots there; root: bound a root; grow: bound the expansion of an arm with a line, which may
+fit at a smaller share with one more method; expand: add a method to an arm that does not fit; made:
+bound an arm made so; pieces: bound an arm in more pieces; closed (it has a closed-form bound):
+bound it by the schedule; tight: simulate it."""
+
+
+RIPE: tuple[Stage, ...] = ("closed", "tight")
+"""Stages of a plan that only waits for its bound by the schedule, or to be simulated."""
+
+
+BEGINNING: tuple[Stage, ...] = ("layout", "root")
+"""Stages of little work: they compare bounds that many layouts share."""
+
+
+class Place(Struct):
+    """A layout during the search: the bounds of its shard, and its index there.  `fits`: the least
+    step of its line at which an arm fits, in as few pieces as it has; `families`: whether a family
+    may fit; `tightened`: whether any of its arms has a bound by the schedule; `judged`: arms and
+    pieces that have bounds; `known`: simulated plans, by content; `short`: live bytes that a step
+    of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: a line's least step that
+    host memory cannot hold; `refused`: arms without a plan at any step and in any pieces;
+    `counted`: the layout has a plan faster than `faster_than_s`."""
+
+    bounds: ShardBounds
+    index: int
+    fits: dict[Arm, int]
+    families: dict[tuple[Arm, Arm | None], bool] = {}
+    tightened: bool = False
+    engines: Engines | None = None
+    judged: set[tuple[Arm, int]] = set()
+    known: set[bytes] = set()
+    short: dict[tuple[Arm, int], float] = {}
+    flat: set[tuple[Arm, int]] = set()
+    ends: dict[Arm, int] = {}
+    refused: set[Arm] = set()
+    counted: bool = False
+
+    @property
+    def shard(self) -> Shard:
+        """The layout's shard."""
+        return self.bounds.shard
+
+    @property
+    def choice(self) -> Choice:
+        """The layout and its layers."""
+        return self.shard.choices[self.index]
+
+    @property
+    def site(self) -> Site:
+        """What all searches know of the layout."""
+        return self.shard.site(self.index)
+
+
+class Item(Struct, frozen=True):
+    """An entry of the queue: its next work, and the arm at a step of its line and of its pieces.
+    `bounds`: those of the shard to read, where the entry is of no single layout."""
+
+    stage: Stage
+    place: Place | None
+    bounds: ShardBounds | None
+    arm: Arm
+    step: int = 1
+    pieces: int = 1
+
+
+class Fallen(NamedTuple):
+    """An arm that fell unprobed at a layout: the bytes that it lacks at least, and whether in host
+    memory."""
+
+    nbytes: float
+    host: bool
+    place: Place
+    arm: Arm
+
+
+def in_one_piece(arm: Arm) -> Arm:
+    """The arm without its pieces."""
+    return arm.without(arm.pieces) if arm.pieces else arm
+
+
+def most_pieces(arm: Arm) -> int:
+    """The number of values of an arm's pieces; 1 for an arm without pieces."""
+    scalar = arm.pieces.scalar if arm.pieces else None
+    return len(scalar.values) if scalar else 1
+
 
 T = TypeVar("T")
+
+
 Entry = tuple[float, int, T]
 
 
@@ -59,3 +163,131 @@ class Queue(Generic[T]):
         """Remove entries from the front of an order that were taken by the other order."""
         while heap and heap[0][1] not in self._waiting:
             heapq.heappop(heap)
+
+
+LATER = 1e6
+"""Added to the order of work that waits for all leaner work."""
+
+
+class LeanOrder:
+    """The order of a search for any plan that fits: the leanest layouts and plans come first.
+    `searched`: layouts whose arms are judged; `waiting`: entries of the queue by layout; `doubts`:
+    arms by layout that were left out for another reason than bytes that are surely needed (more
+    sequences in a micro-batch may change that reason)."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.searched: set[Choice] = set()
+        self.waiting: Counter[Choice] = Counter()
+        self.doubts: dict[Choice, list[Arm]] = defaultdict(list)
+        self._lean = {lean_arm(lean, cut) for lean, cut in tree.families}
+
+    def of(self, item: Item) -> float:
+        """Lean layouts come first, and on all layouts the leanest arms.  Layouts with a leaner one
+        come last."""
+        if item.place is None:
+            assert item.bounds is not None
+            shares = item.bounds.minimum.shares[item.bounds.shard.states_over_bytes <= 0]
+            return float(shares.min()) + 2 * LATER * (item.step - 1)
+        order = float(item.place.bounds.minimum.shares[item.place.index])
+        first = item.arm in self._lean or item.arm == KEEP
+        less = leaner(item.place.choice)
+        return order + (0.0 if first else LATER) + (0.0 if less is None else 2 * LATER)
+
+
+def lean_arm(lean: Arm, cut: Arm | None) -> Arm:
+    """The leanest arm of a family with its pieces, where it has any."""
+    return Arm((*lean.parts, *(cut.parts if cut else ())))
+
+
+def leaner(choice: Choice) -> Choice | None:
+    """The same layout with micro-batch 1, where it has no more bytes in any plan: both have as many
+    passes in flight, and gradients of several micro-batches to add up."""
+    lay = choice.layout
+    if lay.micro_batch == 1 or lay.num_micro_batches <= lay.pp:
+        return None
+    return replace(choice, layout=replace(lay, micro_batch=1))
+
+
+SHOWN = 1.1
+"""Before a listing, work whose bound is at least this multiple of the best step is not queued."""
+
+
+class SearchQueue:
+    """The queue of a search, in the order of bounds of seconds, or in a `lean` order.  It takes no
+    work whose bound is too far above `best_s`, the best step so far; a search that `lists` keeps
+    such work aside for `list_all`.  With `faster_than_s` all work below that step counts."""
+
+    def __init__(
+        self, *, faster_than_s: float = inf, lists: bool = False, lean: LeanOrder | None = None
+    ) -> None:
+        self.entries: Queue[Item] = Queue()
+        self.best_s, self.faster_than_s, self.lean = inf, faster_than_s, lean
+        self.lists, self.listing = lists, False
+        self._dropped: Counter[str] = Counter()
+        self._aside: list[tuple[float, Item]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds: no plan in the queue has a shorter step.  In a lean order nothing is known of
+        seconds before no plan is left."""
+        if self.lean:
+            return 0.0 if self.entries else inf
+        return self.entries.bound
+
+    def push(self, bound_s: float, item: Item) -> None:
+        """Queue an entry, unless its bound is too high."""
+        ripe = item.stage in RIPE
+        if self.lean:
+            self.entries.push(-1.0 if ripe else self.lean.of(item), item, ripe=ripe)
+            if item.place:
+                self.lean.waiting[item.place.choice] += 1
+            return
+        counting = self.faster_than_s < inf
+        most = self.faster_than_s if counting else SHOWN * self.best_s
+        if counting and item.stage == "grow" and bound_s < most:
+            bound_s = nextafter(most, 0.0)  # last: few layouts are faster by that alone
+        if bound_s < most or self.listing:
+            self.entries.push(bound_s, item, ripe=ripe)
+        else:
+            _count(self._dropped, item)
+            self.put_aside(bound_s, item)
+
+    def put_aside(self, bound_s: float, item: Item) -> None:
+        """Keep work on plans that cannot be the fastest for the listing, which queues it."""
+        if self.listing:
+            self.push(bound_s, item)
+        elif self.lists:
+            self._aside.append((bound_s, item))
+
+    def list_all(self) -> None:
+        """From now on take the work too that was put aside."""
+        self.listing = True
+        self._dropped.clear()
+        for bound_s, item in self._aside:
+            self.push(bound_s, item)
+        self._aside.clear()
+
+    @property
+    def slower(self) -> Counter[str]:
+        """Counts of the layouts and plans that are no faster than the best step by their bounds, by
+        what makes them slow."""
+        found = self._dropped.copy()
+        for bound_s, item in self.entries.waiting():
+            if bound_s >= self.best_s:
+                _count(found, item)
+        return found
+
+
+def _count(slower: Counter[str], item: Item) -> None:
+    """Count the layouts or plans of an entry of the queue by what makes them slow."""
+    place = item.place
+    if place is None or item.stage == "layout":
+        held = int((item.bounds.shard.states_over_bytes <= 0).sum()) if item.bounds else 1
+        slower["layouts slower even where everything is kept"] += held
+    elif place.bounds.by_copies(item.arm, item.step, item.pieces, place.index):
+        slower["slower by their bound: copies over the host link"] += 1
+    else:
+        slower["slower by their bound: kernels and messages"] += 1

@@ -1,15 +1,18 @@
-"""The space of a search: every layout that the stack can run, and counts of refusals by rule."""
+"""The layouts of a search, and the numbers that bounds need of them, as arrays."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import product
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from rematbench.plan import Plan
-from rematbench.problem import even_partition
+from rematbench.problem import Problem, even_partition, head_parameters, state_fates
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout
 from rematbench.spec.problemspec import ProblemSpec
@@ -18,6 +21,7 @@ from rematbench.workload import Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
+
 
 MOST_MICRO_BATCH = 64
 """Most sequences in a micro-batch: no kernel becomes faster with more."""
@@ -186,3 +190,149 @@ def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
         found = (moved[0], *inner, moved[-1])
         if min(found) > 0 and found != tuple(sizes):
             yield Choice(layout, found, even=False)
+
+
+Array = NDArray[np.float64]
+
+
+class Columns:
+    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
+
+    def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
+        self.choices, self.problem = choices, problem
+        self.gpus_per_node = problem.cluster.gpus_per_node
+        layouts = [choice.layout for choice in choices]
+        self.pp = np.array([lay.pp for lay in layouts])
+        self.vpp = np.array([lay.vpp for lay in layouts])
+        self.count = np.array([lay.num_micro_batches for lay in layouts])
+        rows = [_rank_layers(choice) for choice in choices]
+        self.first, self.second, self.last = (np.array([r[i] for r in rows]) for i in range(3))
+        self.inner_work = np.array([r[3] for r in rows])
+        self.inner_before = np.array([r[4] for r in rows])
+        self.inner_rank = np.array([r[5] for r in rows])
+        self.after_first = np.array([sum(c.sizes[1 - c.layout.pp :]) for c in choices])
+        self.before_last = np.array([r[6] for r in rows])
+        self.opening = np.array([choice.sizes[0] for choice in choices])
+        self.ending = np.array([choice.sizes[-1] for choice in choices])
+        self.inner = np.array([min(c.sizes[1 :: c.layout.pp] or c.sizes) for c in choices])
+        self.layers = np.array([sum(choice.sizes) for choice in choices])
+        self.fewest = np.array([min(choice.sizes) for choice in choices])
+        self.most = np.array([max(choice.sizes) for choice in choices])
+        self._layers_of: dict[int, NDArray[np.int64]] = {}
+        self._in_flight_at: dict[int, NDArray[np.int64]] = {}
+        self._copying: dict[int, tuple[NDArray[np.int64], ...]] = {}
+
+    @cached_property
+    def waits(self) -> NDArray[np.bool_]:
+        """Whether all passes of a rank are in flight before its first backward, as the chunks of an
+        interleaved schedule wait for each other where micro-batches are as many as ranks."""
+        found: NDArray[np.bool_] = (self.vpp > 1) & (self.count == self.pp)
+        return found
+
+    def layers_of(self, stage: int) -> NDArray[np.int64]:
+        """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
+        if stage not in self._layers_of:
+            sizes = [min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices]
+            self._layers_of[stage] = np.array(sizes)
+        return self._layers_of[stage]
+
+    @cached_property
+    def ranks_of_stage(self) -> NDArray[np.int64]:
+        """The ranks of a pipeline stage."""
+        return np.array([c.layout.tp * c.layout.cp * c.layout.dp for c in self.choices])
+
+    def in_flight_at(self, stage: int) -> NDArray[np.int64]:
+        """The most passes in flight of the rank `stage`, or of the last rank before it."""
+        if stage not in self._in_flight_at:
+            after = np.maximum(0, self.pp - 1 - stage)
+            self._in_flight_at[stage] = self.in_flight_before(after)
+        return self._in_flight_at[stage]
+
+    @cached_property
+    def nodes(self) -> tuple[dict[int, NDArray[np.int64]], ...]:
+        """Passes in flight of all ranks of the first node, and of the first node without the first
+        stage, by the stages there."""
+        node, ranks = self.gpus_per_node, self.ranks_of_stage
+        found: list[dict[int, NDArray[np.int64]]] = []
+        for begun in (0 * ranks, -(-ranks // node) * node):  # the number of a node's first rank
+            found.append({})
+            for stage in range(2 + 2 * node // int(ranks.min())):
+                end = np.minimum((stage + 1) * ranks, begun + node)
+                here = np.maximum(0, end - np.maximum(stage * ranks, begun))
+                # Of several stages the last may keep everything on the device.
+                here = np.where((stage > 0) & (stage >= self.pp - 1), 0, here)
+                if here.any():
+                    found[-1][stage] = here * self.in_flight_at(stage)
+        return tuple(found)
+
+    @cached_property
+    def in_flight(self) -> tuple[NDArray[np.int64], ...]:
+        """The most passes in flight of the first, second and last rank."""
+        return self.in_flight_at(0), self.in_flight_at(1), self.in_flight_before(0 * self.pp)
+
+    def in_flight_before(self, after: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The most passes in flight (between forward and backward) of a rank with `after` ranks
+        after it."""
+        total = self.count * self.vpp
+        plain = self.vpp == 1
+        warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
+        found: NDArray[np.int64] = np.where(self.waits, total, np.minimum(warm + 1, total))
+        return found
+
+    def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
+        """The passes whose copies to the host hold device memory beside the forward that brings the
+        most passes in flight, on the first, second and last rank.  Copies back for the first
+        backward begin before that forward, so its own copies must have ended."""
+        if release_lag not in self._copying:
+            self._copying[release_lag] = self._copying_of(release_lag)
+        return self._copying[release_lag]
+
+    def _copying_of(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
+        found = []
+        for rank, after in enumerate((self.pp - 1, np.maximum(self.pp - 2, 0), 0 * self.pp)):
+            others = self.in_flight[rank] - 1
+            since = np.where(self.vpp == 1, others, 2 * after)  # forwards since its own
+            since = np.where(self.waits, self.pp - 1, since)
+            own = (since >= 1) & (since <= release_lag)
+            found.append(np.maximum(np.minimum(release_lag, others) - own, 0))
+        return tuple(found)
+
+    @cached_property
+    def state_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of training states on a device of the first, the second and the last rank."""
+        problem = self.problem
+        layer = min(table.parameters for table in problem.layer_kinds)
+        head, embedding = head_parameters(problem), problem.embedding.parameters
+        single = self.pp == 1
+        counts = (
+            self.first * layer + embedding + np.where(single, head, 0),
+            self.second * layer,
+            self.last * layer + head + np.where(single, embedding, 0),
+        )
+        system = problem.system
+        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+        per = np.array([_shards(c.layout, problem) for c in self.choices])
+        first, second, last = (
+            np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
+            for n in counts
+        )
+        return first, second, last
+
+
+def _shards(layout: Layout, problem: Problem) -> list[int]:
+    """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
+    leaves next to nothing on the device."""
+    fates = state_fates(layout, problem.system)
+    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+
+
+def _rank_layers(choice: Choice) -> tuple[int, ...]:
+    """Layers of the first, second and last rank; for the inner rank that bounds the step most, its
+    layers, the layers before it and its number; the layers before the last rank."""
+    lay, sizes = choice.layout, choice.sizes
+    ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
+    before = [sum(sizes[:rank]) for rank in range(lay.pp)]
+    inner = range(1, lay.pp - 1)
+    busiest = max(inner, key=lambda r: lay.num_micro_batches * ranks[r] + before[r], default=0)
+    second = ranks[1] if lay.pp > 1 else ranks[0]
+    return (ranks[0], second, ranks[-1], ranks[busiest], before[busiest], busiest, before[-1])

@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.trial import Tried
+from rematbench.advise.search.processes import rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.measure.parts.layers import FEWEST, run_by_turns
@@ -103,21 +103,22 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
             if not end.found:
                 raise CommandError(f"{job.at(memory)}: no plan fits")
             *_, other = rounds(replace(asked, only=suite.beside), shown=1, processes=processes)
-            beside = [(one.method, one.choice) for one in other.found[:1]]
-            found = [(one.method, one.choice) for one in different(end.found)[: job.rows]]
+            search = SearchJob(asked)
+            beside = [(one.method, search.choice(one)) for one in other.found[:1]]
+            found = [(one.method, search.choice(one)) for one in different(end.found)[: job.rows]]
             places = {one: place for place, one in enumerate(found, 1)}
             for method, choice in dict.fromkeys((*found, *beside)):
-                one, spec = (method, choice), SearchJob(asked).spec(choice)
+                one, spec = (method, choice), search.spec(choice)
                 place = places.get(one, 0)
                 yield _line(job, memory, place, method, spec, beside=one in beside)
 
 
-def different(found: Sequence[Tried]) -> list[Tried]:
+def different(found: Sequence[Result]) -> list[Result]:
     """The first plan of each micro-batch and set of methods, in the order of the answer."""
-    registry, first = discover(), dict[Any, Tried]()
-    for tried in found:
-        methods = frozenset(one.name for one in registry.resolve(tried.method).methods)
-        first.setdefault((methods, tried.choice.layout), tried)
+    registry, first = discover(), dict[Any, Result]()
+    for one in found:
+        methods = frozenset(each.name for each in registry.resolve(one.method).methods)
+        first.setdefault((methods, one.problem.layout), one)
     return list(first.values())
 
 

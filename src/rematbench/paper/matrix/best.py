@@ -12,16 +12,14 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from rematbench.advise.search.arms import Arm as MethodArm
-from rematbench.advise.search.arms import arms_of, chooses
-from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.halves import LIMIT_S, MINUTE_OF_ONE, distinct, in_one_process
-from rematbench.advise.search.job import Asked, SearchJob
-from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.best_first import Search
+from rematbench.advise.search.candidates import Arm as MethodArm
+from rematbench.advise.search.candidates import arms_of, chooses
+from rematbench.advise.search.probe_problems import ProbePrograms
+from rematbench.advise.search.processes import LIMIT_S, MINUTE_OF_ONE, in_one_process
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
-from rematbench.advise.search.trial import Tried, tried_plan
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
-from rematbench.evaluate.job import Job
 from rematbench.evidence.published.sheets import Row, number
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
@@ -77,7 +75,8 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class CellJob(SearchJob):
-    """The searches of one cell.  `shared`: what the cells of one model and length share."""
+    """The searches of one cell.  `evaluator` and `programs` (of probes): what the cells of one
+    model and length share."""
 
     def __init__(
         self,
@@ -85,21 +84,16 @@ class CellJob(SearchJob):
         work: Work,
         cluster: str,
         seq_len: int,
-        shared: Shared,
+        evaluator: Evaluator | None = None,
+        programs: ProbePrograms | None = None,
         within: float = WITHIN,
     ) -> None:
         hosts = may_host(load_cluster(cluster), load_system(spec.system))
         home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
         problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
-        super().__init__(Asked(spec=problem, fixed=fixed, within=within), shared)
+        super().__init__(Asked(spec=problem, fixed=fixed, within=within), evaluator, programs)
         self.at = (work.model, cluster, seq_len)
-
-    def job(self, choice: Choice) -> Job:
-        """The job of a layout, whose command replays a plan."""
-        problem = self.problem(choice)
-        words = (*self.spec(choice).to_arguments(), *choice.words)
-        return Job(problem=problem, base=choice.base(problem.base_plan), words=words)
 
 
 def runs(arm: Arm, seq_len: int) -> bool:
@@ -173,9 +167,7 @@ class Answers:
         if (ANY, "") not in self._known:
             known, search = self.fastest, self.cell.search()
             search.beat(known.step_s)
-            found = _answer(
-                self.cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0)
-            )
+            found = _answer(self.cell, search)
             best = found if found.step_s < known.step_s else known
             self._known[ANY, ""] = structs.replace(
                 best, gap=search.gap, layouts=found.layouts, simulations=found.simulations
@@ -186,7 +178,7 @@ class Answers:
         method, cell = self.methods[name], self.cell
         arms = arms_of(method, self.registry)
         search = cell.search_of(arms, least_pp)
-        found = _answer(cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0))
+        found = _answer(cell, search)
         if found.choice is None:
             return found
         if not any(arm.line for arm in arms):  # where a method would choose by itself, it does now
@@ -203,9 +195,8 @@ class Answers:
         """An answer, or that of a method's `text` at the same layout where its step is shorter."""
         assert found.choice is not None
         site = self.cell.site(found.choice)
-        own = tried_plan(site.choice, site.problem, text, 0.0, self.registry, known=site.trials)
-        faster = own.step_s < found.step_s
-        return structs.replace(found, name=text, step_s=own.step_s) if faster else found
+        step_s = site.trial(text, self.registry).result.fitting_s
+        return structs.replace(found, name=text, step_s=step_s) if step_s < found.step_s else found
 
 
 def _smaller_share(arms: Sequence[MethodArm], text: str) -> str | None:
@@ -219,20 +210,22 @@ def _smaller_share(arms: Sequence[MethodArm], text: str) -> str | None:
     return None
 
 
-def _answer(cell: CellJob, search: Search, tried: Sequence[Tried]) -> Answer:
-    work = Answer(gap=search.gap, layouts=len(cell.space.choices), simulations=len(tried))
-    found = distinct([one for one in tried if one.evaluation is not None])
-    if found:
-        best = found[0]
-        return structs.replace(work, name=best.method, choice=best.choice, step_s=best.step_s)
+def _answer(cell: CellJob, search: Search) -> Answer:
+    """The answer of a search, which ends with a fixed amount of work."""
+    end, excluded = in_one_process(search, most_work=MINUTE_OF_ONE), search.excluded
+    work = Answer(gap=search.gap, layouts=len(cell.space.choices), simulations=end.simulations)
+    if end.found:
+        best = end.found[0]
+        choice = cell.choice(best)
+        return structs.replace(work, name=best.method, choice=choice, step_s=best.fitting_s)
     if search.queue:
         return structs.replace(work, gap=None, reason="no plan found in a fixed amount of work")
-    told = {"device": search.plans_short_bytes, "host": search.host_short_bytes}
-    place = next((place for place, nbytes in told.items() if nbytes < inf), "")
+    short = {"device": excluded.device_short_bytes, "host": excluded.host_short_bytes}
+    place = next((place for place, nbytes in short.items() if nbytes < inf), "")
     if place:
-        return structs.replace(work, short={place: told[place]})
-    if search.refusal or search.short_bytes == inf:
-        return structs.replace(work, reason=search.refusal or "no layout has a plan")
+        return structs.replace(work, short={place: short[place]})
+    if excluded.refusal or search.short_bytes == inf:
+        return structs.replace(work, reason=excluded.refusal or "no layout has a plan")
     return structs.replace(work, short={"device": search.short_bytes})
 
 
@@ -243,7 +236,7 @@ def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[L
     for arm in spec.all_arms(registry):
         arm.resolved(registry)  # raises here, and not in a worker process
     for work, cluster in product(spec.works, spec.clusters):
-        _ = CellJob(spec, work, cluster, spec.seq_lens[0], Shared({})).space
+        _ = CellJob(spec, work, cluster, spec.seq_lens[0]).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
     waiting, found = list(tasks), dict[Task, list[Line]]()
     pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec, within), LIMIT_S)
@@ -273,9 +266,9 @@ class Worker:
 
     def lines(self, task: Task) -> Iterator[Line]:
         """The lines of the cells, each when it is asked for."""
-        shared = Shared({}, Evaluator(without_cluster))
+        evaluator, programs = Evaluator(without_cluster), ProbePrograms()
         for name in self.spec.clusters:
-            cell = CellJob(self.spec, task[0], name, task[1], shared, self.within)
+            cell = CellJob(self.spec, task[0], name, task[1], evaluator, programs, self.within)
             answers = Answers(cell, self.spec, self.registry, {})
             for arm in answers.searched:
                 yield line_of(answers, BEST, arm, answers.best(arm))

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rematbench.advise.search.shared import Shared
+from rematbench.advise.search.probe_problems import ProbePrograms
 from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evaluate.result import ROOMS, SPEEDS, Result, evaluate_method
@@ -48,10 +48,9 @@ def run_matrix(
         known[tuple(row[key] for key in CELL)][row["table"], row["arm"]] = row
     for work in spec.works:
         for seq_len in spec.seq_lens:
-            programs = Evaluator(without_cluster)
-            shared = Shared({}, programs)
+            programs, probes = Evaluator(without_cluster), ProbePrograms()
             for cluster in spec.clusters:
-                cell = CellJob(spec, work, cluster, seq_len, shared)
+                cell = CellJob(spec, work, cluster, seq_len, programs, probes)
                 own = known[work.model, cluster, str(seq_len)]
                 yield run_cell(Answers(cell, spec, registry, own), programs)
 

@@ -8,9 +8,8 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from rematbench.advise.search.answer import best_line
-from rematbench.advise.search.halves import rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.processes import rounds
+from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.plan import Fraction
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.worlds.records.suite import NamedProblem
@@ -70,4 +69,4 @@ def _best(asked: Asked, processes: int) -> dict[str, Any]:
     said = {"layouts": len(made.space.choices), "simulations": end.simulations}
     if not end.found:
         return {**said, "reason": "no plan fits"}
-    return {**said, "gap": end.gap, **best_line(made, end.found[0])}
+    return {**said, "gap": end.gap, **made.best_row(end.found[0])}

@@ -10,9 +10,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.answer import judged, line
-from rematbench.advise.search.halves import MINUTE, Progress, rounds
-from rematbench.advise.search.job import Asked, SearchJob
+from rematbench.advise.search.processes import MINUTE, Progress, place_of, rounds
+from rematbench.advise.search.search_job import Asked, SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
@@ -88,7 +87,7 @@ def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict
     a plan faster than the published plan.  "at least": the count ended before all were judged."""
     count = replace(asked, within=NEVER, faster_than_s=step_s)
     *_, end = rounds(count, shown=1, processes=processes, most_rounds=3 * MINUTE)
-    others = {one.choice for one in end.found if one.choice.layout != problem.layout}
+    others = {place_of(one) for one in end.found if one.problem.layout != problem.layout}
     return {"rank": 1 + len(others), "ranked": "all" if end.bound_s == inf else "at least"}
 
 
@@ -97,17 +96,17 @@ def _best(
 ) -> dict[str, Any]:
     if not end.found:
         return {"reason": "the search found no plan that fits"}
-    (best,) = judged(SearchJob(asked), end.found[:1])
+    (best,) = SearchJob(asked).completed(end.found[:1])
     theirs = parts_of(problem, lower(plan, problem), step_s)
     longer = {part: seconds - best.parts_s[part] for part, seconds in theirs.items()}
     decides = max(longer, key=longer.__getitem__)
     return {
         "gap": end.gap,
         "simulations": end.simulations,
-        "loss": 1.0 - best.tried.step_s / step_s,
+        "loss": 1.0 - best.fitting_s / step_s,
         "decides": decides,
         "decides_s": longer[decides],
-        **line(1, best),
+        **search_row(1, best),
     }
 
 

@@ -3,16 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rematbench.advise.search.answer import best_line
-from rematbench.advise.search.halves import MINUTE, rounds
-from rematbench.advise.search.job import SearchJob
-from rematbench.advise.search.trial import Tried
+from rematbench.advise.search.processes import MINUTE, rounds
+from rematbench.advise.search.search_job import SearchJob
+from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.evidence.decisions import lost, regret, sweeps
 from rematbench.evidence.published.sheets import SPEED, SWEEP, Row, RowError, number, read_case
 from rematbench.paper.studies.published_layouts import asked_of
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import Registry
 
 MOST_ROUNDS = 10 * MINUTE
 """Rounds after which the search of a sweep ends with the gap that is proved by then."""
@@ -36,12 +34,13 @@ def searched_sweeps(
             yield {**said, "reason": str(error)}
             continue
         asked = asked_of(case, within, reserve_gib=None)
+        job = SearchJob(asked)
         *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
         if not end.found:
             yield {**said, "reason": "no plan fits"}
             continue
         best = end.found[0]
-        measured = next((row for row in own if _fits(row) and _is(row, best, registry)), None)
+        measured = next((row for row in own if _fits(row) and _is(row, best, job)), None)
         predicted = number(pick, f"pred_{SPEED}") if pick else None
         assert best.evaluation is not None
         speed = best.evaluation.tokens_per_s_per_gpu
@@ -53,8 +52,8 @@ def searched_sweeps(
             "best_regret": lost(measured, own) if measured else None,
             "gap": end.gap,
             "simulations": end.simulations,
-            **best_line(SearchJob(asked), best),
-            **said,  # last: the row's names of the job replace those of best_line
+            **job.best_row(best),
+            **said,  # last: the row's names of the job replace those of best_row
         }
 
 
@@ -77,9 +76,8 @@ def _leaves(row: Row) -> bool:
     return peak + reserve_bytes(int(usable)) <= usable
 
 
-def _is(row: Row, tried: Tried, registry: Registry) -> bool:
-    """Whether a row ran the method and the layout of `tried`."""
-    case = read_case(row, registry)
-    same = registry.resolve(case.method, case.settings).text == tried.method
-    usual = tried.choice.even and not tried.choice.hosted
-    return usual and same and case.layout == tried.choice.layout
+def _is(row: Row, best: Result, job: SearchJob) -> bool:
+    """Whether a row ran the method and the layout of the search's best plan."""
+    case, choice = read_case(row, job.registry), job.choice(best)
+    same = job.registry.resolve(case.method, case.settings).text == best.method
+    return choice.even and not choice.hosted and same and case.layout == choice.layout

@@ -1,4 +1,4 @@
-"""The costs of a chunk's passes, read from the blocks of a probe's program."""
+"""The costs of a chunk's passes, as lines in the number of its layers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from math import fsum
 from operator import add
 from typing import Any, NamedTuple
 
+from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.engine.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import pool_bytes
@@ -23,6 +24,7 @@ from rematbench.engine.simulate.copy_contention import (
 from rematbench.engine.simulate.macro import COMPUTE, macro_of
 from rematbench.engine.simulate.op_level import HOST, TIMELESS, Timing
 from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.problem import Problem
 
 
 class PassCost(NamedTuple):
@@ -186,6 +188,7 @@ class Chunk:
 
 COPIES = (Kind.D2H, Kind.H2D)
 
+
 ENTRIES = (COMPUTE, HOST, "h2d")
 """The paths of a PassCost begin when compute or the host is free, or when copies are back."""
 
@@ -243,4 +246,162 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
         landed_s=compute.get(landed, 0.0),
         host_s=ends.get(HOST, {}).get(HOST, 0.0),
         kernel_s=fsum(kernels),
+    )
+
+
+class Line(NamedTuple):
+    """The costs of a chunk of `layers` layers (`base`), and what each further layer adds."""
+
+    layers: int
+    base: ChunkCost
+    slope: ChunkCost
+
+
+class Facts(NamedTuple):
+    """Lines of the chunk of the first, a middle and the last rank; all equal for one rank."""
+
+    first: Line
+    middle: Line
+    last: Line
+
+
+def placed_alike(problem: Problem) -> bool:
+    """Whether tensor- and context-parallel groups lie alike on nodes in every layout: their ranks
+    are neighbours, and a group's size divides a node or is a number of whole nodes."""
+    lay, node = problem.layout, problem.cluster.gpus_per_node
+    sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses)
+    whole = all(node % size == 0 or size % node == 0 for size in sizes)
+    return whole and problem.system.rank_order[:2] == ("tp", "cp")
+
+
+def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
+    """The costs of a chunk of which only the seconds of compute are known."""
+    none = (0.0,) * 5
+    forward, backward = (PassCost(s, *none, 0, 0) for s in (forward_s, backward_s))
+    return ChunkCost(forward, backward, *(0.0,) * (len(ChunkCost._fields) - 2))
+
+
+def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
+    """Seconds of a layer's kernels and of the collectives that compute waits for."""
+    found = [_op_s(problem, op) for op in table.ops]
+    return compute_cost(fsum(forward for forward, _ in found), fsum(back for _, back in found))
+
+
+def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
+    """Seconds of an operator's forward and backward, with its collectives before, after or beside
+    its kernels as emit_op and emit_backward place them."""
+    cost = problem.cost
+    gemm = problem.system.tp_overlap == "gemm"
+    split = op.has_weight and problem.system.tp_overlap in ("backward", "gemm")
+    comm_s = cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
+
+    def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:
+        beside_s = kernel_s
+        for comm, beside in comms:
+            if comm and (beside or comm.kind == "ring"):
+                beside_s = max(beside_s, comm_s(comm, 0))
+            elif comm:
+                kernel_s += comm_s(comm, 0)
+        return max(kernel_s, beside_s)
+
+    fused = gemm and op.name != "attention"
+    forward = after(
+        cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)
+    )
+    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
+    inputs = after(cost.op_s(op, "backward_input"), *brought)
+    return forward, inputs + after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split))
+
+
+NEAR = 0.99
+"""Factor on these seconds: those of a chunk are not exactly linear in its layers, since the first
+kernel of a kind may wait for its launch."""
+
+
+class More(NamedTuple):
+    """Seconds that the pieces of a head add to the forward and the backward of the last chunk."""
+
+    forward_s: float
+    backward_s: float
+
+
+def in_pieces(cut: Line, whole: Line) -> More:
+    """What pieces of the head add, from the last chunk with a head in pieces (`cut`) and without.
+    Layers are in pieces in `cut` or not: what they take is left out of both."""
+
+    def head_s(line: Line) -> list[float]:
+        passes = zip(line.base[:2], line.slope[:2], strict=True)
+        return [base.compute_s - line.layers * slope.compute_s for base, slope in passes]
+
+    both = zip(head_s(cut), head_s(whole), strict=True)
+    return More._make(NEAR * max(0.0, one - other) for one, other in both)
+
+
+def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
+    """Facts of a plan whose head is in pieces, from those of the same plan with a whole head.
+    `single`: of one rank, whose chunk is first and last."""
+    last = facts.last._replace(base=_longer(facts.last.base, more))
+    return Facts(last, last, last) if single else facts._replace(last=last)
+
+
+def _longer(chunk: ChunkCost, more: More) -> ChunkCost:
+    def longer(cost: PassCost, seconds: float) -> PassCost:
+        return cost._replace(compute_s=cost.compute_s + seconds, kernel_s=cost.kernel_s + seconds)
+
+    return chunk._replace(
+        forward=longer(chunk.forward, more.forward_s),
+        backward=longer(chunk.backward, more.backward_s),
+    )
+
+
+def chord(two: Line, four: Line, beyond: float) -> Line:
+    """Line `four` (in more pieces than `two`) with its highest points extrapolated to still more
+    pieces: `beyond` is the further distance over the distance between the two lines."""
+
+    def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
+        forward, backward = (
+            y._replace(high_bytes=max(0.0, y.high_bytes - beyond * (x.high_bytes - y.high_bytes)))
+            for x, y in ((a.forward, b.forward), (a.backward, b.backward))
+        )
+        return b._replace(forward=forward, backward=backward)
+
+    return Line(four.layers, chunk(two.base, four.base), four.slope)
+
+
+def height(cost: ChunkCost) -> float:
+    """Bytes that a pass needs above the kept bytes of its chunk."""
+    forward, backward = cost.forward, cost.backward
+    return max(backward.high_bytes, forward.high_bytes - forward.net_bytes)
+
+
+def only_kept(cost: ChunkCost, high: float) -> ChunkCost:
+    """The bytes that a chunk keeps, and `high` above them.  Copies and staging pools are left out:
+    a plan that copies less has less of both."""
+    found = compute_cost(0.0, 0.0)
+    forward = found.forward._replace(net_bytes=cost.kept_bytes)
+    return found._replace(forward=forward, backward=found.backward._replace(high_bytes=high))
+
+
+def no_cost() -> ChunkCost:
+    """A chunk that takes no seconds and no bytes."""
+    return compute_cost(0.0, 0.0)
+
+
+def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
+    """Facts at a share (or an array of shares) between two ends: every number is linear in the
+    share, except that a highest point is the lower of the ends' two."""
+    lines = (
+        Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
+        for a, b in zip(at_zero, at_one, strict=True)
+    )
+    return Facts._make(lines)
+
+
+def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
+    found = combined(a, b, lambda x, y: x if x == y else x + (y - x) * share)
+    forward = min(a.forward.high_bytes, b.forward.high_bytes)
+    backward = min(a.backward.high_bytes, b.backward.high_bytes)
+    return found._replace(
+        forward=found.forward._replace(high_bytes=forward),
+        backward=found.backward._replace(high_bytes=backward),
     )

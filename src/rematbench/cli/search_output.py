@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
-from rematbench.advise.search.answer import Found, difference, line, simplest
-from rematbench.advise.search.halves import Progress
-from rematbench.advise.search.job import SearchJob
-from rematbench.advise.search.planners import Planned
-from rematbench.advise.search.space import DEGREES, Choice
+from rematbench.advise.search.processes import Progress
+from rematbench.advise.search.search_job import SearchJob, search_row
+from rematbench.advise.search.space import DEGREES
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.job import assumed
+from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band
 from rematbench.host.console import (
     GIB,
@@ -26,6 +26,7 @@ from rematbench.host.console import (
     print_uncut,
     rounded,
 )
+from rematbench.plugins.registry import IDENTITY
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
@@ -70,7 +71,7 @@ def show_assumed(out: Console, made: SearchJob) -> None:
     out.print(plain(f"assumes: {assumed_of(made)}"))
 
 
-def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
+def show_plans(out: Console, made: SearchJob, found: list[Result]) -> None:
     """Print the fastest plan and the simplest of its tie, then the plans' table with the columns
     that have room; no cell is cut."""
     if not found:
@@ -83,7 +84,7 @@ def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
     longest = 0 if out.width < WIDE else LONGEST
     rows = []
     for place, one in enumerate(found, 1):
-        row = line(place, one)
+        row = search_row(place, one)
         if len(row["name"]) > longest:
             row["name"] = folded_name(row["name"], made.registry.methods)
         rows.append(list(_cells(row, one)))
@@ -101,32 +102,52 @@ def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
         out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
 
 
-def where(choice: Choice) -> str:
+def where(result: Result) -> str:
     """A layout in words: what is above one, and where the optimizer's states are."""
-    lay = choice.layout
+    lay, uneven = result.problem.layout, result.job.uneven_layers
     words = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
     words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
     words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
     words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
-    words += [*choice.words, *(["optimizer on host"] if choice.hosted else [])]
+    words += [f"--partition {uneven}"] if uneven else []
+    words += ["optimizer on host"] if _hosts(result) else []
     return " ".join(words) or "1 GPU"
 
 
-def _said(found: Found) -> str:
+def _hosts(result: Result) -> bool:
+    """Whether the optimizer's states are in host memory."""
+    return result.base.state("optimizer").home == "host"
+
+
+def simplest(results: list[Result]) -> Result | None:
+    """The plan of the tie with the fewest methods, of these that with the fewest host bytes; None
+    where that is the fastest."""
+
+    def order(one: Result) -> tuple[int, int]:
+        assert one.evaluation is not None
+        methods = [name for name in one.family.split("+") if name != IDENTITY]
+        return len(methods), one.evaluation.host_node_bytes
+
+    tie = [one for one in results if one.tied or one is results[0]]
+    simple = min(tie, key=order, default=None)
+    return None if simple is None or simple is tie[0] else simple
+
+
+def _said(found: Result) -> str:
     """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
-    row = line(0, found)
+    row = search_row(0, found)
     low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
     return (
-        f"{row['name']} at {where(found.tried.choice)}, {speed} tokens/s/GPU "
+        f"{row['name']} at {where(found)}, {speed} tokens/s/GPU "
         f"({low} to {high}), {gib(row['headroom_bytes'])} GiB left, "
         f"{row['host_node_bytes'] / GIB:.0f} GiB of a node's host memory"
     )
 
 
-def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
-    lay = found.tried.choice.layout
-    more = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
-    more += "\n  optimizer on host" if found.tried.choice.hosted else ""
+def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
+    lay = found.problem.layout
+    more = f"\n  layers {row['partition']}" if found.job.uneven_layers else ""
+    more += "\n  optimizer on host" if _hosts(found) else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
@@ -135,11 +156,11 @@ def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
     yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
     yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
-    yield from (found.fits, " ".join(name[0].upper() for name in found.runs_on) or "-", found.binds)
+    yield from (found.fit, " ".join(name[0].upper() for name in found.runs_on) or "-", found.losses)
 
 
 def notes(
-    made: SearchJob, at: Progress, found: list[Found], *, ended: bool, solved: bool
+    made: SearchJob, at: Progress, found: list[Result], *, ended: bool, solved: bool
 ) -> Iterator[str]:
     """Lines on the proved gap, and on what excluded the other plans.  `ended`: not after Ctrl-C;
     `solved`: planners are solved next."""
@@ -175,18 +196,18 @@ def notes(
     if made.planners:
         names = ", ".join(made.planners)
         yield f"outside of the proof: {names} (planners{SOLVED if found and solved else ''})"
-    outside = dict.fromkeys(word for one in found for word in one.band.outside.values())
+    outside = dict.fromkeys(word for one in found for word in one.outside)
     if outside:
         yield f"outside of what was published: {'; '.join(outside)}"
-    date = found[0].job.problem.calibration.date if found else ""
+    date = found[0].problem.calibration.date if found else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 
 
-def _rows_note(made: SearchJob, at: Progress, found: list[Found]) -> Iterator[str]:
+def _rows_note(made: SearchJob, at: Progress, found: list[Result]) -> Iterator[str]:
     """What the rows are, and how far they are proved."""
     if len(found) < 2:
         return
-    sure = len([one for one in found if one.tried.step_s * (1 - made.asked.within) <= at.listed_s])
+    sure = len([one for one in found if one.fitting_s * (1 - made.asked.within) <= at.listed_s])
     told = "no other is faster than a row by more than the gap"
     if sure < len(found):
         told = f"those after place {max(1, sure)} as far as they were found"
@@ -196,15 +217,15 @@ def _rows_note(made: SearchJob, at: Progress, found: list[Found]) -> Iterator[st
     )
 
 
-def planner_line(end: Planned, found: Found | None, best: Found) -> str:
-    """The end of a planner beside the first row, in a line."""
-    if found is None:
+def planner_line(end: Result, best: Result) -> str:
+    """The result of a planner beside the first row, in a line."""
+    if not end.fits:
         return f"planner: {end.method}: {end.reason}"
-    share = found.tried.step_s / best.tried.step_s - 1.0
+    share = end.fitting_s / best.fitting_s - 1.0
     beside = f"{percent(abs(share))} {'slower' if share > 0 else 'FASTER'} than the first row"
     if abs(share) < ALIKE:
         beside = "as fast as the first row"
-    return f"planner: {_said(found)}: {beside}{', a tie' if found.tied else ''}"
+    return f"planner: {_said(end)}: {beside}{', a tie' if end.tied else ''}"
 
 
 def _stopped(at: Progress) -> str:
@@ -214,16 +235,15 @@ def _stopped(at: Progress) -> str:
     return f"stopped: {at.simulations} of {at.plans:,} joint plans simulated, none fits so far"
 
 
-def show_difference(out: Console, found: list[Found], places: tuple[int, int]) -> None:
+def show_difference(out: Console, found: list[Result], places: tuple[int, int]) -> None:
     """Print the parts of the step by which two plans differ, in seconds; CommandError for a place
     that has no plan."""
     for place in places:
         if not 1 <= place <= len(found):
             raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")
     one, other = (found[place - 1] for place in places)
-    terms: dict[str, Any] = difference(one, other)
     table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
-    for part, seconds in terms.items():
-        table.add_row(part, f"{seconds:+.4f}")
-    table.add_row("step", f"{other.tried.step_s - one.tried.step_s:+.4f}")
+    for part in PARTS:
+        table.add_row(part, f"{other.parts_s[part] - one.parts_s[part]:+.4f}")
+    table.add_row("step", f"{other.fitting_s - one.fitting_s:+.4f}")
     out.print(table)

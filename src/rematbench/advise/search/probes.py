@@ -15,11 +15,22 @@ from functools import cached_property
 from math import floor
 from typing import NamedTuple, TypeVar
 
-from rematbench.advise.search.floor import copies, pinned
-from rematbench.advise.search.kernels import compute_cost
-from rematbench.advise.search.passes import ChunkCost, behind_embedding, further
-from rematbench.advise.search.pinned import Pinned
-from rematbench.advise.search.small import Known, Measured, Small, small_problem
+from rematbench.advise.search.pass_costs import (
+    Facts,
+    Line,
+    behind_embedding,
+    compute_cost,
+    further,
+)
+from rematbench.advise.search.probe_problems import (
+    Measured,
+    Pinned,
+    ProbePrograms,
+    Small,
+    copies,
+    pinned,
+    small_problem,
+)
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
@@ -29,24 +40,9 @@ from rematbench.spec.layout import LayoutError
 STEPS = 1024
 """Numbers of a crowd are rounded down to a multiple of 1 / STEPS."""
 
+
 MORE_LAYERS = (3, 4)
 """Layers of a method's further probes, after a probe with fewer layers gave no plan."""
-
-
-class Line(NamedTuple):
-    """The costs of a chunk of `layers` layers (`base`), and what each further layer adds."""
-
-    layers: int
-    base: ChunkCost
-    slope: ChunkCost
-
-
-class Facts(NamedTuple):
-    """Lines of the chunk of the first, a middle and the last rank; all equal for one rank."""
-
-    first: Line
-    middle: Line
-    last: Line
 
 
 class Probe:
@@ -111,7 +107,7 @@ class Prober:
     """Measures the passes of methods on small problems, which are made once for all methods.
     `layers`: the number of layers measured so far."""
 
-    def __init__(self, problem: Problem, known: Known) -> None:
+    def __init__(self, problem: Problem, known: ProbePrograms) -> None:
         self.problem, self.known = problem, known
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}

@@ -6,27 +6,25 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from rematbench.advise.search.answer import Found, judged, line, with_engines
-from rematbench.advise.search.halves import Progress
-from rematbench.advise.search.job import SearchJob
-from rematbench.advise.search.planners import solved
+from rematbench.advise.search.processes import Progress, solved
 from rematbench.advise.search.questions import would_fit
-from rematbench.cli.inverse import told
-from rematbench.cli.search_shown import assumed_of, notes, planner_line, show_plans
+from rematbench.advise.search.search_job import SearchJob, search_row, with_engines
+from rematbench.cli.inverse import in_words
+from rematbench.cli.search_output import assumed_of, notes, planner_line, show_plans
+from rematbench.evaluate.result import Result
 from rematbench.host.console import plain
 
 
-class Told:
-    """The answer of the search `made` after its last progress, as far as it is known.  `found`: its
-    `top` fastest plans; `ended`: False after Ctrl-C; `out`: where the answer is printed (None:
-    nowhere)."""
+class SearchAnswer:
+    """The answer of the search `made` after its last progress.  `results`: its `top` fastest
+    plans; `ended`: False after Ctrl-C; `out`: where the answer is printed (None: nowhere)."""
 
     def __init__(
         self, out: Console | None, made: SearchJob, at: Progress, top: int, *, ended: bool
     ) -> None:
         self.out, self.made, self.at, self.ended = out, made, at, ended
-        self.found = [with_engines(one) for one in judged(made, at.found[:top])]
-        self.planned: list[Found] = []
+        self.results = [with_engines(one) for one in made.completed(at.found[:top])]
+        self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
 
@@ -34,9 +32,9 @@ class Told:
         """Print the plans, the proof and what was excluded; `solved`: planners are solved next."""
         if self.out is None:
             return
-        show_plans(self.out, self.made, self.found)
+        show_plans(self.out, self.made, self.results)
         solved = solved and self.ended
-        for text in notes(self.made, self.at, self.found, ended=self.ended, solved=solved):
+        for text in notes(self.made, self.at, self.results, ended=self.ended, solved=solved):
             self.out.print(plain(text), soft_wrap=True)
 
     def more(self, limit_s: int, processes: int) -> None:
@@ -44,7 +42,7 @@ class Told:
         seconds (0: none); where nothing fits, the changes that would make the job fit.  After
         Ctrl-C, what is known so far."""
         try:
-            if self.ended and not self.found:
+            if self.ended and not self.results:
                 self._changes(processes)
             elif self.ended and limit_s:
                 self._planners(limit_s, processes)
@@ -52,20 +50,20 @@ class Told:
             sys.stderr.write("interrupted: what comes last may be better\n")
 
     def _changes(self, processes: int) -> None:
-        for one in would_fit(self.made.asked, self.at, processes):
-            self.changes.append(f"{one.change}: {told(one.tried)}")
+        for change, result in would_fit(self.made.asked, self.at, processes):
+            self.changes.append(f"{change}: {in_words(result)}")
             self._say(f"would fit {self.changes[-1]}")
 
     def _planners(self, limit_s: int, processes: int) -> None:
-        best, shown = self.found[0], [one.tried for one in self.found]
-        for end in solved(self.made, shown, limit_s=limit_s, processes=processes):
-            one = None
-            if end.tried is None:
-                self.without[end.method] = end.reason
+        best = self.results[0]
+        for one in solved(self.made, self.results, limit_s=limit_s, processes=processes):
+            end = one
+            if one.fits:
+                end = with_engines(self.made.completed([best, one])[1])
+                self.planned.append(end)
             else:
-                one = with_engines(judged(self.made, [best.tried, end.tried])[1])
-                self.planned.append(one)
-            self._say(planner_line(end, one, best))
+                self.without[one.method] = one.reason
+            self._say(planner_line(end, best))
 
     def _say(self, text: str) -> None:
         if self.out is not None:
@@ -76,14 +74,17 @@ class Told:
         """A line for each plan with every number.  A planner's plan has no place and no bound: the
         proof does not cover it."""
         apart = {"place": None, "bound_s": None}
-        rows = [line(place, one) | _engines(one) for place, one in enumerate(self.found, 1)]
-        return rows + [line(0, one) | _engines(one) | apart for one in self.planned]
+        rows = [search_row(place, one) for place, one in enumerate(self.results, 1)]
+        rows += [search_row(0, one) | apart for one in self.planned]
+        results = (*self.results, *self.planned)
+        engines = [{"runs_on": " ".join(one.runs_on)} for one in results]
+        return [row | names for row, names in zip(rows, engines, strict=True)]
 
     def json(self) -> str:
         """The answer with its proof."""
-        count, rows = len(self.found), self.rows
+        count, rows = len(self.results), self.rows
         answer = {
-            "gap": self.at.gap if self.found else None,
+            "gap": self.at.gap if self.results else None,
             "ended": self.ended,
             "layouts": len(self.made.space.choices),
             "plans": self.at.plans or None,
@@ -96,7 +97,3 @@ class Told:
             "would_fit": self.changes,
         }
         return msgspec.json.format(msgspec.json.encode(answer)).decode()
-
-
-def _engines(found: Found) -> dict[str, str]:
-    return {"runs_on": " ".join(found.runs_on)}

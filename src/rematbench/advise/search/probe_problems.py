@@ -1,31 +1,137 @@
-"""Small problems that probes lower, and the costs of the chunks of a plan there."""
+"""Small problems that probes lower, what plans store there, and the costs of their chunks."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import NamedTuple, get_args
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
 from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import changed_kinds
-from rematbench.advise.search.floor import Stored, copies, stored
-from rematbench.advise.search.kernels import placed_alike
-from rematbench.advise.search.passes import Chunk, ChunkCost
-from rematbench.advise.search.pinned import Pinned, leaves, pinned_of
-from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
+from rematbench.advise.search.pass_costs import Chunk, ChunkCost, compute_cost, placed_alike
+from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, pinned_block_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Kind
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.lowered import same_plan
-from rematbench.plan import Phase, Plan
+from rematbench.plan import MIB, ByteBudget, Fate, Offload, Phase, Plan, Split
 from rematbench.problem import Problem
+from rematbench.solve.kept import resolved
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
+
+
+class Pinned(NamedTuple):
+    """The tensors that a chunk of `layers` layers copies to the host, in bytes, the largest first.
+    `budget`: whether a share of the bytes leaves (ByteBudget), which takes the tensors in this
+    order; None where some tensors leave by a budget and others do not.  `besides`: more layers of
+    the chunk, which may copy nothing."""
+
+    layers: int
+    sizes: tuple[int, ...]
+    budget: bool | None
+    besides: int = 0
+
+    def further(self, more: "Pinned") -> "Pinned":
+        """What each further layer copies, from a chunk with one layer `more`."""
+        added = Counter(more.sizes) - Counter(self.sizes)
+        sizes = tuple(sorted(added.elements(), reverse=True))
+        return Pinned(more.layers - self.layers, sizes, self.budget, besides=self.layers)
+
+    def more_bytes(self, share: Any, layers: Any) -> Any:
+        """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed the tensors
+        in them, at a share of the bytes; arrays for arrays.  The block of a tensor that leaves in
+        part may exceed nothing."""
+        if not self.sizes or self.budget is None:
+            return 0.0 * share * layers
+        layers = np.maximum(0, layers - self.besides)
+        over = [pinned_block_bytes(nbytes) - nbytes for nbytes in self.sizes]
+        if not self.budget:
+            return sum(over) / self.layers * layers + 0.0 * share
+        shares = np.cumsum((0, *self.sizes)) / sum(self.sizes)
+        surely = np.where(share < 1.0, share - 2 * MIB * self.layers / sum(self.sizes), 1.0)
+        found = np.interp(surely, shares, np.cumsum((0, *over))) / self.layers * layers
+        parted = np.searchsorted(shares[1:-1], surely, side="right")
+        return np.maximum(0.0, found - np.where(surely < 1.0, np.take(over, parted), 0.0))
+
+
+NOTHING = Pinned(1, (), False)
+"""No tensors."""
+
+
+def pinned_of(plan: Plan, program: Program) -> Pinned:
+    """What the chunk of a program's second rank (or of its only one) copies to the host."""
+    rank = min(1, program.pp - 1)
+    blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
+    block = next((block for block in blocks if block.label == "D2H"), blocks[0])
+    copies = ([a.nbytes] * times for a, times in block.counted() if a.kind is Kind.D2H)
+    sizes = sorted(chain.from_iterable(copies), reverse=True)
+    return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), by_budget(plan))
+
+
+def by_budget(plan: Plan) -> bool | None:
+    """Whether what a plan copies to the host leaves by a byte budget; None where a part does."""
+    budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if leaves(rule.fate)}
+    return next(iter(budgets), False) if len(budgets) < 2 else None
+
+
+def leaves(fate: Fate) -> bool:
+    """Whether a fate may move bytes to the host."""
+    return isinstance(fate, Offload | ByteBudget) or (isinstance(fate, Split) and fate.offload > 0)
+
+
+class Stored(NamedTuple):
+    """What the layers of a rank's chunk store for one micro-batch: bytes on the device, and the
+    bytes of each tensor that is copied to the host, the largest first."""
+
+    kept_bytes: int
+    copied: tuple[int, ...]
+
+    @property
+    def cost(self) -> ChunkCost:
+        """A chunk that takes no seconds and needs these bytes alone."""
+        none = compute_cost(0.0, 0.0)
+        forward = none.forward._replace(net_bytes=float(self.kept_bytes))
+        return none._replace(forward=forward, host_bytes=float(sum(self.copied)))
+
+
+def stored(problem: Problem, plan: Plan) -> list[Stored]:
+    """What each rank's first chunk stores at least, over its phases.  PlanError for a plan that
+    cannot be lowered because of its fates."""
+    kept: dict[int, int] = {}
+    copied: dict[int, tuple[int, ...]] = {}
+    for ops, fates, _ in resolved(problem, plan, apart=True):
+        parts = [
+            part
+            for unit in ops.layer_unit.values()
+            for name, storage, site in ops.saved(unit)
+            for part in ops.parts(unit, name, storage, fates[site])
+        ]
+        stage = ops.sites.stage
+        here = sum(part.nbytes for part in parts if not part.offload)
+        out = sorted((part.nbytes for part in parts if part.offload), reverse=True)
+        kept[stage] = min(here, kept.get(stage, here))
+        copied[stage] = min(tuple(out), copied.get(stage, tuple(out)), key=sum)
+    return [Stored(kept[stage], copied[stage]) for stage in sorted(kept)]
+
+
+def pinned(plan: Plan, layers: int, chunk: Stored) -> Pinned:
+    """The tensors that a chunk of `layers` layers copies to the host."""
+    return Pinned(layers, chunk.copied, by_budget(plan))
+
+
+def copies(plan: Plan) -> bool:
+    """Whether a plan may copy activations to the host."""
+    return any(leaves(rule.fate) for rule in plan.rules)
+
 
 MICRO_BATCHES = 5
 """Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
@@ -53,7 +159,7 @@ class Plans(NamedTuple):
     stored: dict[bytes, list[Stored]]
 
 
-Known = dict[bytes, Plans]
+ProbePrograms = dict[bytes, Plans]
 """What is known of small problems, by the encoded problem without its cluster."""
 
 
@@ -161,7 +267,7 @@ def _leaves_nodes(problem: Problem) -> bool:
     return lay.tp * lay.cp * lay.ulysses > problem.cluster.gpus_per_node
 
 
-def small_problem(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
+def small_problem(problem: Problem, sizes: tuple[int, ...], known: ProbePrograms) -> Small:
     """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
     model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
     model = problem.workload.model

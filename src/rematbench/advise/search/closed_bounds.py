@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.advise.search.columns import Array, Columns
-from rematbench.advise.search.passes import ChunkCost, combined
-from rematbench.advise.search.probe import Facts, Line
-from rematbench.plan import Transfers
+from rematbench.advise.search.pass_costs import Facts, Line
+from rematbench.advise.search.schedule_bound import at
+from rematbench.advise.search.space import Array, Columns
+from rematbench.costs.bind import CostModel
+from rematbench.costs.copies import shared_link_bytes_per_s
+from rematbench.plan import MIB, Transfers
 
 ROUNDING_BYTES = 1 << 20
 """A chunk's share of bytes is rounded up to a multiple of this."""
+
 
 ROUNDED_BYTES = 64
 """Shards of layers' states are whole numbers: what a further layer adds is one of two, which differ
@@ -289,21 +292,70 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
     return np.asarray(moving * np.maximum(*found))
 
 
-def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
-    """Facts at a share (or an array of shares) between two ends: every number is linear in the
-    share, except that a highest point is the lower of the ends' two."""
-    lines = (
-        Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
-        for a, b in zip(at_zero, at_one, strict=True)
-    )
-    return Facts._make(lines)
+class CopyBound:
+    """Seconds that each layout's first rank needs at least for its copies, beside messages of
+    `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards and of the
+    backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's last layers,
+    which a method may spare, begin on the first rank."""
 
+    def __init__(
+        self,
+        columns: Columns,
+        facts: Facts,
+        cost: CostModel,
+        sent_bytes: Array,
+        *,
+        by_layer: bool,
+    ) -> None:
+        self.columns, self.facts = columns, facts
+        c, (first, middle, last) = columns, facts
+        self.opening = Total(first, c.opening)
+        self.rest = Total(middle, c.first - c.opening, c.vpp - 1)
+        ending = Total(last, c.ending)
+        ends = (ending.out_bytes, Total(middle, c.ending).out_bytes)
+        between = c.layers - c.opening - c.ending
+        inner = Total(middle, between, np.maximum(0, c.pp * c.vpp - 2))
+        others = np.where(c.pp > 1, inner.out_bytes + np.maximum(*ends), 0.0)
+        most = self.opening.out_bytes + others + MIB * c.layers
 
-def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
-    found = combined(a, b, lambda x, y: x if x == y else x + (y - x) * share)
-    forward = min(a.forward.high_bytes, b.forward.high_bytes)
-    backward = min(a.backward.high_bytes, b.backward.high_bytes)
-    return found._replace(
-        forward=found.forward._replace(high_bytes=forward),
-        backward=found.backward._replace(high_bytes=backward),
-    )
+        def of_all(bytes_of: Callable[[Total], Array]) -> Array:
+            behind = np.where(c.pp > 1, bytes_of(inner) + bytes_of(ending), 0.0)
+            return np.asarray(bytes_of(self.opening) + behind)
+
+        crossing = of_all(lambda chunk: chunk.crossing_bytes)
+        recrossing = of_all(lambda chunk: chunk.recrossing_bytes)
+        beside = np.minimum(crossing, recrossing) if by_layer else crossing + recrossing
+        sent_bytes = sent_bytes + beside
+        self.sure = (c.pp == 1) | (c.after_first >= last.layers)
+        alone = cost.copy_bytes_per_s()
+        rate = shared_link_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)
+        efficiency = cost.common.pcie_efficiency
+        self.byte_s = 1.0 / (rate * efficiency)
+        self.more_s = self.byte_s - 1.0 / (alone * efficiency)  # than beside nothing
+
+    def outwards(self) -> Array:
+        """Seconds of all copies to the host, one after the other."""
+        nbytes = self.opening.out_bytes + self.rest.out_bytes
+        return np.where(self.sure, self.columns.count * nbytes * self.byte_s, 0.0)
+
+    def outlast(self) -> NDArray[np.bool_]:
+        """Whether a layer's copies to the host take longer than the kernels of its forward."""
+        layer = self.facts.middle.slope
+        return np.asarray(layer.out_bytes * self.byte_s > layer.forward.kernel_s)
+
+    def reloads(self) -> Array:
+        """Seconds by which compute waits for copies by layer that come back beside the pass before
+        their backward: in the steady state a forward of another micro-batch or chunk."""
+        c, (first, middle, _) = self.columns, self.facts
+        ends = [(first, c.opening), (middle, c.fewest), (middle, c.most)]
+        longest_s = np.max([at(line, lambda x: x.forward.compute_s, n) for line, n in ends[::2]], 0)
+
+        def waits_s(line: Line, layers: NDArray[np.int64]) -> Array:
+            back_bytes = at(line, lambda x: x.back_bytes - x.inside_bytes, layers)
+            back_s = at(line, lambda x: x.back_s, layers) + self.more_s * back_bytes
+            rest_s = at(line, lambda x: x.backward.landed_s - x.backward.compute_s, layers)
+            return np.asarray(back_s + rest_s - longest_s)
+
+        least_s = np.min([waits_s(*end) for end in ends], 0)
+        steady = c.count * c.vpp - c.in_flight[0] + 1
+        return np.where(self.sure & (c.pp > 1), steady * np.maximum(0.0, least_s), 0.0)

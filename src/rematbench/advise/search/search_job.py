@@ -1,7 +1,8 @@
 """A search from plain inputs: its layouts, their shards, and the arms to try."""
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from functools import cached_property, partial
 from itertools import islice
@@ -10,23 +11,26 @@ from pathlib import Path
 from typing import Any
 from weakref import proxy
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import load_compare
-from rematbench.advise.search.arms import Arm, Single, singles
-from rematbench.advise.search.cut import key
-from rematbench.advise.search.fits import AnyFit
-from rematbench.advise.search.frontier import Search
-from rematbench.advise.search.probe import Probe
-from rematbench.advise.search.shard import Shard
-from rematbench.advise.search.shared import Shared
-from rematbench.advise.search.site import Site
-from rematbench.advise.search.space import Choice, Fixed, Space, space
-from rematbench.advise.search.tree import Given, Tree, rebuilds
+from rematbench.advise.search.best_first import Search
+from rematbench.advise.search.candidates import Arm, Given, Single, Tree, rebuilds, singles
+from rematbench.advise.search.probe_problems import ProbePrograms
+from rematbench.advise.search.probes import Probe
+from rematbench.advise.search.queue import LeanOrder, SearchQueue
+from rematbench.advise.search.shard_bounds import ShardBounds
+from rematbench.advise.search.shards import Shard, key
+from rematbench.advise.search.space import Choice, Fixed, Space, partitions, space
+from rematbench.advise.search.trials import Site
+from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
+from rematbench.evaluate.job import WORDS, Job
 from rematbench.evaluate.problems import hosting, make_problem
-from rematbench.evidence.bands import leaving_reserve
+from rematbench.evaluate.result import Result
+from rematbench.evidence.bands import band_of, fits_word, leaving_reserve, ratio_band
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
@@ -64,12 +68,19 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 
 class SearchJob:
-    """One search, ready to run.  `shared`: what searches of the same model and length on other
-    clusters have lowered.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
+    """One search, ready to run.  `evaluator` and `programs` (of probes): what searches of the same
+    model and length on other clusters have lowered; None where none precede or follow.  Raises
+    ConfigError, LayoutError or MethodError for wrong inputs."""
 
-    def __init__(self, asked: Asked, shared: Shared | None = None) -> None:
-        self.asked, self.shared = asked, shared or Shared({})
-        self._shards: dict[int, Shard] = {}
+    def __init__(
+        self,
+        asked: Asked,
+        evaluator: Evaluator | None = None,
+        programs: ProbePrograms | None = None,
+    ) -> None:
+        self.asked, self.evaluator = asked, evaluator
+        self.programs = {} if programs is None else programs
+        self._shards: dict[int, ShardBounds] = {}
         spec = asked.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
@@ -150,15 +161,17 @@ class SearchJob:
         keeping = not asked.only or IDENTITY in asked.only
         most, exact = load_compare().most_methods, asked.within == 0 and not asked.any_fit
         tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
-        kind = AnyFit if asked.any_fit else Search
-        return kind(
+        return Search(
             shards,
             tree,
             self.registry,
             engine=asked.engine,
             within=asked.within,
-            faster_than_s=asked.faster_than_s,
-            lists=lists,
+            queue=SearchQueue(
+                faster_than_s=asked.faster_than_s,
+                lists=lists,
+                lean=LeanOrder(tree) if asked.any_fit else None,
+            ),
         )
 
     def _own(self, part: int, parts: int) -> list[int]:
@@ -200,33 +213,83 @@ class SearchJob:
         middle = len(ordered) // 2
         nearest = (ordered, [*ordered[middle:], *ordered[:middle][::-1]], ordered[::-1])
         chosen = [
-            next((index for index in indices if self._shard(index).has_room), indices[0])
+            next((index for index in indices if self._shard(index).shard.has_room), indices[0])
             for indices in nearest
         ]
         found: list[dict[Single, Probe]] = []
-        for shard in map(self._shard, dict.fromkeys(chosen)):
+        for bounds in map(self._shard, dict.fromkeys(chosen)):
             again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
-            probes = {single: shard.probe(Arm((single,))) for single in again}
+            probes = {single: bounds.shard.probe(Arm((single,))) for single in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
         return found
 
-    def _shard(self, index: int) -> Shard:
+    def _shard(self, index: int) -> ShardBounds:
         if index not in self._shards:
             choices = self._cuts[index]
-            problem = self.problem(choices[0])
-            self._shards[index] = Shard(
-                choices,
-                problem,
-                self.registry,
-                self.shared,
-                partial(_reserving, self.asked.reserve_gib),
+            self._shards[index] = ShardBounds(
+                Shard(
+                    choices,
+                    self.problem(choices[0]),
+                    self.registry,
+                    evaluator=self.evaluator,
+                    programs=self.programs,
+                    reserving=partial(_reserving, self.asked.reserve_gib),
+                )
             )
         return self._shards[index]
 
     def site(self, choice: Choice) -> Site:
         """What the job's searches know of a layout."""
         cut = next(index for index, one in enumerate(self._cuts) if key(one[0]) == key(choice))
-        return self._shard(cut).site(self._cuts[cut].index(choice))
+        return self._shard(cut).shard.site(self._cuts[cut].index(choice))
+
+    def job(self, choice: Choice) -> Job:
+        """The job of a layout with the words of its command, as far as a command can say it."""
+        problem = self.problem(choice)
+        return Job(problem=problem, base=choice.base(problem.base_plan), words=self._words(choice))
+
+    def _words(self, choice: Choice) -> tuple[str, ...]:
+        try:
+            return (*self.spec(choice).to_arguments(), *choice.words)
+        except ConfigError:  # an object (model, cluster or system) has no name on a command line
+            return ()
+
+    def choice(self, result: Result) -> Choice:
+        """The layout of a result of this job."""
+        problem, base = result.problem, result.base.partition
+        sizes = tuple(len(rank[chunk]) for chunk in range(len(base[0])) for rank in base)
+        even = base == problem.base_plan.partition
+        hosted = problem.system.optimizer_on_host and not self.system.optimizer_on_host
+        return Choice(problem.layout, sizes, even=even, hosted=hosted)
+
+    def completed(self, results: Sequence[Result]) -> list[Result]:
+        """The results of plans that fit, the fastest first, with all that a table shows but the
+        engines (`with_engines`): `tied` are those that the error of ratios of speeds cannot tell
+        from the first."""
+        found = []
+        for one in results:
+            problem, choice, first = one.problem, self.choice(one), results[0]
+            assert one.plan is not None
+            assert one.verdict is not None
+            one_layout = _parallel(choice) == _parallel(self.choice(first))
+            limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
+            family = self.registry.resolve(one.method, None, problem).name
+            found.append(
+                replace(
+                    one,
+                    job=replace(one.job, words=self._words(choice)),
+                    family=family,
+                    error_band=band_of(problem, family),
+                    fit=fits_word(one.verdict.headroom_bytes, problem.usable_bytes),
+                    tied=one is not first and one.fitting_s <= limit_s,
+                    parts_s=parts_of(problem, lower(one.plan, problem), one.fitting_s),
+                )
+            )
+        return found
+
+    def best_row(self, result: Result) -> dict[str, Any]:
+        """The table line of one simulated plan, at place 1."""
+        return search_row(1, self.completed([result])[0])
 
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job's problem at one layout, with the given names of model, cluster and system."""
@@ -242,10 +305,15 @@ class SearchJob:
         as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
-        if self.shared.programs:  # a problem and its costs hold each other, but no programs
-            weigher = partial(Evaluator.weigh, proxy(self.shared.programs))
+        if self.evaluator:  # a problem and its costs hold each other, but no programs
+            weigher = partial(Evaluator.weigh, proxy(self.evaluator))
             problem = replaced(problem, weigher=weigher)
         return _reserving(self.asked.reserve_gib, problem)
+
+
+def _parallel(choice: Choice) -> Choice:
+    """A choice without its micro-batch, which the error of ratios at one layout covers."""
+    return replace(choice, layout=replace(choice.layout, micro_batch=1))
 
 
 def _kind(choice: Choice) -> tuple[object, ...]:
@@ -281,3 +349,39 @@ def _registry(asked: Asked) -> Registry:
 def _planned(registry: Registry, name: str) -> bool:
     """Whether a method, as it is typed, is a planner or is composed with one."""
     return registry.has_planner(method.name for method in registry.resolve(name).methods)
+
+
+COLUMNS = (
+    *("name", "step_s", "bound_s", "tokens_per_s_per_gpu"),
+    *("low_tokens_per_s_per_gpu", "high_tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
+    *("reserved_bytes", "headroom_bytes", "host_node_bytes", "host_headroom_bytes"),
+    *(f"{part}_s" for part in ("compute", "recompute", "bubble", "host", *TRAFFIC)),
+    *("binds", "fits", "tied_with_best", "outside"),
+)
+"""Columns of a plan in tables of searches, before the facts of its job."""
+
+
+def search_row(place: int, result: Result) -> dict[str, Any]:
+    """A table line with every number of a plan, in base SI units and fractions.  `binds` is what
+    the step loses: memory binds no plan that fits."""
+    row = result.row()
+    row |= {"place": place, "binds": row["losses"]}
+    return {key: row[key] for key in ("place", *COLUMNS, *result.job.facts(), "run_with")}
+
+
+def with_engines(result: Result) -> Result:
+    """The plan with the engines that can run it; looking them up takes longer than all else."""
+    assert result.plan is not None
+    return replace(result, runs_on=Engines(result.problem).of(result.plan))
+
+
+def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Result:
+    """The plan of a table line, planned, lowered and simulated for a second time."""
+    numbers = {name: int(row[name]) for name in ("gpus", "seq_len", *WORDS) if name != "dp"}
+    texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
+    words = {name: row[name] for name in texts if row.get(name)}
+    spec = convert({**numbers, **words}, ProblemSpec)
+    search, layout = SearchJob(Asked(spec=spec, reserve_gib=reserve_gib)), spec.layout
+    sizes = tuple(int(layers) for layers in row["partition"].split(","))
+    choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)
+    return Site(choice, search.problem(choice)).trial(row["name"], search.registry).result

@@ -1,0 +1,311 @@
+"""Best-first search: tightens bounds and simulates plans in the order of their bounds."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import inf
+
+from msgspec.structs import replace
+
+from rematbench.advise.search.candidates import KEEP, Arm, Tree
+from rematbench.advise.search.closed_bounds import Bounds
+from rematbench.advise.search.memory_rules import MemoryRules
+from rematbench.advise.search.queue import (
+    BEGINNING,
+    RIPE,
+    Item,
+    LeanOrder,
+    Place,
+    SearchQueue,
+    Stage,
+    lean_arm,
+    leaner,
+)
+from rematbench.advise.search.shard_bounds import ShardBounds
+from rematbench.advise.search.trials import Trial
+from rematbench.plugins.registry import Registry
+from rematbench.worlds.packages.flags import Engines
+
+MADE = "made of a plan that fits"
+"""Why an arm falls that adds methods to a plan that fits: it is not faster."""
+
+
+AHEAD = 4
+"""One in this many entries is the ripe entry of the least bound, so that a step that fits is known
+early: only an entry whose bound is below (1 - within) x the best step, which the proof needs."""
+
+
+TIGHTENED, SIMULATED = 20, 30
+"""Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
+
+
+class Search:
+    """One search under way, over the layouts of shards.  `work`: work so far, in layers that probes
+    lower.  Layouts with fewer than `least_pp` pipeline ranks are left out.  With a queue in a lean
+    order the search is for any plan that fits: it ends with the first one, or with an empty queue.
+    It begins with the leanest layouts and plans, bounds no seconds, and leaves out plans of no
+    fewer bytes than plans that did not fit."""
+
+    def __init__(
+        self,
+        shards: Sequence[ShardBounds],
+        tree: Tree,
+        registry: Registry,
+        *,
+        engine: str = "",
+        within: float = 0.0,
+        least_pp: int = 1,
+        queue: SearchQueue | None = None,
+    ) -> None:
+        self.shards, self.tree, self.registry = shards, tree, registry
+        self.engine, self.within, self.least_pp = engine, within, least_pp
+        self.queue = SearchQueue() if queue is None else queue
+        self.memory = MemoryRules(tree, registry, self.queue)
+        self.excluded = self.memory.excluded
+        self.work = 0
+        self._states_short_bytes = inf
+        for bounds in shards:
+            over = bounds.shard.states_over_bytes
+            held = over <= 0
+            self.excluded.counts["layouts whose states alone do not fit"] += int((~held).sum())
+            if held.any():
+                least_s = float(bounds.shard.kernels_s[held].min())
+                self.queue.push(least_s, Item("shard", None, bounds, KEEP))
+            else:
+                self._states_short_bytes = min(self._states_short_bytes, float(over.min()))
+
+    @cached_property
+    def plans(self) -> int:
+        """The number of joint plans: every layout (also those whose states do not fit) with every
+        plan of the tree there."""
+        longest = Counter(max(one.sizes) for bounds in self.shards for one in bounds.shard.choices)
+        return sum(self.tree.plans(layers) * n for layers, n in longest.items())
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds: no plan in the queue has a shorter step."""
+        return self.queue.bound_s
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the best step that fits so far; infinite before one is known."""
+        return self.queue.best_s
+
+    @property
+    def short_bytes(self) -> float:
+        """The least device bytes that an excluded plan, or the states of a layout, lacked."""
+        self.memory.replay_whole()
+        return min(self.excluded.device_short_bytes, self._states_short_bytes)
+
+    @property
+    def gap(self) -> float:
+        """How much shorter the step of an unknown plan may be, as a share of the best step."""
+        if self.best_s == inf:
+            return inf if self.queue else 0.0
+        return max(0.0, 1.0 - self.bound_s / self.best_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the search is over although plans are left: any plan that fits will do."""
+        return self.queue.lean is not None and self.best_s < inf
+
+    def run(self) -> Iterator[Trial | None]:
+        """Work until the queue is empty.  Yields after each entry: the trial of the plan that the
+        entry simulated, or None."""
+        turn, entries, lean = 0, self.queue.entries, self.queue.lean
+        while entries:
+            ahead = turn % AHEAD == 0 and entries.ripe_bound < (1 - self.within) * self.best_s
+            bound_s, item = entries.pop(ripe=ahead)
+            bounds = item.place.bounds if item.place else item.bounds
+            assert bounds is not None
+            prober, own = bounds.shard.prober, item.stage not in BEGINNING
+            before = prober.layers
+            trial = self._take(0.0 if lean else bound_s, item)
+            if lean and item.place:
+                lean.waiting[item.place.choice] -= 1
+            if not entries and self.best_s == self.queue.faster_than_s == inf:  # nothing fits
+                self.memory.replay_whole()
+                self.memory.measure_shortage()
+            turn += own  # of entries that are more than a comparison of bounds
+            self.work += own + prober.layers - before
+            yield trial
+
+    def beat(self, step_s: float) -> None:
+        """Take note of the seconds of a step that fits, of another process or of an earlier
+        search."""
+        self.queue.best_s = min(self.queue.best_s, step_s)
+
+    def list_all(self) -> None:
+        """From now on take the plans too that cannot be faster than a known one: those that add a
+        method to a plan that fits, and those that are much slower than the best."""
+        self.excluded.counts.pop(MADE, None)
+        self.queue.list_all()
+
+    def _take(self, bound_s: float, item: Item) -> Trial | None:
+        place = item.place
+        if place is None:
+            self._open(bound_s, item)
+        elif place.counted:
+            self.excluded.counts["of a layout that is fast enough"] += 1
+        elif self._dominated(place, item.arm, item.step if item.stage in RIPE else 1):
+            self.excluded.counts[MADE] += 1
+            self.queue.put_aside(bound_s, item)
+        elif item.stage in RIPE and self.memory.settled(bound_s, place, item):
+            self.excluded.counts["memory or no plan, as before"] += 1
+        elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
+            self._tighten(bound_s, place, item)
+        elif item.stage == "expand":
+            self._expand(bound_s, place, item.arm)
+        elif item.stage == "made":
+            self._made(bound_s, place, item.arm)
+        elif item.stage in BEGINNING:
+            self._begin(bound_s, place, item)
+        elif item.stage == "pieces":
+            self.memory.judge(bound_s, place, item.arm, item.pieces)
+        else:
+            return self._simulate(bound_s, place, item)
+        return None
+
+    def _open(self, bound_s: float, item: Item) -> None:
+        """Queue the layouts of a shard whose states fit.  No plan is faster than the plan there
+        that keeps everything."""
+        bounds = item.bounds
+        assert bounds is not None
+        shard = bounds.shard
+        room = [int(index) for index in (shard.states_over_bytes <= 0).nonzero()[0]]
+        if self.queue.lean:
+            self._open_leanest(item, self.queue.lean, [Place(bounds, at, {}) for at in room])
+            return
+        keep = bounds.of(KEEP)
+        for at in room:
+            if shard.choices[at].layout.pp >= self.least_pp:
+                least_s = float(keep.step_s[0, at]) if isinstance(keep, Bounds) else 0.0
+                begun = Item("layout", Place(bounds, at, {}), None, KEEP)
+                self.queue.push(max(bound_s, least_s), begun)
+
+    def _open_leanest(self, item: Item, lean: LeanOrder, places: Sequence[Place]) -> None:
+        """Judge all arms at the layouts of a shard that none is leaner than; at the second step the
+        others, with the doubtful arms of the leaner layout where that has been searched."""
+        late = item.step > 1
+        for place in places:
+            choice, arms = place.choice, self.tree.roots
+            less = leaner(choice)
+            if late == (less is None):
+                continue
+            if less in lean.searched and not lean.waiting[less]:
+                self.excluded.counts["no leaner than with micro-batch 1"] += 1
+                arms = tuple(dict.fromkeys(lean.doubts[less]))
+            lean.searched.add(choice)
+            for arm in arms:
+                self.memory.judge(0.0, place, arm)
+        assert item.bounds is not None
+        if not late and any(map(leaner, item.bounds.shard.choices)):
+            self.queue.push(0.0, Item("shard", None, item.bounds, KEEP, 2))
+
+    def _begin(self, bound_s: float, place: Place, item: Item) -> None:
+        """Begin with the roots of the tree at a layout, or go on with one of them."""
+        if item.stage == "root":
+            self._root(bound_s, place, item.arm, item.step)
+            return
+        for root in self.tree.roots:
+            self._root(bound_s, place, root)
+
+    def _root(self, bound_s: float, place: Place, arm: Arm, known: int = 0) -> None:
+        """Bound an arm of several methods by the methods before its last, whose probes are cheaper:
+        first by one, then by two, as long as the bound is the least of all; then judge it.  A plan
+        is no faster than the plan that its last method was added to.  An arm that does not fit by
+        what it keeps and copies needs no bound.  `known`: the methods that have bounds."""
+        if known + 1 >= len(arm.parts):
+            self.memory.judge(bound_s, place, arm)
+            return
+        if not known and self.tree.ends(arm) and self.memory.falls(place, arm):
+            return
+        found = place.bounds.of(Arm(arm.parts[: known + 1]))
+        if isinstance(found, Bounds):
+            bound_s = max(bound_s, float(found.step_s[0, place.index]))
+        self.queue.push(bound_s, Item("root", place, None, arm, known + 1))
+
+    def _dominated(self, place: Place, arm: Arm, step: int = 1) -> bool:
+        """Whether an arm at a step of its line is made of a plan that fits by further methods, at
+        no smaller a share, so that it is not faster.  It may be faster than its other methods
+        alone, as what one rebuilds the next need not copy; and with one more method a smaller share
+        may do."""
+        return not self.queue.listing and any(
+            known.parts == arm.parts[: len(known.parts)]
+            and step >= least
+            and not (known == arm and arm.line)
+            for known, least in place.fits.items()
+        )
+
+    def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
+        """Queue the arms with one more method than `arm`, if the lean arm of any family may fit; in
+        a search for any fit the leanest arm of each family before them."""
+        if self.queue.lean and arm == KEEP:
+            for lean, cut in self.tree.families:
+                if self.memory.may_fit(place, lean, cut):
+                    self.queue.push(0.0, Item("made", place, None, lean_arm(lean, cut)))
+        if not any(self.memory.may_fit(place, *family) for family in self.tree.families):
+            self.excluded.counts["device memory, under the leanest plans"] += 1
+            return
+        for more in self.tree.more(arm):
+            found = Item("made", place, None, more)
+            if self._dominated(place, more):
+                self.queue.put_aside(bound_s, found)
+            else:
+                self.queue.push(bound_s, found)
+
+    def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
+        """Judge an arm if the lean arm of its family may fit; else expand the arm if a family that
+        contains the lean arm's methods may fit."""
+        lean, pieces = self.tree.family(arm)
+        if self.memory.may_fit(place, lean, pieces):
+            self.memory.judge(bound_s, place, arm)
+        elif any(
+            set(lean.parts) <= set(more.parts)
+            and (cut or not pieces)
+            and self.memory.may_fit(place, more, cut)
+            for more, cut in self.tree.families
+        ):
+            self._expand(bound_s, place, arm)
+
+    def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
+        """Queue an arm with its bound by the schedule.  The bound of an arm to expand holds too: no
+        arm composed of it is faster.  A search for any fit goes on without that bound."""
+        expands = item.stage != "closed"
+        if self.queue.lean:
+            if expands:
+                self._expand(bound_s, place, item.arm)
+                return
+        else:
+            self.work += TIGHTENED
+            place.tightened = True
+            tight_s = place.bounds.tight_s(item.arm, item.step, item.pieces, place.index)
+            bound_s = max(bound_s, tight_s)
+        stage: Stage = "expand" if expands else "tight"
+        self.queue.push(bound_s, Item(stage, place, None, item.arm, item.step, item.pieces))
+
+    def _simulate(self, bound_s: float, place: Place, item: Item) -> Trial | None:
+        """Simulate a plan; if it does not fit, queue the next step of its scalars or its expansion.
+        None where the same plan was simulated under another name."""
+        self.work += SIMULATED
+        arm, site = item.arm, place.site
+        method = arm.text(item.step, item.pieces)
+        if self.engine and place.engines is None:
+            place.engines = Engines(site.problem, self.engine)
+        trial = site.trial(method, self.registry, bound_s=bound_s, engines=place.engines)
+        again = not trial.content or trial.content in place.known
+        place.known.add(trial.content)
+        step_s = trial.result.fitting_s
+        if not trial.result.fits:
+            self.excluded.counts[trial.result.reason.split(":")[0]] += 1
+            self.memory.after_failure(bound_s, place, item, trial)
+        else:
+            if item.pieces == 1:
+                place.fits[arm] = min(item.step, place.fits.get(arm, item.step))
+            if arm.line:
+                self.memory.queue_next_step(bound_s, place, item)
+            elif not self.tree.ends(arm):  # an arm with a line grows when it is judged
+                self.queue.put_aside(step_s, Item("expand", place, None, arm))
+            self.beat(step_s)
+            place.counted = step_s < self.queue.faster_than_s < inf
+        return None if again else replace(trial, arm=arm.text(1))

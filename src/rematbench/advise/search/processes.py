@@ -1,0 +1,283 @@
+"""A search in worker processes: rounds of its work, and the planners at its end.
+
+Each process has its share of the shards, and all know the best step.  A round is a fixed amount of
+work, counted and not timed, so that the plans found do not depend on the speed of the machine.
+Planners are methods whose plan is unknown before it is solved.  Bounds cover no such plan, so
+planners enter once the others are proved: each is solved at the layouts of the fastest plans, in
+that order, until a plan of it fits.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from math import inf
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.advise.compare.candidates import lost_reason
+from rematbench.advise.search.best_first import Search
+from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.space import Choice
+from rematbench.advise.search.trials import Site, Trial
+from rematbench.evaluate.result import Result, Status
+from rematbench.host.console import CommandError
+from rematbench.host.workers import NoAnswer, Pool, collect_rarely
+from rematbench.worlds.packages.flags import Engines
+
+WORK = 400
+"""Work of a round (`Search.work`), about half a second."""
+
+
+MINUTE = 20
+"""Most rounds of one search where many run in a row: one or two minutes of a core."""
+
+
+MINUTE_OF_ONE = 2 * MINUTE * WORK
+"""The work of MINUTE rounds of two processes, for a search in one process."""
+
+
+LATER = 40
+"""Most rounds after the gap is proved, for the other plans to show: half a minute."""
+
+
+LIMIT_S = 3600
+"""Limit on the CPU seconds of a worker's task; a round takes a few seconds."""
+
+
+class Round(Struct, frozen=True):
+    """What a process is told before a round: the best step of all processes, in seconds, and
+    whether to look for the other plans to show."""
+
+    best_s: float
+    listing: bool
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """The answer of a process after a round: the plans simulated in the round, and `bound_s`,
+    `short_bytes`, the counts of what is excluded or slower, and `plans` of its Search."""
+
+    trials: tuple[Trial, ...]
+    bound_s: float
+    short_bytes: float
+    fell: dict[str, int]
+    plans: int
+
+
+class Part:
+    """The search of a share of the shards, in a worker process."""
+
+    def __init__(self, asked: Asked, part: int, parts: int, *, lists: bool) -> None:
+        collect_rarely()
+        self.search = SearchJob(asked).search(part, parts, lists=lists)
+        self.steps = self.search.run()
+
+    def __call__(self, start: Round) -> State:
+        """Work for one round and return the State after it."""
+        search, trials = self.search, []
+        search.beat(start.best_s)
+        if start.listing and not search.queue.listing:
+            search.list_all()
+            self.steps = search.run()
+        end = search.work + WORK
+        for trial in self.steps:
+            if trial is not None:
+                trials.append(trial)
+            if search.work >= end or search.ended:
+                break
+        return _state(search, trials)
+
+
+def _state(search: Search, trials: Sequence[Trial]) -> State:
+    return State(
+        trials=tuple(trials),
+        bound_s=search.bound_s,
+        short_bytes=search.short_bytes,
+        fell=dict(search.excluded.counts + search.queue.slower),
+        plans=search.plans,
+    )
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """A search after a round.  `found`: the plans that fit, fastest first; `bound_s`: no plan that
+    is left has a shorter step; `listed_s`: nor has any that is not in `found`, also of those that
+    cannot be the fastest; `fell`: counts of excluded plans by reason; `short_bytes`: the fewest
+    device bytes that any of them lacked; `plans`: joint plans of the space."""
+
+    found: tuple[Result, ...] = ()
+    bound_s: float = 0.0
+    listed_s: float = 0.0
+    simulations: int = 0
+    fell: dict[str, int] = {}
+    short_bytes: float = inf
+    plans: int = 0
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step that fits."""
+        return self.found[0].fitting_s if self.found else inf
+
+    @property
+    def gap(self) -> float:
+        """How much shorter the step of an unknown plan may be, as a share of the best step."""
+        return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
+
+    def lists(self, shown: int, within: float) -> bool:
+        """Whether the first `shown` plans are known: no other plan has a step that is shorter than
+        the last one's by more than the gap."""
+        if len(self.found) < shown:
+            return self.listed_s == inf
+        return shown == 1 or self.listed_s >= (1.0 - within) * self.found[shown - 1].fitting_s
+
+
+def rounds(
+    asked: Asked,
+    *,
+    shown: int = 10,
+    processes: int = 2,
+    most_rounds: int | None = None,
+) -> Generator[Progress, None, None]:
+    """Progress after each round, until the gap is proved and the first `shown` plans are known (or
+    LATER rounds have looked for these), or no plan is left, or `most_rounds` rounds are done."""
+    pools: list[Pool[Round, State]] = [
+        Pool(1, partial(Part, lists=shown > 1), (asked, part, processes), LIMIT_S)
+        for part in range(processes)
+    ]
+    at, later, fitting = Progress(), 0, list[Trial]()
+    try:
+        for done in count(1):
+            listing = later > 0 and shown > 1
+            for pool in pools:
+                pool.add([Round(at.best_s, listing)])
+                pool.begin()
+            states = _living([answer for pool in pools for _, answer in pool.run()])
+            fitting = distinct([*fitting, *(one for state in states for one in state.trials)])
+            at = _after(at, states, fitting, listing=listing)
+            yield at
+            later += at.gap <= asked.within
+            proved = later > LATER or (later > 0 and at.lists(shown, asked.within))
+            left_s = at.listed_s if listing else at.bound_s
+            ends = left_s == inf and (listing or shown == 1 or not at.found)
+            if proved or ends or done == most_rounds:
+                return
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def in_one_process(search: Search, *, most_work: int) -> Progress:
+    """A search in this process.  It ends once its gap is proved, or with `most_work`."""
+    trials = []
+    for trial in search.run():
+        if trial is not None:
+            trials.append(trial)
+        if search.gap <= search.within or search.work >= most_work:
+            break
+    return _after(Progress(), [_state(search, trials)], distinct(trials), listing=False)
+
+
+def _living(answers: Sequence[State | NoAnswer]) -> list[State]:
+    states = [answer for answer in answers if isinstance(answer, State)]
+    if len(states) < len(answers):
+        raise CommandError("a process of the search died (out of memory on this machine?)")
+    return states
+
+
+def _after(
+    before: Progress, states: Sequence[State], fitting: Sequence[Trial], *, listing: bool
+) -> Progress:
+    """The progress after a round; `fitting`: the plans that fit, of all rounds."""
+    fell: Counter[str] = Counter()
+    for state in states:
+        fell.update(state.fell)
+    lowest_s = min(state.bound_s for state in states)
+    return Progress(
+        found=tuple(trial.result for trial in fitting),
+        bound_s=max(before.bound_s, lowest_s),
+        listed_s=lowest_s if listing else 0.0,
+        simulations=before.simulations + sum(len(state.trials) for state in states),
+        fell=dict(fell),
+        short_bytes=min(state.short_bytes for state in states),
+        plans=sum(state.plans for state in states),
+    )
+
+
+def distinct(trials: Sequence[Trial]) -> list[Trial]:
+    """The plans that fit, fastest first: at one layout one plan of an arm, and of plans with equal
+    steps only the one that reserves the fewest bytes."""
+
+    def order(trial: Trial) -> tuple[float, int]:
+        evaluation = trial.result.evaluation
+        reserved_bytes = evaluation.reserved_bytes if evaluation else 0
+        return round(trial.result.fitting_s, 9), reserved_bytes
+
+    kept: list[Trial] = []
+    taken: set[tuple[Hashable, object]] = set()
+    for one in sorted((trial for trial in trials if trial.result.fits), key=order):
+        at = place_of(one.result)
+        keys = {(at, order(one)[0]), (at, one.arm or one.result.method)}
+        if not keys & taken:
+            kept.append(one)
+            taken |= keys
+    return kept
+
+
+def place_of(result: Result) -> Hashable:
+    """A key that is equal for plans at one layout, with the same layers on each rank and the
+    optimizer's states in the same memory."""
+    problem = result.problem
+    return problem.layout, result.base.partition, problem.system.optimizer_on_host
+
+
+MOST_LAYOUTS = 3
+"""Layouts at which a planner is solved: solving takes seconds at each."""
+
+
+Task = tuple[str, Choice]
+"""A planner, and the layout to solve it at."""
+
+
+class Solver:
+    """Solves planners in a worker process."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.job = SearchJob(asked)
+
+    def __call__(self, task: Task) -> Result:
+        """The result of a planner."""
+        method, choice = task
+        problem, only = self.job.problem(choice), self.job.asked.engine
+        engines = Engines(problem, only) if only else None
+        return Site(choice, problem).trial(method, self.job.registry, engines=engines).result
+
+
+def solved(
+    job: SearchJob, fastest: Sequence[Result], *, limit_s: int, processes: int
+) -> Iterator[Result]:
+    """Yield the result of each planner: of those that end at one layout, together.  `fastest`: the
+    plans of the search, the fastest first; `limit_s`: CPU seconds for a planner at one layout."""
+    choices = list(dict.fromkeys(map(job.choice, fastest)))[:MOST_LAYOUTS]
+    waiting = list(job.planners) if choices else []
+    pool: Pool[Task, Result] = Pool(processes, Solver, (job.asked,), limit_s)
+    try:
+        for choice in choices:
+            pool.add([(method, choice) for method in waiting])
+            answers = {method: answer for (method, _), answer in pool.run()}
+            for method in list(waiting):  # in one order, whichever ends first
+                answer = answers[method]
+                if isinstance(answer, str):
+                    waiting.remove(method)
+                    yield _lost(job, choice, method, answer, limit_s)
+                elif answer.fits or choice == choices[-1]:
+                    waiting.remove(method)
+                    yield replace(answer, reason=answer.reason.replace(f"{method}: ", "", 1))
+    finally:
+        pool.close()
+
+
+def _lost(job: SearchJob, choice: Choice, method: str, lost: NoAnswer, limit_s: int) -> Result:
+    """The result of a planner whose process was ended."""
+    status: Status = "timed out" if lost == "late" else "failed"
+    reason = lost_reason(lost, limit_s)
+    return Result(job=job.job(choice), method=method, family=method, status=status, reason=reason)

@@ -1,0 +1,468 @@
+"""The bound of one layout from its whole schedule: passes that wait for messages, and the step end.
+
+A rank has two clocks, compute and host, which each pass advances by its PassCost.  A message
+arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from math import fsum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.advise.search.pass_costs import ChunkCost, Facts, Line, PassCost
+from rematbench.advise.search.schedule_walk import (
+    FETCH,
+    PASS,
+    Beside,
+    Copies,
+    Events,
+    Pieces,
+    Rules,
+    Turns,
+    events,
+    shortened,
+    walked,
+    walked_beside,
+)
+from rematbench.costs.bind import CopyDirection, CostModel
+from rematbench.costs.copies import CopyTraffic
+from rematbench.costs.operators.ops import Comm, CommKind
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.step_end import emit_step_end
+from rematbench.engine.program.program import Block
+from rematbench.engine.simulate.block_rows import rows_with
+from rematbench.engine.simulate.macro import COMPUTE, macro_of
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.plan import MIB, Pass, Plan, Transfers
+from rematbench.problem import Problem, state_fates
+
+
+def after_passes(problem: Problem, count: int) -> list[Comm]:
+    """The collectives of `count` parameters that run, unhidden, after the last pass."""
+    lay, system = problem.layout, problem.system
+    fates = {fate.kind: fate for fate in state_fates(lay, system)}
+    if lay.state_shards == 1:
+        return []
+    found = []
+    if not system.reduce_overlap and fates["gradient"].shards == 1:
+        kind: CommKind = "reduce_scatter" if fates["optimizer"].shards > 1 else "all_reduce"
+        found.append(Comm(kind, "dp", system.reduce_bytes * count))
+    if not system.gather_overlap and fates["parameter"].gather == "step":
+        found.append(Comm("all_gather", "dp", system.gather_bytes * count))
+    return found
+
+
+def host_update_s(problem: Problem, count: int) -> float:
+    """Seconds of a rank's share of the optimizer update on the host; 0 for states on the device."""
+    fate = problem.base_plan.state("optimizer")
+    return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
+
+
+class Stages(NamedTuple):
+    """The lines of a layout's virtual stages and the layers of each.  `out_bytes`, `back_bytes`:
+    the most bytes that each stage copies; `surely`: the least share of them that it copies."""
+
+    lines: Sequence[Line]
+    sizes: Sequence[int]
+    out_bytes: Sequence[float]
+    back_bytes: Sequence[float]
+    surely: Sequence[float]
+
+    @property
+    def moves(self) -> bool:
+        """Whether any stage copies."""
+        return any(self.out_bytes) or any(self.back_bytes)
+
+    def all(self, which: Callable[[ChunkCost], float]) -> list[float]:
+        """A number of every stage, at least 0."""
+        return _all(self.lines, self.sizes, which)
+
+
+def _all(
+    lines: Sequence[Line], sizes: Sequence[int], which: Callable[[ChunkCost], float]
+) -> list[float]:
+    known: dict[tuple[int, int], float] = {}  # stages have few lines and numbers of layers
+    found = []
+    for line, layers in zip(lines, sizes, strict=True):
+        key = (id(line), layers)
+        if key not in known:
+            known[key] = max(0.0, at(line, which, layers))
+        found.append(known[key])
+    return found
+
+
+def at(line: Line, which: Callable[[ChunkCost], float], layers: Any) -> Any:
+    """A number of a chunk of `layers` layers; arrays for arrays."""
+    return which(line.base) + (layers - line.layers) * which(line.slope)
+
+
+def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
+    """The virtual stages of chunks with `sizes` layers.  For each layer a MiB of the copies in each
+    direction is not sure, because shares of bytes are rounded to a MiB.  A method may spare the
+    model's last layers: a stage near the end is sure to copy only where the probe's last chunk
+    holds no layer of the stage.  `waits`: the last chunk's backwards do not follow their forwards
+    at once, as in a probe, and a method may copy this chunk too."""
+    lines = [facts.middle] * len(sizes)
+    lines[0], lines[-1] = facts.first, facts.last
+    copied = [*lines[:-1], facts.middle] if waits else lines
+    out, back = (
+        _all(copied, sizes, which) for which in (lambda c: c.out_bytes, lambda c: c.back_bytes)
+    )
+    behind = 0  # layers after a stage, from the last stage on
+    surely = []
+    for layers, outwards, inwards in zip(sizes[::-1], out[::-1], back[::-1], strict=True):
+        nbytes = outwards + inwards
+        spared = 0 < behind < facts.last.layers or (waits and not behind)
+        sure = 1.0 - min(1.0, 2 * layers * MIB / nbytes) if nbytes else 0.0
+        surely.append(0.0 if spared else sure)
+        behind += layers
+    return Stages(lines, sizes, out, back, surely[::-1])
+
+
+def least_crowd(
+    cost: CostModel, turns: Turns, made: Stages, moves: Transfers, sent_bytes: float
+) -> CopyTraffic:
+    """What the copies of a step are beside at least.  `sent_bytes`: bytes of a micro-batch's
+    messages to other nodes, as one GPU of each rank sends them."""
+    out, back = made.out_bytes, made.back_bytes
+    total = fsum(out) + fsum(back)
+    rounding = MIB * sum(made.sizes)
+    sure = [share * (a + b) for share, a, b in zip(made.surely, out, back, strict=True)]
+    busy_s = fsum(made.all(lambda cost: cost.forward.kernel_s + cost.backward.kernel_s))
+    by_layer = moves.granularity == "layer"
+    beside = _by_layer if by_layer else _by_chunk
+    crossing = fsum(made.all(lambda cost: cost.crossing_bytes))
+    recrossing = fsum(made.all(lambda cost: cost.recrossing_bytes))
+    if not by_layer:  # copies of chunks run beside forwards and backwards
+        crossing = recrossing = crossing + recrossing
+    hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+    return CopyTraffic(
+        two_way_share=beside(turns, made, moves) / turns.micro_batches / (total + 2 * rounding),
+        sent_per_d2h=(sent_bytes + crossing) / (fsum(out) + rounding),
+        received_per_h2d=(sent_bytes + recrossing) / (fsum(back) + rounding),
+        kernel_delay_share=fsum(sure) / hbm_bytes_per_s / busy_s,
+    )
+
+
+def _by_layer(turns: Turns, made: Stages, _: Transfers) -> float:
+    """Bytes of a step's copies by layer that run beside a copy in the other direction: a forward's
+    last copy that runs into another pass' backward, and as many of that backward's own."""
+    sure = [share > 0.0 for share in made.surely]
+    trailing = np.where(sure, made.all(lambda cost: cost.trailing_bytes), 0.0)
+    inside = np.where(sure, made.all(lambda cost: cost.inside_bytes), 0.0)
+    one, other, times = _turnings(turns)
+    both = trailing[one] + np.minimum(trailing[one], inside[other])
+    return float(np.sum(times * np.where(inside[other] > 0.0, both, 0.0)))
+
+
+HIDDEN = 0.5
+"""Copies that take less than this share of the forward beside them are not timed again: no wait for
+them is near."""
+
+
+def hidden(cost: CostModel, chunk: ChunkCost, crowd: CopyTraffic) -> bool:
+    """Whether a chunk's copies by layer hide well behind its forward, beside `crowd` too."""
+    return cost.copy_s(chunk.out_bytes, "d2h", crowd) < HIDDEN * chunk.forward.compute_s
+
+
+def sent_bytes(problem: Problem) -> float:
+    """Bytes of a micro-batch's messages to other nodes, as one GPU of each rank sends them:
+    forwards to the next rank, backwards to the one before; only the model's ends send none."""
+    lay, crosses = problem.layout, problem.cost.crosses
+    nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
+    inner = sum(crosses(rank, rank + 1) for rank in range(lay.pp - 1))
+    around = crosses(lay.pp - 1, 0) * (lay.vpp - 1)
+    return 2 * (lay.vpp * inner + around) * (nbytes if lay.sp else nbytes / lay.tp)
+
+
+@lru_cache(maxsize=128)
+def _turnings(turns: Turns) -> tuple[NDArray[np.int64], ...]:
+    """The stages of forwards and of the backwards of other passes that directly follow on the same
+    rank, and how often each pair does."""
+
+    def counted(short: Turns, found: Issued) -> NDArray[np.int64]:
+        _, rank, own, stage = found
+        forward = own >= short.half
+        next_to = (rank[1:] == rank[:-1]) & forward[:-1] & ~forward[1:]
+        where = np.flatnonzero(next_to & (own[:-1] - short.half != own[1:]))
+        pairs = stage[where] * short.stages + stage[where + 1]
+        return np.bincount(pairs, minlength=short.stages**2)
+
+    times = _times(turns, None, counted)
+    pairs = np.flatnonzero(times)
+    return pairs // turns.stages, pairs % turns.stages, times[pairs]
+
+
+class Issued(NamedTuple):
+    """Events of ranks one after the other: kind, rank, number of the pass (of copies: of their
+    forward), and its stage."""
+
+    kind: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    own: NDArray[np.int64]
+    stage: NDArray[np.int64]
+
+
+def _times(
+    turns: Turns, copies: Copies | None, counted: Callable[[Turns, Issued], NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """How often something occurs in a schedule; `counted` counts in a schedule's events.  Of equal
+    periods one is counted: the difference between a schedule with it and without it."""
+    short, left_out = shortened(turns)
+    parts = events(short, copies, cut=left_out > 0)
+
+    def count(parts: Sequence[Events]) -> NDArray[np.int64]:
+        columns = [(part.kind, part.rank, part.own) for part in parts]
+        kind, rank, own = (np.concatenate(column) for column in zip(*columns, strict=True))
+        order = np.argsort(rank, kind="stable")
+        stage = own // short.micro_batches % short.stages
+        return counted(short, Issued(*(column[order] for column in (kind, rank, own, stage))))
+
+    found = count(parts)
+    return found + left_out * (found - count(parts[::2])) if left_out else found
+
+
+def _by_chunk(turns: Turns, made: Stages, moves: Transfers) -> float:
+    """Bytes of a step's copies of whole chunks that are issued next to a copy in the other
+    direction, of another pass.  Copies of a rank count if all its stages are sure to copy, or are
+    sure not to."""
+    out, back = made.out_bytes, made.back_bytes
+    copies = tuple(a > 0.0 for a in out)
+    doubtful = {
+        stage % turns.pp
+        for stage, (copied, share) in enumerate(zip(copies, made.surely, strict=True))
+        if copied and not share
+    }
+    outs, backs = _meeting(turns, Copies(True, moves.release_lag), copies)
+    return fsum(
+        share * (a * met_out + b * met_back)
+        for stage, (share, a, b, met_out, met_back) in enumerate(
+            zip(made.surely, out, back, outs, backs, strict=True)
+        )
+        if stage % turns.pp not in doubtful
+    )
+
+
+@lru_cache(maxsize=128)
+def _meeting(
+    turns: Turns, copies: Copies, copying: tuple[bool, ...]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """How often copies of each stage to the host, and back, are issued next to a copy in the other
+    direction of another pass; `copying`: the stages that copy."""
+
+    def counted(short: Turns, found: Issued) -> NDArray[np.int64]:
+        passes = (found.kind == PASS) & (found.own >= short.half)
+        issued = (passes | (found.kind == FETCH)) & np.array(copying)[found.stage]
+        kind, rank, own, stage = (column[issued] for column in found)
+        next_to = (rank[1:] == rank[:-1]) & (kind[1:] != kind[:-1]) & (own[1:] != own[:-1])
+        met = np.append(next_to, False) | np.append(False, next_to)
+        return np.bincount(2 * stage[met] + kind[met], minlength=2 * short.stages)
+
+    outs, backs = _times(turns, copies, counted).reshape(-1, 2).T.tolist()
+    return outs, backs
+
+
+class Links(NamedTuple):
+    """Seconds of each rank's message to the next stage (`down_s`) and to the stage before (`up_s`);
+    whether compute waits for its own sends, and whether the host is held until messages arrive."""
+
+    down_s: tuple[float, ...]
+    up_s: tuple[float, ...]
+    waits: bool
+    held: bool
+
+
+class Frame(NamedTuple):
+    """The part of a layout's step that does not depend on the fates of activations: the order of
+    passes, messages, seconds of each rank's step end, and seconds that compute loses to
+    collectives beside it."""
+
+    turns: Turns
+    links: Links
+    end_s: tuple[float, ...]
+    stall_s: tuple[float, ...]
+
+
+class _End:
+    """A stand-in for a rank's lowering that `emit_step_end` can use: it only collects blocks."""
+
+    def __init__(self, problem: Problem, plan: Plan, rank: int, order: tuple[Pass, ...]) -> None:
+        self.rank, self.order = rank, order
+        self.chunks = [
+            ChunkOps(problem, rank, chunk, layers)
+            for chunk, layers in enumerate(plan.partition[rank])
+        ]
+        peers = problem.layout.state_shards > 1
+        self.overlap_reduce = problem.system.reduce_overlap and peers
+        self.known: dict[tuple[object, ...], Block] = {}
+        self.blocks: list[Block] = []
+
+    def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
+        """Collect the block that `build` returns, which is one for all steps with its key."""
+        if key not in self.known:
+            self.known[key] = build()
+        self.blocks.append(self.known[key])
+
+
+def frame(problem: Problem, plan: Plan) -> Frame:
+    """The Frame of a problem's layout under `plan`, the plan that methods begin with."""
+    lay, system, cost = problem.layout, problem.system, problem.cost
+    micro_batches = lay.num_micro_batches
+    nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
+    beside = system.sends_beside(lay.vpp)
+    ranks = range(lay.pp)
+
+    def send_s(rank: int, step: int) -> float:
+        if lay.pp == 1:
+            return 0.0
+        return cost.p2p_s(nbytes, rank, (rank + step) % lay.pp, replicated=not lay.sp)
+
+    costs = ActionCosts(problem)
+    known: dict[Hashable, tuple[float, float]] = {}  # seconds of a rank's step end and of its stall
+
+    def ends(rank: int) -> tuple[float, float]:
+        layers = tuple(tuple(map(problem.variant, chunk)) for chunk in plan.partition[rank])
+        key = (rank if rank in (0, lay.pp - 1) else None, layers, costs.alike(rank))
+        if key not in known:
+            end = _End(
+                problem, plan, rank, passes(plan.schedule, rank, lay.pp, lay.vpp, micro_batches)
+            )
+            emit_step_end(end, plan, problem)
+            known[key] = _through(end.blocks, rank, costs), _stall_s(problem, plan, rank)
+        return known[key]
+
+    end_s, stall_s = zip(*map(ends, ranks), strict=True)
+    return Frame(
+        turns=Turns(plan.schedule, lay.pp, lay.vpp, micro_batches),
+        links=Links(
+            tuple(send_s(rank, 1) for rank in ranks),
+            tuple(send_s(rank, -1) for rank in ranks),
+            waits=not beside,
+            held=system.p2p_synchronous and not beside,
+        ),
+        end_s=end_s,
+        stall_s=stall_s,
+    )
+
+
+def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
+    """Seconds by which some blocks move the compute clock of a rank."""
+    once = {id(block): block for block in blocks}
+    rows = {which: rows_with(block, rank, costs.timing) for which, block in once.items()}
+    macro = macro_of(*(rows[id(block)] for block in blocks))
+    ends = dict(macro.streams)
+    return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
+
+
+def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
+    """Seconds that compute loses to gradient reductions and parameter gathers beside it, counted as
+    one collective of each kind per chunk."""
+    lay, system = problem.layout, problem.system
+    if lay.state_shards == 1 or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
+        return 0.0
+    scatter = plan.state("optimizer").shards > 1
+    total = 0.0
+    for layers in plan.partition[rank]:
+        count = sum(problem.layer(layer).parameters for layer in layers)
+        if system.reduce_overlap:
+            kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
+            total += problem.cost.stall_s(Comm(kind, "dp", system.reduce_bytes * count), rank)
+        if system.gather_overlap and plan.state("parameter").gather == "step":
+            total += problem.cost.stall_s(
+                Comm("all_gather", "dp", system.gather_bytes * count), rank
+            )
+    return total
+
+
+class Stage(NamedTuple):
+    """A virtual stage.  Forward and backward: seconds (of compute from when it is free, until
+    compute ends from the host's start, of the host).  `landed_s`: from the arrival of the copies
+    back to the end of the backward; `out_s`, `back_s`: seconds of copies beside other passes."""
+
+    forward: tuple[float, float, float]
+    backward: tuple[float, float, float]
+    landed_s: float
+    out_s: float
+    back_s: float
+
+
+def stages_of(made: Stages, crowd: CopyTraffic, cost: CostModel) -> list[Stage]:
+    """The virtual stages of chunks, whose copies and kernels `crowd` slows."""
+
+    def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
+        """Seconds of each stage's copies beside other passes."""
+        sizes = made.out_bytes if direction == "d2h" else made.back_bytes
+        return [
+            share * alone_s
+            + cost.copy_s(share * nbytes, direction, crowd)
+            - cost.copy_s(share * nbytes, direction)
+            for share, alone_s, nbytes in zip(made.surely, made.all(which), sizes, strict=True)
+        ]
+
+    def passed(role: Line, which: str, layers: int) -> tuple[float, float, float]:
+        def of(field: str) -> float:
+            return float(at(role, lambda c: getattr(getattr(c, which), field), layers))
+
+        slower = crowd.kernel_delay_share * of("kernel_s")
+        # The longest path from the host's start runs through the layers on the host or on the
+        # device.  A middle rank's layers do not tell which, so the bound takes the lower one.
+        own: PassCost = getattr(role.slope, which)
+        edge = min if layers >= role.layers else max
+        layer_s = edge(own.issued_s, own.compute_s, own.host_s)
+        base: PassCost = getattr(role.base, which)
+        issued_s = base.issued_s + (layers - role.layers) * layer_s
+        issued_s = max(issued_s, of("compute_s"), of("called_s"))
+        return (of("compute_s") + slower, issued_s, of("host_s"))
+
+    known: dict[tuple[int, int], Stage] = {}  # without copies, by the role and layers of a stage
+    kinds = [(id(role), n) for role, n in zip(made.lines, made.sizes, strict=True)]
+    for kind, role in zip(kinds, made.lines, strict=True):
+        if kind not in known:
+            n = kind[1]
+            landed_s = at(role, lambda c: c.backward.landed_s, n)
+            forward, backward = passed(role, "forward", n), passed(role, "backward", n)
+            known[kind] = Stage(forward, backward, landed_s, 0.0, 0.0)
+    outs, backs = copied(lambda c: c.out_s, "d2h"), copied(lambda c: c.back_s, "h2d")
+    return [
+        known[kind]._replace(out_s=out_s, back_s=back_s)
+        for kind, out_s, back_s in zip(kinds, outs, backs, strict=True)
+    ]
+
+
+def tightened(
+    frame: Frame, made: Stages, moves: Transfers, crowd: CopyTraffic, cost: CostModel
+) -> float:
+    """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
+    hide the seconds that compute loses to collectives, so the bound then leaves those out."""
+    whole = moves.granularity == "chunk"
+    if not whole and made.moves:
+        frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
+    stages = stages_of(made, crowd, cost)
+    pieces, links = _pieces(frame, stages), frame.links
+    rules = Rules(links.waits, links.held)
+    if any(stage.out_s for stage in stages):
+        beside = Beside(
+            [stage.out_s for stage in stages],
+            [stage.back_s for stage in stages],
+            [stage.landed_s for stage in stages],
+            held="warmup" in moves.before_send_phases,
+        )
+        copies = Copies(whole, moves.release_lag)
+        ends = walked_beside(frame.turns, copies, pieces, beside, rules, frame.stall_s)
+    else:
+        ends = walked(frame.turns, pieces, rules, frame.stall_s)
+    return max(at + end for at, end in zip(ends, frame.end_s, strict=True))
+
+
+def _pieces(frame: Frame, stages: list[Stage]) -> Pieces:
+    """The seconds of each stage's backward and forward, with those of their messages."""
+    down, up, pp, last = frame.links.down_s, frame.links.up_s, frame.turns.pp, len(stages) - 1
+    found: list[tuple[float, float, float, float]] = []
+    for number, stage in enumerate(stages):
+        found.append((*stage.backward, up[number % pp] if number else 0.0))
+        found.append((*stage.forward, down[number % pp] if number < last else 0.0))
+    return Pieces(*zip(*found, strict=True))

@@ -1,0 +1,336 @@
+"""Lower bounds of the layouts of a shard under the arms of a search."""
+
+from functools import cached_property, partial
+from math import inf
+from typing import NamedTuple
+from weakref import proxy
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.closed_bounds import (
+    Bounds,
+    CopyBound,
+    Total,
+    Waiting,
+    peak_bound,
+    step_bound,
+)
+from rematbench.advise.search.pass_costs import (
+    ChunkCost,
+    Facts,
+    Line,
+    More,
+    chord,
+    height,
+    in_pieces,
+    no_cost,
+    only_kept,
+    with_head,
+)
+from rematbench.advise.search.probe_problems import NOTHING
+from rematbench.advise.search.probes import Probe, Refused
+from rematbench.advise.search.schedule_bound import hidden, least_crowd, stages, tightened
+from rematbench.advise.search.shards import Shard
+from rematbench.advise.search.space import Array
+from rematbench.costs.copies import NO_TRAFFIC
+
+LINEAR = 0.9999
+"""Factor on a bound by the schedule: seconds of a chunk are not exactly linear in its layers, since
+the first kernel of a kind may wait for its launch."""
+
+
+SHARED = 0.998
+"""The factor for an arm with a line or pieces: tensors are split at whole rows."""
+
+
+class Short(NamedTuple):
+    """Bytes that each layout lacks at least at each step of an arm's line, where positive, of a
+    device and of a node's host memory: arrays [steps, layouts].  `falls`: by layout, what it lacks
+    at least where no step fits, and whether that is host memory; None where a step may fit."""
+
+    device: Array
+    host: Array
+    falls: list[tuple[float, bool] | None]
+
+
+def _falls(device: Array, host: Array) -> list[tuple[float, bool] | None]:
+    """See `Short`.  Host memory is short where no step has room there; else what the steps with
+    room there lack on the device counts."""
+    lacked = np.where(host > 0, inf, device).min(axis=0)
+    found: list[tuple[float, bool] | None] = []
+    for nbytes, host_bytes in zip(lacked.tolist(), host.min(axis=0).tolist(), strict=True):
+        if nbytes <= 0:
+            found.append(None)
+        else:
+            found.append((host_bytes, True) if nbytes == inf else (nbytes, False))
+    return found
+
+
+def _less(cost: ChunkCost, nbytes: float) -> ChunkCost:
+    """A chunk's costs where it keeps fewer bytes."""
+    forward = cost.forward
+    return cost._replace(forward=forward._replace(net_bytes=forward.net_bytes - nbytes))
+
+
+class MinimumBytes:
+    """The bytes that plans of `shard` need at least."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self._known_highs: dict[Arm | None, list[float]] = {}
+        self._shorts: dict[Arm, Short | None] = {}
+        self._leasts: dict[tuple[Arm | None, Arm | None], Array] = {}
+
+    @cached_property
+    def shares(self) -> Array:
+        """About the share of its device that each layout's leanest plan fills, before any probe: it
+        keeps what enters a layer, and has one layer whole."""
+        tables = self.shard.problem.layer_kinds
+        whole = max(sum(each.nbytes for each in one.activations.values()) for one in tables)
+        kept = no_cost()
+        entering = tables[0].activations["layer_input"].nbytes
+        kept = kept._replace(forward=kept.forward._replace(net_bytes=entering))
+        line = Line(0, only_kept(no_cost(), whole), kept)
+        found = peak_bound(self.shard.columns, Facts(line, line, line)) / self.shard.usable_bytes
+        return np.asarray(found)
+
+    def short(self, arm: Arm) -> Short | None:
+        """What an arm lacks along its line, in any number of pieces, by what it keeps on the device
+        and copies to the host, and by what the arm that keeps everything needs above that; None
+        for an arm without a plan."""
+        if arm not in self._shorts:
+            self._shorts[arm] = self._short(arm)
+        return self._shorts[arm]
+
+    def _short(self, arm: Arm) -> Short | None:
+        shard, floors = self.shard, self.shard.floors(self._stored_like(arm))
+        if isinstance(floors, Refused):
+            return None
+        ends = (floors[0].nbytes, floors[1].nbytes)
+        lean, host_bytes = shard.stored(arm, ends, floors[1].pinned)
+        cut = arm.whole != arm  # pieces have other transients
+        peak_bytes = peak_bound(shard.columns, lean) if cut else self._above(lean, None)
+        device = shard.wide(arm, peak_bytes - shard.rounding_bytes(arm) - shard.usable_bytes)
+        host = host_bytes - shard.problem.cost.host_room_bytes
+        return Short(device, host, _falls(device, host))
+
+    def _stored_like(self, arm: Arm) -> Arm:
+        """The arm whose floors are those of an arm: the arm without its pieces, where these alone
+        change nothing of what is stored."""
+        return arm.whole if arm.whole != arm and self._only_cuts(arm.cutting) else arm
+
+    def _only_cuts(self, pieces: Arm) -> bool:
+        """Whether methods that compute in pieces leave what layers store as it is."""
+        return self.shard.floors(pieces) == self.shard.floors(KEEP)
+
+    def of_all(self, pieces: Arm | None) -> Array:
+        """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
+        return self.of_family(None, pieces)
+
+    def of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
+        """Device bytes that every arm of a family needs: the bytes that its lean arm keeps (None:
+        no bytes), and above them the bytes that passes of the arm that keeps everything need (see
+        `_highs`)."""
+        if (lean, pieces) not in self._leasts:
+            self._leasts[lean, pieces] = self._of_family(lean, pieces)
+        return self._leasts[lean, pieces]
+
+    def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
+        if lean is not None:
+            gone = self._gone_bytes(pieces)
+            both = (*lean.parts, *(pieces.parts if pieces else ()))
+            found = self.shard.probe(lean if gone else Arm(both))
+            if isinstance(found, Refused):
+                return self.of_all(pieces)
+            lines = (
+                line._replace(base=_less(line.base, nbytes))
+                for line, nbytes in zip(found.nbytes, gone or [0.0] * 3, strict=True)
+            )
+            return self._above(Facts._make(lines), pieces)
+        keep = self.shard.probe(KEEP)
+        assert isinstance(keep, Probe)
+        lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
+        return self._above(Facts._make(lines), pieces)
+
+    def _gone_bytes(self, pieces: Arm | None) -> list[float]:
+        """Bytes that the chunk of the first, a middle and the last rank no longer keeps in pieces,
+        under the plan that keeps everything: as the statistics of a loss that is rebuilt by piece.
+        No plan keeps less than its own bytes without these.  Empty where that is not known."""
+        if pieces is None:
+            return [0.0] * 3
+        keep, cut = self.shard.probe(KEEP), self.shard.probe(pieces)
+        if isinstance(keep, Refused) or isinstance(cut, Refused) or not self._only_cuts(pieces):
+            return []
+        lines = zip(keep.nbytes, cut.nbytes, strict=True)
+        return [whole.base.kept_bytes - own.base.kept_bytes for whole, own in lines]
+
+    def _above(self, facts: Facts, pieces: Arm | None) -> Array:
+        lines = (
+            line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
+            for line, high in zip(facts, self._highs(pieces), strict=True)
+        )
+        return peak_bound(self.shard.columns, Facts._make(lines))
+
+    def _highs(self, pieces: Arm | None) -> list[float]:
+        """Bytes that passes of the arm that keeps everything need above the kept bytes, on the
+        first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
+        many where their number is open."""
+        if pieces not in self._known_highs:
+            self._known_highs[pieces] = self._made_highs(pieces)
+        return self._known_highs[pieces]
+
+    def _made_highs(self, pieces: Arm | None) -> list[float]:
+        probe, arm = self.shard.probe, pieces or KEEP
+        probes = [probe(arm, at) for at in ((1, 2) if arm.pieces else (1,))]
+        facts = [one.nbytes for one in probes if isinstance(one, Probe)]
+        if len(facts) < len(probes):
+            return [0.0] * 3
+        ends = zip(facts[0], facts[-1], strict=True)
+        return [max(0.0, 2 * height(b.base) - height(a.base)) for a, b in ends]
+
+
+class ShardBounds:
+    """Lower bounds of the layouts of a shard under every arm of its registry.  `minimum`: the bytes
+    that plans need at least, known before probes of these plans."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard, self.minimum = shard, MinimumBytes(shard)
+        self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
+        self._by_copies: dict[tuple[Arm, int], NDArray[np.bool_]] = {}
+
+    def of(self, arm: Arm, pieces: int = 1) -> Bounds | Refused:
+        """Bounds under an arm at a step of its pieces, as arrays [steps of its line, layouts]; or
+        why the arm has no plan."""
+        key = (arm, pieces)
+        if key not in self._bounds:
+            self._bounds[key] = self._bound(arm, pieces)
+        return self._bounds[key]
+
+    def _bound(self, arm: Arm, pieces: int) -> Bounds | Refused:
+        ends = self.shard.ends(arm, pieces)
+        if isinstance(ends, Refused):
+            return ends
+        one = self.shard.probe(arm)
+        pinned = NOTHING if isinstance(one, Refused) else one.pinned
+        nbytes = (ends[0].nbytes, ends[1].nbytes)
+        lean, host_bytes = self.shard.stored(arm, nbytes, pinned)
+        peak_bytes = self._peak_bytes(arm, nbytes, lean)
+        step_s = partial(ShardBounds._step_s, proxy(self), arm, pieces)  # no cycle of references
+        return Bounds(peak_bytes, host_bytes, step_s)
+
+    def _step_s(self, arm: Arm, pieces: int) -> Array:
+        """Least seconds of a step along an arm's line, [steps of the line, layouts]."""
+        shard, columns, send_s = self.shard, self.shard.columns, self.shard.send_s
+        one = shard.probe(arm, pieces)
+        assert isinstance(one, Probe)
+        timed = shard.at_share(arm, self._timed(arm, pieces), shard.shares(arm)[0])
+        kernels_s = found = step_bound(columns, timed, send_s)
+        if not one.copies:
+            return shard.wide(arm, found + shard.end_s)
+        layerwise = one.transfers.granularity == "layer"
+        copies = CopyBound(columns, timed, shard.problem.cost, shard.sent_bytes, by_layer=layerwise)
+        if layerwise and arm.line is None:
+            found = step_bound(columns, timed, send_s, copies.reloads())
+        found = np.maximum(found, copies.outwards())
+        waits = found > kernels_s
+        if layerwise:
+            waits = waits | copies.outlast()
+        self._by_copies[arm, pieces] = shard.wide(arm, waits)
+        return shard.wide(arm, found + shard.end_s)
+
+    def by_copies(self, arm: Arm, step: int, pieces: int, index: int) -> bool:
+        """Whether copies over the host link make the bound of a step's seconds."""
+        known = self._by_copies.get((arm, pieces))
+        return known is not None and bool(known[step - 1, index])
+
+    def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts], lean: Facts) -> Array:
+        """Least device bytes along an arm's line, [steps of the line, layouts].  `ends`: facts at
+        both ends of the line, `lean`: along it, at the shares of the shortest chunks."""
+        shard, columns = self.shard, self.shard.columns
+        found = shard.probe(arm)
+        if isinstance(found, Refused):
+            return shard.wide(arm, peak_bound(columns, lean) - shard.rounding_bytes(arm))
+        waiting = self._waiting(arm, found, ends, lean) if columns.waits.any() else None
+        peak_bytes = peak_bound(columns, lean, found.transfers, waiting)
+        return shard.wide(arm, peak_bytes - shard.rounding_bytes(arm))
+
+    def _waiting(self, arm: Arm, one: Probe, ends: tuple[Facts, Facts], lean: Facts) -> Waiting:
+        """The model's last chunk where its backward does not follow its forward at once, as in
+        probes, which then copy nothing of it.  `one`: the probe at the end of the arm's line;
+        `ends`: at both ends, `lean`: along it."""
+        shard, ending = self.shard, self.shard.columns.ending
+        if not one.copies:
+            return Waiting(Total(lean.last, ending).kept_bytes, 0.0)
+        kept_bytes = Total(ends[0].last, ending).kept_bytes
+        before = shard.probe(arm.without(arm.line)) if arm.line else one
+        if isinstance(before, Refused) or before.copies:
+            layers = np.minimum(ending, len(one.end_bytes) - 1)
+            return Waiting(np.take(one.end_bytes, layers), 0.0)
+        share = shard.shares(arm)[1]
+        whole, moved = ends[0].middle.base.kept_bytes, ends[1].middle.base.released_bytes
+        leaving = min(1.0, moved / whole) if whole > 0 else 0.0  # small tensors may all stay
+        return Waiting((1.0 - share) * kept_bytes, leaving * share * kept_bytes)
+
+    def _timed(self, arm: Arm, pieces: int) -> tuple[Facts, Facts]:
+        """The facts for seconds at both ends of an arm's line.  Which operators of layers are cut
+        in pieces may depend on the share, so an arm with a line counts no seconds for these; the
+        pieces of the head do not."""
+        ends = self.shard.ends(arm, pieces)
+        assert not isinstance(ends, Refused)
+        facts = ends[0].facts, ends[1].facts
+        if arm.line is None or arm.whole == arm:
+            return facts
+        whole = self.shard.ends(arm.whole, 1)
+        if isinstance(whole, Refused):
+            return facts
+        zero, one = (probe.facts for probe in whole)
+        both = in_pieces(facts[0].last, zero.last), in_pieces(facts[1].last, one.last)
+        least, single = More._make(map(min, *both)), self.shard.prober.single
+        return with_head(zero, least, single=single), with_head(one, least, single=single)
+
+    def tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
+        """Least seconds of a layout's step (the layout at `index`), by its whole schedule."""
+        known, text = self.shard.site(index).tight_s, arm.text(step, pieces)
+        if text not in known:
+            known[text] = self._tight_s(arm, step, pieces, index)
+        return known[text]
+
+    def _tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
+        shard, choice, frame = self.shard, self.shard.choices[index], self.shard.site(index).frame
+        probe, cost, shares = shard.probe(arm, pieces), shard.problem.cost, shard.shares(arm)[0]
+        assert isinstance(probe, Probe)
+        share = np.broadcast_to(shares, (len(shares), len(shard.choices)))[step - 1, index]
+        facts = shard.at_share(arm, self._timed(arm, pieces), share)
+        waits = bool(shard.columns.waits[index])
+        chunks = stages(facts, choice.sizes, waits=waits)
+        crowd = NO_TRAFFIC
+        if chunks.moves:
+            sent_bytes = float(shard.sent_bytes[index])
+            crowd = least_crowd(cost, frame.turns, chunks, probe.transfers, sent_bytes)
+        if probe.transfers.granularity == "layer":
+            if arm.line is None and not hidden(cost, facts.middle.base, crowd):
+                chunks = stages(probe.beside(crowd), choice.sizes, waits=waits)
+            crowd = NO_TRAFFIC
+        step_s = float(tightened(frame, chunks, probe.transfers, crowd, cost))
+        return step_s * (SHARED if arm.line or arm.pieces else LINEAR)
+
+    def short(self, arm: Arm) -> Short | None:
+        """What an arm lacks before its bounds are known, which say more (`MinimumBytes.short`)."""
+        return None if (arm, 1) in self._bounds else self.minimum.short(arm)
+
+    def in_more_pieces(self, arm: Arm, fewer: int, pieces: int, more: int) -> Array:
+        """Least device bytes at step `more` of an arm's pieces, from the bytes at steps `fewer` and
+        `pieces`.  Each step has twice the pieces of the step before.  A peak is a maximum of lines
+        in 1 / pieces, so it is convex and lies above its chord beyond the chord's ends."""
+        few, many = (self.shard.ends(arm, at) for at in (fewer, pieces))
+        if isinstance(few, Refused) or isinstance(many, Refused):
+            return np.zeros((self.shard.steps(arm), len(self.shard.choices)))
+        beyond = (2.0**-pieces - 2.0**-more) / (2.0**-fewer - 2.0**-pieces)
+        zero, one = (
+            Facts._make(chord(*lines, beyond) for lines in zip(a.nbytes, b.nbytes, strict=True))
+            for a, b in zip(few, many, strict=True)
+        )
+        lean = self.shard.at_share(arm, (zero, one), self.shard.shares(arm)[1])
+        return self._peak_bytes(arm, (zero, one), lean)

@@ -1,0 +1,244 @@
+"""A shard: the layouts that cut a layer's tensors alike, what no plan changes there (messages, a
+step's end, states, room), and what probes say of the candidates there."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
+from functools import cached_property, partial
+from math import fsum
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.advise.search.candidates import Arm
+from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, step_bound
+from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, mixed, no_cost
+from rematbench.advise.search.probe_problems import NOTHING, Pinned, ProbePrograms
+from rematbench.advise.search.probes import Floor, Found, Probe, Prober, Refused
+from rematbench.advise.search.schedule_bound import after_passes, host_update_s, sent_bytes
+from rematbench.advise.search.space import Array, Choice, Columns
+from rematbench.advise.search.trials import Site
+from rematbench.evaluate.evaluator import Evaluator
+from rematbench.plugins.registry import Composition, MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
+
+
+class Key(NamedTuple):
+    """What the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose passes
+    gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
+
+    tp: int
+    sp: bool
+    cp: int
+    ulysses: int
+    micro_batch: int
+    single: bool
+    hosted: bool
+    zero: tuple[int, int]
+
+
+def key(choice: Choice) -> Key:
+    """The key of a choice's shard."""
+    lay = choice.layout
+    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
+    alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch)
+    return Key(*alike, lay.pp == 1, choice.hosted, zero)
+
+
+Number = TypeVar("Number", np.float64, np.bool_)
+
+
+class Shard:
+    """All layouts that cut a layer's tensors and the micro-batches alike, with the probes of the
+    arms of a registry.  `problem` has one of the layouts; `evaluator`: keeps lowered plans for
+    searches on other clusters (None: none follow); `programs`: of probes, which shards share;
+    `reserving`: gives a problem the reserve of its layout (None: that of `problem`)."""
+
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        problem: Problem,
+        registry: Registry,
+        *,
+        evaluator: Evaluator | None = None,
+        programs: ProbePrograms | None = None,
+        reserving: Callable[[Problem], Problem] | None = None,
+    ) -> None:
+        self.choices, self.problem, self.registry = choices, problem, registry
+        self._evaluator, self._reserving = evaluator, reserving or _same
+        self.columns = Columns(choices, problem)
+        self.prober = Prober(problem, {} if programs is None else programs)
+        self._ends_s: dict[tuple[int, int, int, int], float] = {}
+        self._sites: dict[int, Site] = {}
+        self._probes: dict[str, Probe | Refused] = {}
+        self._floors: dict[str, Floor | Refused] = {}
+
+    def _at(self, layout: Layout) -> Problem:
+        """The problem at one of the layouts, without its reserve."""
+        return replaced(self.problem, layout=layout, _memo={}, _weights={})
+
+    @cached_property
+    def send_s(self) -> Array:
+        """Seconds of a message between neighbouring stages, on the fastest link of any layout."""
+        cost, lay = self.problem.cost, self.problem.layout
+        nbytes = self.problem.layer_kinds[0].activations["layer_input"].nbytes
+        nbytes = nbytes if lay.sp or lay.tp == 1 else nbytes // lay.tp
+        rate = max(cost.nvlink_bytes_per_s, cost.nic_bytes_per_s)
+        seconds = nbytes / rate * self.problem.system.scales.communication
+        return np.full(len(self.choices), seconds)
+
+    @cached_property
+    def end_s(self) -> Array:
+        """Least seconds after a rank's last pass: one gradient reduction and one parameter gather,
+        where nothing hides them, and the update of states in host memory."""
+        layer = min(table.parameters for table in self.problem.layer_kinds)
+        counts = layer * np.minimum(self.columns.first, self.columns.last)
+        found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
+        return np.array(found)
+
+    def _end_s(self, layout: Layout, count: int) -> float:
+        key = (layout.dp, layout.pp, layout.zero_stage, count)
+        if key not in self._ends_s:
+            problem = self._at(layout)
+            comms_s = (problem.cost.comm_s(comm, 0) for comm in after_passes(problem, count))
+            self._ends_s[key] = fsum((*comms_s, host_update_s(problem, count)))
+        return self._ends_s[key]
+
+    @cached_property
+    def sent_bytes(self) -> Array:
+        """Bytes of each layout's messages to other nodes in a micro-batch."""
+        known: dict[tuple[int, int, int], float] = {}
+        for lay in (choice.layout for choice in self.choices):
+            if (lay.pp, lay.dp, lay.vpp) not in known:
+                known[lay.pp, lay.dp, lay.vpp] = sent_bytes(self._at(lay))
+        return np.array([known[c.layout.pp, c.layout.dp, c.layout.vpp] for c in self.choices])
+
+    @cached_property
+    def usable_bytes(self) -> NDArray[np.int64]:
+        """Device bytes that each layout may reserve: without its communicators and the reserve."""
+        known: dict[tuple[int, int], int] = {}
+        for lay in (choice.layout for choice in self.choices):
+            if (lay.pp, lay.dp) not in known:
+                at = self._reserving(replaced(self.problem, layout=lay))
+                known[lay.pp, lay.dp] = at.usable_bytes - at.reserve_bytes
+        return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
+
+    def site(self, index: int) -> Site:
+        """What all searches know of the layout at `index`."""
+        if index not in self._sites:
+            choice = self.choices[index]
+            problem = self._reserving(self._at(choice.layout))
+            self._sites[index] = Site(choice, problem, self._evaluator)
+        return self._sites[index]
+
+    @cached_property
+    def kernels_s(self) -> Array:
+        """A first bound of the arm that keeps everything, in seconds, from the operator tables."""
+        kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
+        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
+        line = Line(0, no_cost(), layer)
+        return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
+
+    @cached_property
+    def states_over_bytes(self) -> Array:
+        """Bytes by which the states of the fullest device exceed what the device may hold."""
+        return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the states of any layout fit."""
+        return bool((self.states_over_bytes <= 0).any())
+
+    def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
+        """An arm's Probe; for an arm with a line, at the last step of the line."""
+        text = _at_end(arm, pieces)
+        if text not in self._probes:
+            self._probes[text] = self._asked(text, self.prober)
+        return self._probes[text]
+
+    def floors(self, arm: Arm) -> tuple[Floor, Floor] | Refused:
+        """The floors at both ends of an arm's line; two equal ones for an arm without a line."""
+        return _both_ends(arm, self._floor)
+
+    def _floor(self, arm: Arm) -> Floor | Refused:
+        text = _at_end(arm, 1)
+        if text not in self._floors:
+            self._floors[text] = self._asked(text, self.prober.floor)
+        return self._floors[text]
+
+    def _asked(self, text: str, asked: Callable[[Composition], Found | Refused]) -> Found | Refused:
+        try:
+            return asked(self.registry.resolve(text, None, self.problem))
+        except MethodError as error:
+            return Refused(str(error))
+
+    def steps(self, arm: Arm) -> int:
+        """The number of steps of an arm's line; 1 for an arm without a line."""
+        if arm.line is None or arm.line.scalar is None:
+            return 1
+        return arm.line.scalar.steps or int(self.columns.most.max())
+
+    def stored(
+        self, arm: Arm, ends: tuple[Facts, Facts], pinned: Pinned
+    ) -> tuple[Facts, NDArray[np.float64]]:
+        """Along an arm's line: its facts, at the shares of the shortest chunks, and the least host
+        bytes of a node, [steps of the line, layouts].  `ends`: the facts at both ends of the line,
+        `pinned`: what is copied at its last step."""
+        longest, shortest = self.shares(arm)
+        quick = self.at_share(arm, ends, longest)
+        known = bool(pinned.budget) == (arm.line is not None)
+        more = (pinned if known else NOTHING).more_bytes
+        host_bytes = host_bound(self.columns, quick, partial(more, longest))
+        lean = quick if shortest is longest else self.at_share(arm, ends, shortest)
+        rounding = self.rounding_bytes(arm) * self.columns.gpus_per_node
+        return lean, self.wide(arm, host_bytes - rounding)
+
+    def wide(self, arm: Arm, found: NDArray[Number]) -> NDArray[Number]:
+        """An array [steps of an arm's line, layouts], also where all steps are equal."""
+        return np.broadcast_to(found, (self.steps(arm), len(self.choices)))
+
+    def rounding_bytes(self, arm: Arm) -> Any:
+        """Bytes by which shares and pieces that are whole rows may be less than their lines say."""
+        cut = arm.line or arm.pieces
+        return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
+
+    def at_share(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
+        """The facts of an arm at a share of its line."""
+        if arm.line is None:
+            return ends[1]
+        return mixed(*ends, share)
+
+    def shares(self, arm: Arm) -> tuple[Array, Array]:
+        """Shares of the longest and of the shortest chunk, [steps of the arm's line, layouts]; one
+        column where all layouts have equal shares."""
+        steps = np.arange(1.0, self.steps(arm) + 1)[:, None]
+        scalar = arm.line.scalar if arm.line else None
+        if scalar is None or scalar.scale == "share":
+            equal = steps / len(steps)
+            return equal, equal
+        columns = self.columns
+        return np.minimum(1.0, steps / columns.most), np.minimum(1.0, steps / columns.fewest)
+
+    def ends(self, arm: Arm, pieces: int) -> tuple[Probe, Probe] | Refused:
+        """The probes at both ends of an arm's line; two equal ones for an arm without a line."""
+        return _both_ends(arm, partial(self.probe, pieces=pieces))
+
+
+def _same(problem: Problem) -> Problem:
+    return problem
+
+
+def _both_ends(arm: Arm, found: Callable[[Arm], Found | Refused]) -> tuple[Found, Found] | Refused:
+    """What is found at both ends of an arm's line; two equal ones for an arm without a line."""
+    one = found(arm)
+    zero = one if arm.line is None else found(arm.without(arm.line))
+    if isinstance(one, Refused):
+        return one
+    return zero if isinstance(zero, Refused) else (zero, one)
+
+
+def _at_end(arm: Arm, pieces: int) -> str:
+    """The text of an arm in a number of pieces, at the last step of its line."""
+    line = arm.line.scalar if arm.line else None
+    return arm.text(line.steps or 1 << 20 if line else 0, pieces)

@@ -1,0 +1,144 @@
+"""The trial of one candidate at a layout: plan, lower, count bytes, and time the step where the
+bytes fit."""
+
+from functools import cached_property
+from math import inf
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.advise.search.schedule_bound import Frame, frame
+from rematbench.advise.search.space import Choice
+from rematbench.evaluate.evaluation import host_node_bytes
+from rematbench.evaluate.evaluator import Evaluator, timed
+from rematbench.evaluate.job import Job
+from rematbench.evaluate.lowered import Lowered, same_plan, weighed
+from rematbench.evaluate.result import Result
+from rematbench.evaluate.verdict import judge, judged
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.spec.layout import LayoutError
+from rematbench.worlds.packages.flags import Engines
+
+NO_PLAN = "no plan: "
+RESERVED = "device memory, as the allocator reserves it"
+"""Why a plan does not fit whose live bytes fit."""
+
+KEPT_ACTIONS = 20_000
+"""The largest program, in actions that are written out, that is kept for other clusters."""
+
+
+class Trial(Struct, frozen=True, kw_only=True):
+    """The result of a candidate with what the search needs while it works.  A plan that does not
+    fit has no evaluation.  `content`: what its plan is known by; empty without a plan.  `arm`: what
+    all plans have in common that differ in a share or in pieces alone.  `short_bytes`: what the
+    plan lacks of a device's memory; `at_least`: or more, as the replay of the allocator ended
+    early."""
+
+    result: Result
+    content: bytes = b""
+    arm: str = ""
+    short_bytes: float = inf
+    at_least: bool = False
+
+
+class Site:
+    """A layout of a job with its problem, and what searches learn of it.  `evaluator`: keeps
+    lowered plans for other clusters (None: none follow); `tight_s`: seconds of bounds by the
+    schedule, by the text of the arm; `trials`: by the content of their plans; `ended`: plans whose
+    replay of the allocator ended early."""
+
+    def __init__(
+        self, choice: Choice, problem: Problem, evaluator: Evaluator | None = None
+    ) -> None:
+        self.choice, self.problem, self._evaluator = choice, problem, evaluator
+        self.job = Job(problem=problem, base=choice.base(problem.base_plan))
+        self.tight_s: dict[str, float] = {}
+        self.trials: dict[bytes, Trial] = {}
+        self.ended: dict[bytes, Lowered] = {}
+
+    @cached_property
+    def frame(self) -> Frame:
+        """The part of the step that no plan changes."""
+        return frame(self.problem, self.job.base)
+
+    def trial(
+        self,
+        method: str,
+        registry: Registry,
+        *,
+        bound_s: float = 0.0,
+        engines: Engines | None = None,
+    ) -> Trial:
+        """Plan and lower a candidate and count its bytes; time its step if the bytes fit.  The
+        reserve of the problem stays free, and one of `engines` has to have options for the plan.
+        A plan that equals an earlier one is not lowered again."""
+        blank = Result(job=self.job, method=method, family="", status="failed", bound_s=bound_s)
+        plan = planned_at(self.job, method, registry)
+        if isinstance(plan, str):
+            return Trial(result=replace(blank, reason=plan))
+        content, result = same_plan(plan), replace(blank, plan=plan)
+        if before := self.trials.get(content):
+            again = replace(before.result, method=method, plan=plan, bound_s=bound_s)
+            return replace(before, result=again)
+        if engines and not engines.of(plan):
+            reason = f"no options of {engines.only}"
+            return Trial(result=replace(result, status="unsupported", reason=reason))
+        keeps = self._evaluator
+        try:
+            lowered = keeps.lowered(self.problem, plan) if keeps else Lowered(self.problem, plan)
+            trial = self.trials[content] = _judged(Trial(result=result, content=content), lowered)
+        except (PlanError, LayoutError) as error:
+            return Trial(result=replace(result, reason=f"{NO_PLAN}{error}"))
+        if trial.at_least:
+            self.ended[content] = lowered
+        # it is timed on another cluster, or replayed whole, if at all
+        lowered.forget(KEPT_ACTIONS if keeps else 0)
+        return trial
+
+    def lacked_bytes(self, content: bytes) -> float:
+        """The device bytes that a plan lacks whose replay of the allocator ended early."""
+        held = weighed(self.problem, self.ended[content])
+        return float(held.nbytes - _room(self.problem))
+
+
+def _room(problem: Problem) -> int:
+    return problem.usable_bytes - problem.reserve_bytes
+
+
+def planned_at(job: Job, method: str, registry: Registry) -> Plan | str:
+    """A candidate's plan, or the reason why it has no plan."""
+    try:
+        plan = registry.resolve(method, None, job.problem).plan(job.problem, job.base)
+    except (PlanError, LayoutError, MethodError) as error:
+        return f"{NO_PLAN}{error}"
+    return f"{NO_PLAN}{plan.reason}" if isinstance(plan, Unsupported) else plan
+
+
+def _judged(trial: Trial, lowered: Lowered) -> Trial:
+    """`trial` with the plan's evaluation where the plan fits, else with the reason.  What takes the
+    least time is done first: live bytes, host bytes, the allocator, the step's seconds."""
+    result, problem = trial.result, trial.result.problem
+    room, pinned = _room(problem), host_node_bytes(problem, lowered.ranks)
+    live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)
+    if live.host_headroom_bytes < 0 and lowered.live_bytes <= room:
+        short = replace(result, status="oom", reason=live.binds, verdict=live)
+        return replace(trial, result=short)
+    held = weighed(problem, lowered, room, enough_bytes=room)
+    if held.nbytes > room:
+        reason = RESERVED if lowered.live_bytes <= room else "device memory"
+        short = replace(result, status="oom", reason=reason)
+        lacked = float(held.nbytes - room)
+        return replace(trial, result=short, short_bytes=lacked, at_least=held.at_least)
+    evaluation = timed(problem, lowered, held)
+    verdict = judge(problem, evaluation)
+    if not verdict.fits:
+        short = replace(result, status="oom", reason=verdict.binds, verdict=verdict)
+        return replace(trial, result=short)
+    if evaluation.not_timed:
+        reason = evaluation.not_timed
+        untimed = replace(result, status="unsupported", reason=reason, verdict=verdict)
+        return replace(trial, result=untimed)
+    fits = replace(result, status="ok", evaluation=evaluation, verdict=verdict)
+    return replace(trial, result=fits)
