@@ -15,9 +15,8 @@ from rematbench.advise.search.answer import judged, line
 from rematbench.advise.search.halves import rounds
 from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
-from rematbench.evaluate.job import Job
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.result import Job, Result, evaluate_method
 from rematbench.evidence.bands import leaving_reserve, with_band
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build

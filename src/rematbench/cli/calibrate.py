@@ -12,8 +12,8 @@ from msgspec import ValidationError, convert
 from rich.console import Console
 from typer import Option
 
-from rematbench.cli.sheet import PROCESSES, predicted
-from rematbench.cli.targets import need_file, read
+from rematbench.cli.sheet import PROCESSES
+from rematbench.cli.targets import need_file
 from rematbench.evidence.accuracy import (
     left_out_errors,
     load_accuracy,
@@ -23,7 +23,8 @@ from rematbench.evidence.calibrate import SCALES, leave_one_out, moved, tangents
 from rematbench.evidence.calibrate import calibrate as fitted
 from rematbench.evidence.fit import FitReport
 from rematbench.evidence.job_evidence import PEAK, SHEETS, joined
-from rematbench.evidence.published.sheets import SPEED
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import SPEED, read_cells
 from rematbench.evidence.user_fit import (
     COUNTS,
     Array,
@@ -78,7 +79,7 @@ def calibrate(
         calibrate_own(rows, output, processes)
         return
     start = calibration()
-    sheets = {name: read(data_dir("published") / name, name) for name in SHEETS}
+    sheets = {name: read_cells(data_dir("published") / name, name) for name in SHEETS}
     if leave_out:
         lines = leave_one_out(sheets, start, load_accuracy(), processes)
         if output is not None:
@@ -153,14 +154,14 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
     """The sheet's rows with their predictions, all of one stack on one cluster.  A row may give its
     step time (`step_s`) instead of tokens/s/GPU.  CommandError for a row that has neither, or that
     cannot be predicted."""
-    sheet = [{**LOGGED, **row} for row in read(path, "--rows", checked=True)]
+    sheet = [{**LOGGED, **row} for row in read_cells(path, "--rows", checked=True)]
     if not 1 <= len(sheet) <= MOST_ROWS:
         raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
     for column in ONE:
         if len(several := sorted({row[column] for row in sheet})) > 1:
             raise CommandError(f"{path}: column {column}: one is needed, not {', '.join(several)}")
     found = []
-    for line, row in enumerate(predicted(sheet, processes, None), start=1):
+    for line, row in enumerate(predict_rows(sheet, processes=processes), start=1):
         if row["pred_tokens_per_s_per_gpu"] == "":
             raise CommandError(f"{path}: row {line}: {row['pred_reason'] or row['pred_status']}")
         found.append({**row, SPEED: row.get(SPEED) or _rate(row, path, line)})

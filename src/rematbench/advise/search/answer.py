@@ -11,9 +11,8 @@ from rematbench.advise.search.job import Asked, SearchJob
 from rematbench.advise.search.space import Choice, partitions
 from rematbench.advise.search.trial import Tried, tried_plan
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS, losses, parts_of
-from rematbench.evaluate.job import WORDS, Job
+from rematbench.evaluate.result import WORDS, Band, Job
 from rematbench.evidence.bands import band_of, fits_word, ratio_band
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY

@@ -21,7 +21,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.evaluator import same_plan
 from rematbench.plan import Phase, Plan
 from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster

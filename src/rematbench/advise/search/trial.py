@@ -5,8 +5,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
-from rematbench.evaluate.evaluator import Evaluator, timed
-from rematbench.evaluate.lowered import Lowered, same_plan, weighed
+from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, weighed
 from rematbench.evaluate.verdict import Verdict, judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry

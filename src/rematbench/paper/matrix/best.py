@@ -21,7 +21,7 @@ from rematbench.advise.search.shared import Shared
 from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
 from rematbench.advise.search.trial import Tried, tried_plan
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
-from rematbench.evaluate.job import Job
+from rematbench.evaluate.result import Job
 from rematbench.evidence.published.sheets import Row, number
 from rematbench.host.console import CommandError
 from rematbench.host.workers import Pool, collect_rarely
