@@ -19,7 +19,7 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, program_bytes
-from rematbench.evaluate.lowered import reserved
+from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.proof import check
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem

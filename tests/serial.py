@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 from rematbench.advise.compare.candidates import CompareConfig, load_compare
 from rematbench.advise.compare.comparison import Comparison
 from rematbench.advise.compare.tuning import Task, Tuning
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.result import Result
+from rematbench.evaluate.result import Job, Result
 from rematbench.problem import Problem
 
 

@@ -14,9 +14,8 @@ from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import Asked, SearchJob, search_row
 from rematbench.advise.search.space import Fixed
-from rematbench.evaluate.job import Job
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.result import Job, Result, evaluate_method
 from rematbench.evidence.bands import leaving_reserve, with_band
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build

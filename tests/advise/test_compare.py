@@ -22,9 +22,8 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.lowered import same_plan
-from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.evaluator import same_plan
+from rematbench.evaluate.result import Job, Result, evaluate_method
 from rematbench.evidence.bands import with_ties
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout

@@ -17,9 +17,8 @@ from rematbench.advise.search.space import Choice, Fixed
 from rematbench.advise.search.trials import planned_at
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.engine.lowering.lower import lower
-from rematbench.evaluate import lowered as programs
-from rematbench.evaluate.evaluator import Evaluator, without_cluster
-from rematbench.evaluate.lowered import Lowered
+from rematbench.evaluate import evaluator as programs
+from rematbench.evaluate.evaluator import Evaluator, Lowered, without_cluster
 from rematbench.plan import MIB, Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.load import load_cluster, load_model

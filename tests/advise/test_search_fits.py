@@ -16,7 +16,7 @@ from rematbench.advise.search.shard_bounds import MinimumBytes
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, planned_at
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.evaluate.lowered import Reserved, weighed
+from rematbench.evaluate.evaluator import Reserved, weighed
 from rematbench.spec.problemspec import ProblemSpec
 
 GIB = 2**30

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from rematbench.advise.compare.candidates import Candidate
 from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.result import Result, evaluate_plan
+from rematbench.evaluate.result import Job, Result, evaluate_plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem

@@ -11,8 +11,7 @@ from rematbench.engine.program.allocator import MIB, AllocatorPeaks, Mode, round
 from rematbench.engine.program.program import RankProgram
 from rematbench.engine.program.replay import _Run, replay
 from rematbench.evaluate.evaluation import evaluate_program
-from rematbench.evaluate.evaluator import RECENTLY
-from rematbench.evaluate.lowered import Lowered, unpressed, weighed
+from rematbench.evaluate.evaluator import RECENTLY, Lowered, unpressed, weighed
 from rematbench.evaluate.problems import make_problem
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
-from rematbench.evaluate.lowered import reserved
+from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry

@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from rematbench.cli.sheet import predict as predict_sheet
-from rematbench.cli.targets import read
 from rematbench.evidence.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
 from rematbench.evidence.published.sheets import (
     PublishedCase,
     RowError,
     read_case,
+    read_cells,
     read_sheet,
     recompute_method,
 )
 from rematbench.host.console import CommandError
+from rematbench.host.errors import UserError
 from rematbench.host.table import write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
@@ -297,8 +298,8 @@ NEEDED = "model, cluster, system, seq_len, global_batch, tp, pp"
 )
 def test_a_file_that_is_no_sheet_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(CommandError, match=f"rows.csv: .*{re.escape(problem)}"):
-        read(tmp_path / "rows.csv", "ROWS.csv")
+    with pytest.raises(UserError, match=f"rows.csv: .*{re.escape(problem)}"):
+        read_cells(tmp_path / "rows.csv", "ROWS.csv")
 
 
 def test_a_stack_that_is_not_there_is_one_line_and_no_sheet(tmp_path: Path) -> None:
@@ -322,9 +323,9 @@ def test_a_published_number_that_is_none_is_one_line(tmp_path: Path, cell: str) 
     path = tmp_path / "rows.csv"
     columns = {**ROW, "source": "mine", "status": "ok", "tokens_per_s_per_gpu": cell}
     path.write_text(",".join(columns) + "\n" + ",".join(columns.values()) + "\n")
-    with pytest.raises(CommandError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is no number"):
-        read(path, "--rows", "source")
-    assert len(read(path, "ROWS.csv")) == 1
+    with pytest.raises(UserError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is no number"):
+        read_cells(path, "--rows", "source")
+    assert len(read_cells(path, "ROWS.csv")) == 1
 
 
 def test_some_rows_alone_are_predicted(tmp_path: Path) -> None:

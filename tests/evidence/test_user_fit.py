@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rematbench.cli.own_stack import calibrate_own
+from rematbench.cli.calibrate import calibrate_own
 from rematbench.cli.sheet import predict
 from rematbench.cli.show import trust
 from rematbench.evidence.accuracy import load_accuracy

@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rematbench.cli.targets import rich_table
 from rematbench.evidence.published.derived import all_cells, bundles, layouts
 from rematbench.evidence.published.sheets import bundle_of, read_sheet
+from rematbench.host.console import rich_table
 from rematbench.host.table import Column, Table, TableText, gib, signed_percent, write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir

@@ -8,7 +8,7 @@ import pytest
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.method_contract import check_plan
 from rematbench.plan import Plan
-from rematbench.plugins.discover import build
+from rematbench.plugins.registry import build
 from tests.problems import all_methods, problem
 
 REGISTRY = all_methods()

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.evaluate.job import assumed
 from rematbench.evaluate.problems import system_variant
+from rematbench.evaluate.result import assumed
 from rematbench.evidence.bands import band_of
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
 from rematbench.problem import Problem

@@ -66,7 +66,7 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
     ("command", "file"),
     [
         ("tables", "paper/tables/scores.py"),
-        ("tables", "cli/targets.py"),  # reads sheets with a function of its neighbour
+        ("tables", "evidence/published/sheets.py"),
         ("tables", "paper/tables/matrix.py"),
         ("report", "paper/html.py"),
         ("cells", "worlds/slurm/rows.py"),

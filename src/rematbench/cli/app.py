@@ -57,7 +57,7 @@ COMMANDS = (
         "search.search",
     ),
     *("plan.timeline", "tables.stages", "flags.flags", "doctor.doctor", "execute.execute"),
-    *("trace.trace", "verify.verify", "sheet.predict", "calibrate.validate"),
+    *("trace.trace", "verify.verify", "sheet.predict", "validate.validate"),
     "calibrate.calibrate",
 )
 """The user's commands, beside the group of baselines: modules of this folder and functions."""

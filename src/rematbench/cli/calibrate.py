@@ -1,29 +1,49 @@
-"""The commands `calibrate`, which fits the constants, and `validate`, which scores predictions."""
+"""The command `calibrate`, which fits the constants, or a stack to its user's own rows."""
 
+import math
+from collections.abc import Sequence
 from math import fsum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
+from msgspec import ValidationError, convert
 from rich.console import Console
 from typer import Option
 
-from rematbench.cli.own_stack import calibrate_own
-from rematbench.cli.sheet import PROCESSES, predicted
-from rematbench.cli.targets import More, Predictions, need_file, need_folder, read, rich_table
-from rematbench.evidence.accuracy import MORE, Report, by_source, left_out_errors, load_accuracy
-from rematbench.evidence.accuracy import validate as score
+from rematbench.cli.sheet import PROCESSES
+from rematbench.cli.targets import need_file
+from rematbench.evidence.accuracy import (
+    left_out_errors,
+    load_accuracy,
+    ratio_error,
+)
+from rematbench.evidence.calibrate import SCALES, leave_one_out, moved, tangents
 from rematbench.evidence.calibrate import calibrate as fitted
-from rematbench.evidence.calibrate import leave_one_out, moved
 from rematbench.evidence.fit import FitReport
-from rematbench.evidence.job_evidence import SHEETS, joined, out_of_source
-from rematbench.evidence.published.sheets import SCORED, Cell
-from rematbench.host.console import CommandError, console, grid, plain
+from rematbench.evidence.job_evidence import PEAK, SHEETS, joined
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import SPEED, read_cells
+from rematbench.evidence.user_fit import (
+    COUNTS,
+    Array,
+    band_after,
+    band_of_rows,
+    left_one_by_one,
+    measured,
+    prior,
+    refusals,
+    solved,
+    suspects,
+)
+from rematbench.host.console import CommandError, console, grid, percent, plain
 from rematbench.host.table import write_sheet
-from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
+from rematbench.paper.tables.scores import out_of_source_means
 from rematbench.spec.constants import Calibration, updated_text
-from rematbench.spec.load import calibration
+from rematbench.spec.load import calibration, claim_of_row, load_system, located, names
 from rematbench.spec.paths import data_dir
+from rematbench.spec.system import Scales
 
 
 def calibrate(
@@ -59,7 +79,7 @@ def calibrate(
         calibrate_own(rows, output, processes)
         return
     start = calibration()
-    sheets = {name: read(data_dir("published") / name, name) for name in SHEETS}
+    sheets = {name: read_cells(data_dir("published") / name, name) for name in SHEETS}
     if leave_out:
         lines = leave_one_out(sheets, start, load_accuracy(), processes)
         if output is not None:
@@ -71,14 +91,14 @@ def calibrate(
         typer.echo(out_of_source_means(errors, made))
         return
     report = fitted([row for name in SHEETS for row in sheets[name]], start, processes)
-    _show(start, report)
+    _show_fit(start, report)
     if output is not None:
         shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
         output.write_text(updated_text(shipped, report.calibration), encoding="utf-8")
         typer.echo(f"{output}: written")
 
 
-def _show(start: Calibration, report: FitReport) -> None:
+def _show_fit(start: Calibration, report: FitReport) -> None:
     table = grid("constant", "shipped", "refitted", title="Fitted constants")
     for name, before, after in moved(start, report.calibration):
         table.add_row(name, f"{before:.4g}", f"{after:.4g}")
@@ -91,67 +111,136 @@ def _show(start: Calibration, report: FitReport) -> None:
     out.print(errors)
 
 
-def validate(
-    rows: Annotated[
-        Path | None, Option("--rows", metavar="MINE.csv", help="Your rows, by source.")
-    ] = None,
-    predictions: Predictions = None,
-    more: More = None,
-    tables: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Also write the tables."),
-    ] = None,
-    processes: PROCESSES = 2,
-) -> None:
-    """Errors of predictions by source, beside a constant-MFU floor; exit 1 past `accepted`.
+# -- a stack of a user's own ----------------------------------------------------------------------
 
-    Without --rows the published cells are predicted and held to the accuracy that is promised.
-    With --predictions the groups of runs_more.csv are scored only where --more is given too.
+MOST_ROWS = 20
+"""The most rows of a calibration; more rows are for a refit of constants (another command)."""
+ONE = ("system", "cluster")
+LOGGED = {"source": "mine", "status": "ok"}
+"""Columns that only scores need; a user's sheet may lack them."""
+SUFFIXES = (".yaml", ".yml")
 
-    \b
-    Example:
-      rematbench validate
-      rematbench validate --rows my-measurements.csv
-    """
-    if rows is not None and predictions is not None:
-        raise CommandError("--rows and --predictions: give one of them")
-    if tables is not None:
-        need_folder("--tables", tables)
-    if predictions is not None:
-        cells = list(read(predictions, "--predictions", "pred_status"))
-    else:
-        source = rows or data_dir("published") / "runs.csv"
-        cells = predicted(read(source, "--rows", *SCORED), processes, None)
-    beside: list[Cell] = []
-    if more is not None:
-        beside = list(read(more, "--more", *SCORED, "pred_status"))
-    elif rows is None and predictions is None:
-        sheet = read(data_dir("published") / MORE, "--more", *SCORED)
-        beside = predicted(sheet, processes, None)
-    cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
-    accuracy = load_accuracy() if rows is None else by_source(cells)
-    strange = out_of_source() if rows is None else ()
-    left_out = left_out_errors(strange, accuracy, calibration())
-    report = score(cells, calibration(), accuracy, left_out, beside)
-    made = score_tables(report, cells, calibration(), accuracy, strange, beside)
+
+def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
+    """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
+    if output is not None and output.suffix not in SUFFIXES:
+        raise CommandError(f"-o {output}: a stack file's name ends in {' or '.join(SUFFIXES)}")
+    rows = with_tangents(timed_rows(path, processes))
+    before = prior()
+    if wrong := refusals(rows, before):
+        raise CommandError(f"{path}: {'; '.join(wrong)}")
+    data = measured(rows)
+    theta, covariance = solved(data, before)
+    half_width = band_of_rows(data, theta, before)
     out = console()
-    for table in made:
-        if table.name != "cells" and table.rows:
-            out.print(rich_table(table))
-            out.print()
-    for table in made if tables else ():
-        table.write(tables or Path())
-    out.print(plain(how_to_read(calibration())))
-    if left_out and strange:
-        out.print(plain(out_of_source_means(left_out, strange)))
-    _verdict(out, report)
+    _show(out, theta, covariance)
+    left = _percents(left_one_by_one(data, before)) if len(rows) > 1 else "nothing, of one row"
+    wide = f"+-{percent(half_width)} (a logarithm), {_learnt(rows, half_width)}"
+    for line in (
+        f"error before: {_percents(data.errors)}",
+        f"error after: {_percents(data.left(theta))}",
+        f"left out one by one: {left}",
+        f"80 % band that follows: {wide}",
+        *_peaks(rows),
+        *(f"WARNING: {line}" for line in suspects(data, theta, before)),
+    ):
+        out.print(plain(line))
+    if output is not None:
+        output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
+        out.print(plain(f"{output}: written; give it as --system, or in the column system"))
 
 
-def _verdict(out: Console, report: Report) -> None:
-    for check in report.failed:
-        out.print(plain(f"FAIL: {check.group}: {check.statistic} past accepted"))
-    if report.failed:
-        raise typer.Exit(1)
-    promised = any(group.checks for group in report.groups)
-    kept = "every promise is kept within `accepted`"
-    out.print(plain(kept if promised else "nothing is promised about these rows"))
+def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
+    """The sheet's rows with their predictions, all of one stack on one cluster.  A row may give its
+    step time (`step_s`) instead of tokens/s/GPU.  CommandError for a row that has neither, or that
+    cannot be predicted."""
+    sheet = [{**LOGGED, **row} for row in read_cells(path, "--rows", checked=True)]
+    if not 1 <= len(sheet) <= MOST_ROWS:
+        raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
+    for column in ONE:
+        if len(several := sorted({row[column] for row in sheet})) > 1:
+            raise CommandError(f"{path}: column {column}: one is needed, not {', '.join(several)}")
+    found = []
+    for line, row in enumerate(predict_rows(sheet, processes=processes), start=1):
+        if row["pred_tokens_per_s_per_gpu"] == "":
+            raise CommandError(f"{path}: row {line}: {row['pred_reason'] or row['pred_status']}")
+        found.append({**row, SPEED: row.get(SPEED) or _rate(row, path, line)})
+    return found
+
+
+def _rate(row: dict[str, Any], path: Path, line: int) -> float:
+    """Tokens/s/GPU of a row with `step_s`: predicted rate x predicted step / measured step."""
+    try:
+        step_s = float(row.get("step_s") or "")
+    except ValueError:
+        step_s = 0.0
+    if not step_s > 0.0:
+        raise CommandError(f"{path}: row {line}: needs {SPEED} or step_s, a number above 0")
+    return float(row[f"pred_{SPEED}"]) * float(row["pred_step_s"]) / step_s
+
+
+def with_tangents(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with the tangents of its step time over the scales."""
+    constants = calibration()
+    return [{**row, **tangents(row, constants)} for row in rows]
+
+
+def _show(out: Console, theta: Array, covariance: Array) -> None:
+    table = grid("scale", "factor", "+-", title="What moved (factors on seconds)")
+    for name, log, variance in zip(SCALES, theta, covariance.diagonal(), strict=True):
+        table.add_row(name, f"{math.exp(log):.3f}", percent(math.sqrt(variance)))
+    out.print(table)
+
+
+def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
+    """Whose errors the band has."""
+    if half_width > band_after(len(rows)):
+        return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
+    known = max(count for count in COUNTS if count <= len(rows))
+    return f"of published stacks calibrated on {known} of their rows"
+
+
+def _peaks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line with the errors of predicted peaks, if rows have a measured one."""
+    errors = {line: ratio_error(row, PEAK) for line, row in enumerate(rows, start=1)}
+    told = [f"row {line} {error:+.1%}" for line, error in errors.items() if error is not None]
+    return [f"peak bytes, predicted against measured (not fitted): {', '.join(told)}"] * bool(told)
+
+
+def _percents(errors: Sequence[float] | Array) -> str:
+    return ", ".join(f"{100 * math.expm1(error):+.1f} %" for error in map(float, errors))
+
+
+def stack_file(
+    rows: Sequence[dict[str, Any]], theta: Array, half_width: float, path: Path, output: Path
+) -> str:
+    """The YAML of the calibrated stack: the facts and constants of its base, and the scales.  Log
+    scales are relative to the base's own scales, under which the rows were predicted.  CommandError
+    where a scale is beyond what a stack file may hold."""
+    base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
+    found, before = located("system", base).resolve(), load_system(base).scales
+    if found == output.resolve():
+        raise CommandError(f"-o {output}: the rows' own stack; write the new one beside it")
+    moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
+    scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
+    try:
+        convert(scales, Scales)
+    except ValidationError as error:
+        raise CommandError(f"{path}: no stack file has such scales ({error}): {scales}") from error
+    own: dict[str, Any] = {
+        "name": output.stem,
+        "version": "1",
+        "base": _named(found),
+        "scales": {
+            "value": {**scales, "half_width": round(half_width, 4)},
+            "source": f"fitted to {path.name}, {len(rows)} rows",
+        },
+    }
+    return yaml.safe_dump(own, sort_keys=False)
+
+
+def _named(stack: Path) -> str:
+    """A stack as a file's `base`: the name of a shipped stack, or else the whole path of the file,
+    which is found from any folder."""
+    shipped = stack.stem in names("system") and located("system", stack.stem).resolve() == stack
+    return stack.stem if shipped else str(stack)

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from typer import Argument, Option
 
 from rematbench.cli.real import need_gpu, need_torch
-from rematbench.cli.targets import Only, Output, need_folder, rich_table
-from rematbench.host.console import CommandError, console
+from rematbench.cli.targets import Only, Output, need_folder
+from rematbench.host.console import CommandError, console, rich_table
 from rematbench.measure.layer_suite import HandCell, layer_cells, layer_names, load_layers
 from rematbench.measure.parts.checks import SUMMARY, Summary, read_summary
 from rematbench.measure.parts.run import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure

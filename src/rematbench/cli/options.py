@@ -15,8 +15,8 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, BadParameter, Option
 
-from rematbench.evaluate.job import Job
 from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Job
 from rematbench.evidence.bands import leaving_reserve
 from rematbench.host.console import GIB, CommandError
 from rematbench.plan import Plan

@@ -6,12 +6,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from rematbench.cli.targets import (
-    Methods,
-    Output,
-    SuiteFile,
-    need_folder,
-)
+from rematbench.cli.targets import Methods, Output, SuiteFile, need_folder
 from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.store import Store

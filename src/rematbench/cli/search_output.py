@@ -12,8 +12,7 @@ from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.evaluate.breakdown import PARTS
-from rematbench.evaluate.job import assumed
-from rematbench.evaluate.result import Result
+from rematbench.evaluate.result import Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.host.console import (
     GIB,

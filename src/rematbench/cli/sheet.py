@@ -4,17 +4,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
-from rematbench.cli.targets import Methods, need_file, read
+from rematbench.cli.targets import (
+    Methods,
+    need_file,
+)
 from rematbench.evidence.predict import COLUMNS, predict_rows
-from rematbench.evidence.published.sheets import ASSUMED, Cell
-from rematbench.host.console import CommandError, console
+from rematbench.evidence.published.sheets import (
+    ASSUMED,
+    Cell,
+    read_cells,
+)
+from rematbench.host.console import CommandError, progress_bar
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.spec.configfile import closest
-from rematbench.spec.constants import Calibration
 from rematbench.spec.constants import instant_hosts as instant
 from rematbench.spec.load import calibration, load_system, names
 
@@ -53,7 +58,7 @@ def predict(
     """
     need_file("-o", output)
     collect_rarely()
-    sheet = read(rows, "ROWS.csv")
+    sheet = read_cells(rows, "ROWS.csv")
     for wanted in only or ():
         column, _, value = wanted.partition("=")
         if column not in sheet.columns:
@@ -65,7 +70,14 @@ def predict(
         for row in sheet:
             row["system"] = system
     constants = instant(calibration()) if instant_hosts else None
-    found = predicted(sheet, processes, methods, constants)
+    with progress_bar("predicting") as advance:
+        found = predict_rows(
+            sheet,
+            processes=processes,
+            methods=methods or (),
+            progress=advance,
+            constants=constants,
+        )
     write_sheet(output, found, [*sheet.columns, *COLUMNS])
     counts: dict[str, int] = {}
     for row in found:
@@ -86,32 +98,3 @@ def not_predicted(rows: list[Cell]) -> list[str]:
     lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]
     more = len(missed) - len(lines)
     return lines + ([f"and {more} more rows (pred_reason)"] if more else [])
-
-
-def predicted(
-    rows: list[Cell],
-    processes: int,
-    methods: list[Path] | None,
-    constants: Calibration | None = None,
-) -> list[Cell]:
-    """The rows with their predictions (`predict_rows`), with a progress bar on stderr."""
-    err = console(error=True)
-    columns = (
-        TextColumn("predicting"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("predicting", total=None)
-
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        return predict_rows(
-            rows,
-            processes=processes,
-            methods=methods or (),
-            progress=advance,
-            constants=constants,
-        )

@@ -11,12 +11,10 @@ from rematbench.cli.options import Request
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
-from rematbench.evaluate.job import assumed, faster_attention
 from rematbench.evaluate.proof import Proof
-from rematbench.evaluate.result import SPEEDS, Result
+from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_attention
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.cli.targets import Methods, need_file, rich_table
-from rematbench.host.console import console
+from rematbench.cli.targets import Methods, need_file
+from rematbench.host.console import console, rich_table
 from rematbench.host.files import write_atomically
 from rematbench.host.table import Column, Table
 from rematbench.host.workers import collect_rarely

@@ -17,16 +17,14 @@ from rematbench.cli.targets import (
     SuiteFile,
     need_file,
     need_folder,
-    read,
-    rich_table,
 )
 from rematbench.engine.lowering.lower import lower
 from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.accuracy import validate as score
 from rematbench.evidence.job_evidence import out_of_source
 from rematbench.evidence.published.derived import all_cells, bundles
-from rematbench.evidence.published.sheets import TABLED, read_sheet
-from rematbench.host.console import CommandError, console
+from rematbench.evidence.published.sheets import TABLED, read_cells, read_sheet
+from rematbench.host.console import CommandError, console, rich_table
 from rematbench.host.table import Column, Table, gib, write_sheet
 from rematbench.paper.claim_ledger import claims_table, prediction_answers, study_tables
 from rematbench.paper.matrix.verdicts import judged, summary
@@ -86,7 +84,9 @@ def sheets(
       rematbench sheets results/published/runs.csv -o results/paper/sheets
     """
     need_folder("-o", output)
-    for name, cells in bundles(all_cells(read(rows, "ROWS.csv", *TABLED)), discover()).items():
+    for name, cells in bundles(
+        all_cells(read_cells(rows, "ROWS.csv", *TABLED)), discover()
+    ).items():
         write_sheet(output / f"{name}.csv", cells)
         typer.echo(f"{output / name}.csv: {len(cells)} rows")
 
@@ -108,13 +108,15 @@ def tables(
     need_folder("-o", output)
     need_file("--joined", joined)
     cells = [
-        cell for path in predictions for cell in read(path, "PRED.csv", *TABLED, "pred_status")
+        cell
+        for path in predictions
+        for cell in read_cells(path, "PRED.csv", *TABLED, "pred_status")
     ]
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
     strange = out_of_source()
     left_out = left_out_errors(strange, accuracy, constants)
-    beside = read(more, "--more", *TABLED, "pred_status") if more else ()
+    beside = read_cells(more, "--more", *TABLED, "pred_status") if more else ()
     report = score(published, constants, accuracy, left_out, beside)
     scores = score_tables(report, published, constants, accuracy, strange, beside)
     made = [*scores, rule_table(published)]
@@ -225,7 +227,7 @@ def claims(
     """
     need_folder("-o", output)
     found = [answer for path in answers for answer in _read(path)]
-    cells = read(predictions, "--predictions", *TABLED, "pred_status") if predictions else []
+    cells = read_cells(predictions, "--predictions", *TABLED, "pred_status") if predictions else []
     rows = read_sheet(data_dir("published") / "claims.csv")
     declared = load_claims()
     ledger = claims_table(rows, declared, [*found, *prediction_answers(cells)])
@@ -278,6 +280,6 @@ def speeds(
       rematbench speeds results/measure/executed.csv -o results/measure/tables
     """
     need_folder("-o", output)
-    rows = read(executed, "EXECUTED.csv", columns=EXECUTED)
+    rows = read_cells(executed, "EXECUTED.csv", columns=EXECUTED)
     speed_table(rows).write(output)
     typer.echo(f"{output / NAME}.md: {len(rows)} cells, {timed(rows)} with seconds of a GPU")

@@ -1,17 +1,200 @@
-"""The evaluator: each plan is lowered once, and each of its numbers is computed once."""
+"""The evaluator: each plan is lowered once, and each of its numbers is computed once.
+
+Beside it: lowered plans, and the bytes that the allocator of their fullest rank reserves.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 from math import inf
+from typing import NamedTuple
 
+import msgspec
 from msgspec.json import encode
 from msgspec.structs import replace
 
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.allocator import AllocatorPeaks, Mode
+from rematbench.engine.program.program import Program
+from rematbench.engine.program.replay import replay
 from rematbench.evaluate.breakdown import parts_of
-from rematbench.evaluate.evaluation import PlanEvaluation, evaluate_program
-from rematbench.evaluate.lowered import Lowered, Reserved, same_plan, weighed
+from rematbench.evaluate.evaluation import (
+    PlanEvaluation,
+    RankBytes,
+    evaluate_program,
+    fullest_rank,
+    program_bytes,
+)
 from rematbench.plan import Plan
 from rematbench.problem import Problem, Weight
+from rematbench.solve.memory_plan import planned_peak
+
+# -- lowered plans -------------------------------------------------------------------------------
+
+
+def same_plan(plan: Plan) -> bytes:
+    """A key that is equal for plans with the same decisions, whatever `fit` notes."""
+    return msgspec.json.encode(replace(plan, fit={}))
+
+
+class Reserved(NamedTuple):
+    """Bytes that an allocator reserves (`at_least`: or more); `pressed`: with cached segments given
+    back for that."""
+
+    nbytes: int
+    pressed: bool = False
+    at_least: bool = False
+
+
+class Lowered:
+    """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
+    unlimited memory, each made once.  No cluster changes them.  `evaluations` and `parts_s` have
+    the numbers that an evaluator computed, by what they depend on."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.plan = problem, plan
+        self.held: dict[int, Reserved] = {}  # what `weighed` found, by usable bytes
+        self.evaluations: dict[bytes, PlanEvaluation] = {}
+        self.parts_s: dict[tuple[bytes, float], dict[str, float]] = {}
+        self._peaks: AllocatorPeaks | None = None  # perhaps of a replay that ended early
+
+    @cached_property
+    def program(self) -> Program:
+        """The lowered plan."""
+        return lower(self.plan, self.problem)
+
+    def forget(self, most_actions: int) -> None:
+        """Forget a program with more actions in memory, which is lowered again where it is asked
+        for."""
+        program: Program | None = self.__dict__.get("program")
+        if program is not None and program.written > most_actions:
+            del self.program
+
+    @cached_property
+    def ranks(self) -> tuple[RankBytes, ...]:
+        """The bytes of every pipeline rank."""
+        return program_bytes(self.problem, self.plan, self.program)
+
+    @property
+    def peak_device_bytes(self) -> tuple[int, ...]:
+        """The ledger peak of every pipeline rank."""
+        return tuple(rank.device_peak for rank in self.ranks)
+
+    @cached_property
+    def live_bytes(self) -> int:
+        """The largest ledger peak of a device."""
+        return max(self.peak_device_bytes)
+
+    @cached_property
+    def placed_bytes(self) -> int:
+        """What the fullest rank needs where the plan places its activations itself; else 0."""
+        rank = fullest_rank(self.ranks)
+        return _placed_bytes(self.program, rank, self.ranks[rank])
+
+    @property
+    def peaks(self) -> AllocatorPeaks:
+        """The allocator's peaks on a device with unlimited memory."""
+        return self.peaks_until(inf)
+
+    def peaks_until(self, enough_bytes: float) -> AllocatorPeaks:
+        """`peaks`, or those of a replay that ended once more than `enough_bytes` were reserved."""
+        known = self._peaks
+        if known is None or (known.ended and known.reserved_bytes <= enough_bytes):
+            known = self._peaks = self.replayed(enough_bytes=enough_bytes)
+        return known
+
+    def replayed(
+        self, capacity_bytes: int | None = None, enough_bytes: float = inf
+    ) -> AllocatorPeaks:
+        """A replay of the fullest rank."""
+        rank = fullest_rank(self.ranks)
+        held = self.ranks[rank]
+        return replayed(self.program, rank, held, capacity_bytes, enough_bytes=enough_bytes)
+
+
+def weighed(
+    problem: Problem, lowered: Lowered, room_bytes: float = inf, enough_bytes: float = inf
+) -> Reserved:
+    """What the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
+    `room_bytes` is not replayed: no allocator needs less.  A replay ends where more than
+    `enough_bytes` are reserved; how many more is then not known."""
+    if lowered.live_bytes > room_bytes:
+        return Reserved(lowered.live_bytes)
+    at = problem.usable_bytes
+    if at not in lowered.held:
+        if lowered.placed_bytes:
+            found = Reserved(lowered.placed_bytes)
+        else:
+            found = _within(at, lowered.peaks_until(enough_bytes), lowered.replayed)
+        if found.at_least:
+            return found
+        lowered.held[at] = found
+    return lowered.held[at]
+
+
+def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
+    """The allocator peaks of a rank on a device with unlimited memory."""
+    return replayed(program, rank, held, None)
+
+
+def replayed(
+    program: Program,
+    rank: int,
+    held: RankBytes,
+    capacity_bytes: int | None,
+    *,
+    whole: bool = False,
+    enough_bytes: float = inf,
+) -> AllocatorPeaks:
+    """The allocator peaks of one rank over two training steps: the second finds the segments that
+    the first left cached, and may need others.  Of each (unless `whole`) up to twice the passes
+    that lead to the peak, and the two that follow: by then the schedule has run for as long as its
+    warm-up, more than a period, and the pattern of blocks repeats (tests compare with all passes).
+    The replay ends where more than `enough_bytes` are reserved."""
+    actions = program.ranks[rank]
+    resident = held.blocks(actions.late)
+    mode: Mode = "expandable" if program.expandable else "default"
+    passes = None if whole else 2 * held.peak_step + 3
+    if passes and actions.late:
+        passes += 1  # through the second micro-batch, where all gradients are alive
+    return replay(actions, resident, capacity_bytes, mode, passes, 2, enough_bytes)
+
+
+def reserved(problem: Problem, program: Program, ranks: Sequence[RankBytes]) -> Reserved:
+    """What the fullest rank's allocator reserves, by replay."""
+    rank = fullest_rank(ranks)
+    return rank_reserved(program, rank, ranks[rank], problem.usable_bytes)
+
+
+def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> Reserved:
+    """What one rank's allocator reserves, by replay.  Where the plan places its activations itself,
+    the bytes of that placement count."""
+    if placed := _placed_bytes(program, rank, held):
+        return Reserved(placed)
+    peaks = unpressed(program, rank, held)
+    return _within(usable_bytes, peaks, partial(replayed, program, rank, held))
+
+
+def _within(
+    usable_bytes: int, peaks: AllocatorPeaks, replay_at: Callable[[int], AllocatorPeaks]
+) -> Reserved:
+    """What an allocator with `peaks` on unlimited memory reserves of `usable_bytes`.  Where it
+    reaches them it releases cached segments and tries again (`replay_at`): only where the retry
+    fails too is the rank out of memory, and then the reserved bytes are those of unlimited
+    memory."""
+    if peaks.reserved_bytes > usable_bytes >= peaks.allocated_bytes:
+        pressed = replay_at(usable_bytes)
+        if pressed.oom_at is None:
+            return Reserved(pressed.reserved_bytes, pressed=True)
+    return Reserved(peaks.reserved_bytes, at_least=peaks.ended)
+
+
+def _placed_bytes(program: Program, rank: int, held: RankBytes) -> int:
+    planned = planned_peak(program.ranks[rank]) if program.planned else 0
+    return planned and held.parameter + held.gradient + held.optimizer + planned
+
+
+# -- evaluators ----------------------------------------------------------------------------------
 
 RECENT = 8
 """Programs that the evaluator of single problems keeps: a method weighs plans before it asks for

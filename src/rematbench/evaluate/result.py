@@ -1,23 +1,25 @@
-"""The result of one method on one problem: a row of a table in every case."""
+"""The result of one method on one problem: a row of a table in every case; its job, and the band of
+its speed."""
 
 import dataclasses
+import math
+import shlex
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.evaluate.band import Band
+import rematbench
 from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
-from rematbench.evaluate.evaluator import RECENTLY, Evaluator, timed
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.lowered import weighed
+from rematbench.evaluate.evaluator import RECENTLY, Evaluator, timed, weighed
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.verdict import Retries, Verdict, judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.spec.layout import LayoutError
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.system import System
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,6 +30,88 @@ Fit = Literal["yes", "tight", "no"]
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
 AMOUNTS = ("recompute_flop", "offload_bytes")
 ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
+
+
+WORDS = tuple(name for name in Layout.__struct_fields__ if name != "sp")
+
+
+class Band(Struct, frozen=True, kw_only=True):
+    """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
+    the job that no published row covers, each with its description.  `sources` is the number of
+    sources behind the width; it is 0 for a stack that its user calibrated, whose width is
+    `evidence.user_fit.band_of_rows`."""
+
+    half_width: float
+    outside: dict[str, str]
+    sources: int
+
+    def low(self, value: float) -> float:
+        """The lower end of the band around a predicted value."""
+        return value * math.exp(-self.half_width)
+
+    def high(self, value: float) -> float:
+        """The upper end of the band around a predicted value."""
+        return value * math.exp(self.half_width)
+
+    @property
+    def evidence(self) -> str:
+        """The kind of evidence in words."""
+        if not self.outside:
+            return "inside what was published"
+        return f"outside what was published: {', '.join(self.outside.values())}"
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A problem with the plan that methods begin with. `words` are the command-line options that
+    say this problem (empty: no command can say it)."""
+
+    problem: Problem
+    base: Plan
+    words: tuple[str, ...] = ()
+
+    @property
+    def uneven_layers(self) -> str:
+        """The number of layers of each chunk, in the form of `--partition`; empty for the even
+        partition."""
+        even = self.base.partition == self.problem.base_plan.partition
+        return "" if even else _layers(self.base)
+
+    def run_with(self, method: str, *more: str) -> str:
+        """The command that simulates a method on this job; empty where no command says the job."""
+        words = ("rematbench", "simulate", method, *self.words, *more)
+        return shlex.join(words) if self.words else ""
+
+    def facts(self) -> dict[str, Any]:
+        """The facts of the job under the column names of sheets, so that joined tables can be told
+        apart. Facts are model, cluster, stack, layout, sequence length, precision, attention, the
+        date of the calibration constants, and which of them and which kernels are assumed."""
+        problem = self.problem
+        lay, work = problem.layout, problem.workload
+        return {
+            "model": work.model.name,
+            "cluster": problem.cluster.name,
+            "gpu": problem.cluster.gpu,
+            "system": problem.system.name,
+            "gpus": lay.gpus,
+            "seq_len": work.seq_len,
+            **{name: getattr(lay, name) for name in WORDS},
+            "sp": lay.sequence_parallel,
+            "precision": work.precision,
+            "attention": problem.attention,
+            "kernel": problem.kernel,
+            "schedule": self.base.schedule,
+            "optimizer": self.base.state("optimizer").home,
+            "partition": _layers(self.base),
+            "rematbench": rematbench.__version__,
+            "constants": problem.calibration.date,
+            "assumes": assumed(problem),
+        }
+
+
+def _layers(base: Plan) -> str:
+    """The number of layers of each chunk in pipeline order, in the form of `--partition`."""
+    chunks = [rank[c] for c in range(len(base.partition[0])) for rank in base.partition]
+    return ",".join(str(len(chunk)) for chunk in chunks)
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -138,7 +222,9 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def losses(self) -> str:
-        """The largest losses of the step, as shares, in words."""
+        """The largest losses of the step, in words; empty where its parts have no seconds."""
+        if not self.parts_s:
+            return ""
         step_s = self.step_s or 1.0
         return losses({part: seconds / step_s for part, seconds in self.parts_s.items()})
 
@@ -259,3 +345,48 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
         verdict=verdict,
         proof=proof,
     )
+
+
+# -- what a job assumes --------------------------------------------------------------------------
+
+
+def assumed(problem: Problem) -> str:
+    """The kernels and the fitted constants that a prediction assumes, in one line.  Kernels that
+    the model does not have (RoPE, a gated activation) are left out."""
+    generation, network, stack = problem.constants
+    model, system = problem.workload.model, problem.system
+    kernels = {
+        "attention": problem.kernel,
+        "norm": "fused" if model.norm == "layernorm" else system.norm_kernel,
+        "RoPE": system.rope_kernel if model.position == "rope" else "",
+        "activation": ("fused" if system.fused_swiglu else "eager") if model.gated else "",
+        "loss": _loss(system),
+    }
+    named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
+    return f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
+
+
+def faster_attention(problem: Problem) -> str:
+    """The attention kernels of the GPU generation whose published rates are above those of the
+    kernel in use, in one line; empty where there are none, or none are published."""
+    if problem.kernel == "unfused":
+        return ""
+    rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
+    used = rates[problem.kernel]
+    faster = [
+        name
+        for name, one in rates.items()
+        if one.forward.efficiency > used.forward.efficiency
+        and one.backward.efficiency > used.backward.efficiency
+    ]
+    if not faster:
+        return ""
+    named = ", ".join(sorted(faster))
+    return f"faster attention on {problem.cluster.generation} than {problem.kernel}: {named}"
+
+
+def _loss(system: System) -> str:
+    """`fused`, `in place` (the saved softmax becomes the gradient) or `eager`."""
+    if system.fused_loss:
+        return "fused"
+    return "in place" if system.loss_in_place else "eager"

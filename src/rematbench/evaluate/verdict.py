@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
-from rematbench.evaluate.lowered import replayed
+from rematbench.evaluate.evaluator import replayed
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 

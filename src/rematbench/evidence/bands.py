@@ -21,9 +21,8 @@ from statistics import fmean, median
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.evaluate.band import Band
-from rematbench.evaluate.lowered import same_plan
-from rematbench.evaluate.result import Fit, Result
+from rematbench.evaluate.evaluator import same_plan
+from rematbench.evaluate.result import Band, Fit, Result
 from rematbench.evidence.job_evidence import (
     PEAK,
     Job,

@@ -7,15 +7,13 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rematbench.costs.states import state_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.result import Result, evaluate_method
-from rematbench.evidence.bands import band_of
+from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.sheets import PublishedCase, Row, RowError, read_case
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
@@ -132,8 +130,7 @@ def predict_case(
     try:
         result = run_case(case, case.problem(constants), registry)
         if result.evaluation is not None and constants is None:
-            band = band_of(result.problem, result.family)
-            result = msgspec.structs.replace(result, error_band=band)
+            result = with_band(result, result.family)
     except RowError as error:
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down

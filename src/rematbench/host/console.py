@@ -1,6 +1,8 @@
 """Output of the command line: one-line errors, tables that are plain when piped, human units."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
@@ -8,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rematbench.host.errors import UserError
+from rematbench.host.table import Table as PlainTable
+from rematbench.host.table import repeats
 
 PIPED_WIDTH = 160
 GIB = 2**30
@@ -82,3 +86,43 @@ def seconds(value: float) -> str:
 def rounded(value: float) -> str:
     """A rate without an exponent: four significant digits, or a whole number from 1,000 on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def rich_table(table: PlainTable) -> Table:
+    """A table for the terminal, with the same cells as its Markdown."""
+    heads = [column.heading for column in table.headed]
+    words = [
+        index
+        for index, column in enumerate(table.headed)
+        if all(isinstance(row.get(column.key), str) for row in table.rows)
+    ]
+    shown = align_left(grid(*heads, title=table.title), *words)
+    above: tuple[str, ...] = ()
+    for row in table.texts():
+        told = ('"' if repeats(row, above, at) else text for at, text in enumerate(row))
+        shown.add_row(*(plain(text) for text in told))
+        above = row
+    return shown
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr (none off a terminal), moved by a function of (done, total)."""
+    from rich import progress  # noqa: PLC0415  # most commands have no such bar
+
+    err = console(error=True)
+    columns = (
+        progress.TextColumn(label),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(
+        *columns, console=err, transient=True, disable=not err.is_terminal
+    ) as bar:
+        task = bar.add_task(label, total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield advance

@@ -14,8 +14,7 @@ from rematbench.engine.program.program import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import fullest_rank
-from rematbench.evaluate.evaluator import RECENTLY
-from rematbench.evaluate.lowered import unpressed
+from rematbench.evaluate.evaluator import RECENTLY, unpressed
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes

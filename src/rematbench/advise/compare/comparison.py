@@ -20,9 +20,8 @@ from rematbench.advise.compare.candidates import (
 from rematbench.advise.compare.grids import best_variants
 from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.lowered import same_plan
-from rematbench.evaluate.result import AMOUNTS, ROOMS, SPEEDS, Result, Status
+from rematbench.evaluate.evaluator import same_plan
+from rematbench.evaluate.result import AMOUNTS, ROOMS, SPEEDS, Job, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
 from rematbench.host.workers import NoAnswer, Pool
 from rematbench.plan import Plan

@@ -20,9 +20,8 @@ from rematbench.advise.compare.candidates import (
     place,
 )
 from rematbench.advise.compare.tuning import UNPLANNED_BYTES, Pair
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.lowered import same_plan
-from rematbench.evaluate.result import Result
+from rematbench.evaluate.evaluator import same_plan
+from rematbench.evaluate.result import Job, Result
 from rematbench.plan import Settings
 from rematbench.plugins.registry import MethodEntry, Registry, typed
 from rematbench.problem import Problem

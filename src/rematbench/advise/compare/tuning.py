@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import Candidate
 from rematbench.evaluate.evaluator import RECENTLY
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.result import Result, of_plan
+from rematbench.evaluate.result import Job, Result, of_plan
 from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan, PlanError, Unsupported

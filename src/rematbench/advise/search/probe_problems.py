@@ -21,7 +21,7 @@ from rematbench.engine.program.action import Kind
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.evaluate.lowered import same_plan
+from rematbench.evaluate.evaluator import same_plan
 from rematbench.plan import MIB, ByteBudget, Fate, Offload, Phase, Plan, Split
 from rematbench.problem import Problem
 from rematbench.solve.kept import resolved

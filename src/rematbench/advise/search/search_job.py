@@ -27,9 +27,8 @@ from rematbench.advise.search.trials import Site
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
-from rematbench.evaluate.job import WORDS, Job
 from rematbench.evaluate.problems import hosting, make_problem
-from rematbench.evaluate.result import Result
+from rematbench.evaluate.result import WORDS, Job, Result
 from rematbench.evidence.bands import band_of, fits_word, leaving_reserve, ratio_band
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover

@@ -10,10 +10,8 @@ from msgspec.structs import replace
 from rematbench.advise.search.schedule_bound import Frame, frame
 from rematbench.advise.search.space import Choice
 from rematbench.evaluate.evaluation import host_node_bytes
-from rematbench.evaluate.evaluator import Evaluator, timed
-from rematbench.evaluate.job import Job
-from rematbench.evaluate.lowered import Lowered, same_plan, weighed
-from rematbench.evaluate.result import Result
+from rematbench.evaluate.evaluator import Evaluator, Lowered, same_plan, timed, weighed
+from rematbench.evaluate.result import Job, Result
 from rematbench.evaluate.verdict import judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry

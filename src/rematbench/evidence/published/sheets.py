@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, cast, get_args
 import msgspec
 
 from rematbench.evaluate.problems import Variant, make_problem, system_variant
+from rematbench.host.errors import UserError
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
 from rematbench.problem import Problem
@@ -396,6 +397,25 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
             raise ConfigError(label, f"line {number}", problem)
     sheet = Sheet(dict(zip_longest(columns, line, fillvalue="")) for _, line in lines)
     sheet.columns = tuple(columns)
+    return sheet
+
+
+def read_cells(
+    path: Path,
+    option: str,
+    *needed: str,
+    columns: Iterable[str] = CONFIGURATION,
+    checked: bool = False,
+) -> Sheet:
+    """A sheet with the columns `columns` and, of published or predicted cells, the columns
+    `needed`; UserError with the option's name if one is missing or (with `needed`, or `checked`)
+    a number is wrong."""
+    try:
+        sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
+        if needed or checked:
+            check_numbers(sheet, str(path))
+    except ConfigError as error:
+        raise UserError(f"{option}: {error}") from error
     return sheet
 
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rematbench.evaluate.band import Band
 from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Band
 from rematbench.evidence.bands import band_of, fits_word, ratio_band
 from rematbench.evidence.published.sheets import number
 from rematbench.paper.matrix.best import BEST, CELL, OPEN

@@ -10,7 +10,7 @@ from typing import Any
 
 from rematbench.advise.search.search_job import simulated
 from rematbench.advise.search.space import DEGREES
-from rematbench.evaluate.job import WORDS
+from rematbench.evaluate.result import WORDS
 from rematbench.evidence.published.sheets import Row, number
 from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
 

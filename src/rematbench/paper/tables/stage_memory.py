@@ -11,7 +11,7 @@ from rematbench.engine.program.action import place
 from rematbench.engine.program.ledger import Live, live_at_peak
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.lowered import rank_reserved
+from rematbench.evaluate.evaluator import rank_reserved
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 

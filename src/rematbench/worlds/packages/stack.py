@@ -25,7 +25,7 @@ from rematbench.evaluate.evaluation import (
     evaluate_program,
     program_bytes,
 )
-from rematbench.evaluate.lowered import reserved
+from rematbench.evaluate.evaluator import reserved
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_baseline
 from rematbench.plugins.registry import Composition, Method

@@ -5,7 +5,7 @@ from msgspec import Struct
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import PlanEvaluation, evaluate_program
-from rematbench.evaluate.lowered import reserved
+from rematbench.evaluate.evaluator import reserved
 from rematbench.evaluate.problems import make_problem
 from rematbench.host.table import GIB
 from rematbench.plan import Plan

@@ -1,0 +1,99 @@
+"""The command `validate`: predictions scored against published cells, or a user's."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer import Option
+
+from rematbench.cli.sheet import PROCESSES
+from rematbench.cli.targets import (
+    More,
+    Predictions,
+    need_folder,
+)
+from rematbench.evidence.accuracy import MORE, Report, by_source, left_out_errors, load_accuracy
+from rematbench.evidence.accuracy import validate as score
+from rematbench.evidence.job_evidence import out_of_source
+from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.published.sheets import (
+    SCORED,
+    Cell,
+    read_cells,
+)
+from rematbench.host.console import CommandError, console, plain, progress_bar, rich_table
+from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
+
+
+def validate(
+    rows: Annotated[
+        Path | None, Option("--rows", metavar="MINE.csv", help="Your rows, by source.")
+    ] = None,
+    predictions: Predictions = None,
+    more: More = None,
+    tables: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Also write the tables."),
+    ] = None,
+    processes: PROCESSES = 2,
+) -> None:
+    """Errors of predictions by source, beside a constant-MFU floor; exit 1 past `accepted`.
+
+    Without --rows the published cells are predicted and held to the accuracy that is promised.
+    With --predictions the groups of runs_more.csv are scored only where --more is given too.
+
+    \b
+    Example:
+      rematbench validate
+      rematbench validate --rows my-measurements.csv
+    """
+    if rows is not None and predictions is not None:
+        raise CommandError("--rows and --predictions: give one of them")
+    if tables is not None:
+        need_folder("--tables", tables)
+    if predictions is not None:
+        cells = list(read_cells(predictions, "--predictions", "pred_status"))
+    else:
+        source = rows or data_dir("published") / "runs.csv"
+        cells = _predicted(read_cells(source, "--rows", *SCORED), processes)
+    beside: list[Cell] = []
+    if more is not None:
+        beside = list(read_cells(more, "--more", *SCORED, "pred_status"))
+    elif rows is None and predictions is None:
+        sheet = read_cells(data_dir("published") / MORE, "--more", *SCORED)
+        beside = _predicted(sheet, processes)
+    cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    accuracy = load_accuracy() if rows is None else by_source(cells)
+    strange = out_of_source() if rows is None else ()
+    left_out = left_out_errors(strange, accuracy, calibration())
+    report = score(cells, calibration(), accuracy, left_out, beside)
+    made = score_tables(report, cells, calibration(), accuracy, strange, beside)
+    out = console()
+    for table in made:
+        if table.name != "cells" and table.rows:
+            out.print(rich_table(table))
+            out.print()
+    for table in made if tables else ():
+        table.write(tables or Path())
+    out.print(plain(how_to_read(calibration())))
+    if left_out and strange:
+        out.print(plain(out_of_source_means(left_out, strange)))
+    _verdict(out, report)
+
+
+def _predicted(sheet: list[Cell], processes: int) -> list[Cell]:
+    with progress_bar("predicting") as advance:
+        return predict_rows(sheet, processes=processes, progress=advance)
+
+
+def _verdict(out: Console, report: Report) -> None:
+    for check in report.failed:
+        out.print(plain(f"FAIL: {check.group}: {check.statistic} past accepted"))
+    if report.failed:
+        raise typer.Exit(1)
+    promised = any(group.checks for group in report.groups)
+    kept = "every promise is kept within `accepted`"
+    out.print(plain(kept if promised else "nothing is promised about these rows"))
