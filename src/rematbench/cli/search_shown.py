@@ -12,7 +12,7 @@ from rematbench.advise.search.halves import Progress
 from rematbench.advise.search.job import SearchJob
 from rematbench.advise.search.planners import Planned
 from rematbench.advise.search.space import DEGREES, Choice
-from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.evaluate.job import assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.host.console import (
