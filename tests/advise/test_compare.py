@@ -16,7 +16,7 @@ from rematbench.advise.compare.candidates import (
 )
 from rematbench.advise.compare.comparison import Comparison, Order
 from rematbench.advise.compare.tuning import Task, Tuning
-from rematbench.cli.ranking import cells, safest, verdict
+from rematbench.cli.compare import cells, safest, verdict
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.op_level import simulate

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison
+from rematbench.cli.compare import Ranking, runnable
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import Ranking, runnable
 from rematbench.costs.estimators import fujii_estimate
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
+from rematbench.cli.compare import UNBOUNDED, Head, Ranking, kept
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, kept
 from rematbench.evaluate.result import Job
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import gib, grid, print_uncut

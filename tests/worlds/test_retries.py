@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from rematbench.cli.ranking import retry_lines
+from rematbench.cli.compare import retry_lines
 from rematbench.cli.show import FRAGMENTS, retried
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB

@@ -1,24 +1,45 @@
-"""The command `compare`: every method and baseline for one job in one table."""
+"""The command `compare`: every method and baseline for one job in one table, and its notes."""
 
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import Struct
+from rich.console import Console, ConsoleDimensions, JustifyMethod
+from rich.table import Table
 from typer import Option
 
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.ranking import Ranking
+from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
 from rematbench.cli.targets import Json, need_file
-from rematbench.evidence.bands import shipped
-from rematbench.host.console import CommandError, console
+from rematbench.evaluate.result import Result
+from rematbench.evidence.bands import ratio_band, shipped
+from rematbench.host.console import GIB, CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import write_sheet
 from rematbench.paper.tables.comparison_plot import FORMATS, write_plot
+from rematbench.problem import Problem
 
 Names = list[str] | None
+
+WIDE = 150
+"""Terminal width in columns from which names and parts of the step are on one line."""
+
+UNBOUNDED = 1000
+"""The terminal width of `--wide`: more columns than any row has."""
+
+LONGEST = 48
+"""The most characters of a name on one line."""
+
+RUNS_ON = "runs\non"
+
+MOST_PARTS = 3
+"""The most parts of the step in the table's cell (the CSV file has all)."""
 
 
 @takes_problem
@@ -111,3 +132,277 @@ def as_cells(row: dict[str, Any]) -> dict[str, Any]:
         key: "" if value is None else words[value] if isinstance(value, bool) else value
         for key, value in row.items()
     }
+
+
+class Head(Struct, frozen=True):
+    """A column: its heading, whether it holds words, and its place in the order in which columns
+    are dropped for room (the highest first; 0: never)."""
+
+    text: str
+    words: bool = False
+    given_up: int = 0
+
+
+def heads(problem: Problem, order: Order) -> tuple[Head, ...]:
+    """The columns of the table, in order."""
+    host = f"{problem.cluster.host_bytes / GIB:.0f}"
+    days = (Head("days"),) if order.tokens else ()
+    cost = (Head("cost"),) if order.tokens and order.price else ()
+    return (
+        Head("method", words=True),
+        Head("fits", words=True),
+        Head("headroom\nGiB"),
+        Head("step s"),
+        Head("tokens/s\n/GPU"),
+        Head("MFU %\ncausal", given_up=3),
+        Head("MFU %\ndense", given_up=5),
+        Head(f"host GiB\nper node\nof {host}", given_up=1),
+        Head("GPU-h\nper 1e9\ntokens", given_up=7),
+        *days,
+        *cost,
+        Head("where the\nstep goes\n%", words=True, given_up=2),
+        Head(RUNS_ON, words=True, given_up=6),
+        Head("80 %\nband;\noutside", words=True, given_up=4),
+    )
+
+
+class Ranking:
+    """Prints a comparison: the table of quick methods, then planners as they end, then notes."""
+
+    def __init__(
+        self,
+        out: Console,
+        comparison: Comparison,
+        order: Order | None = None,
+        *,
+        wide: bool = False,
+    ) -> None:
+        self.out, self.comparison, self.order = out, comparison, order or Order()
+        self.problem = comparison.job.problem
+        if wide:
+            # Width and height, because the width alone of a dumb terminal cannot be set.
+            self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
+        self.folded = out.width < WIDE
+        self.verdict = ""
+        self.heads = heads(self.problem, self.order)
+        self.kept: list[int] = []
+        self.widths: list[int] = []
+
+    def table(self, results: Sequence[Result]) -> None:
+        """Print heading, verdict and table."""
+        for text in heading(self.problem):
+            self.out.print(plain(text))
+        self.out.print()
+        if results:
+            self.verdict = verdict(results)
+            self.out.print(plain(self.verdict), style="bold")
+            for line in (safest(results), runnable(results)):
+                if line:
+                    self.out.print(plain(line))
+            self.out.print()
+        self.rows(results)
+
+    def rows(self, results: Sequence[Result]) -> None:
+        """Print the results that have a verdict, under the columns that fit beside the first
+        printed rows; no cell is cut. Refusals are lines below the table."""
+        share = self.comparison.config.shown_share
+        rows = [
+            cells(result, self.order, share, folded=self.folded)
+            for result in results
+            if result.verdict is not None
+        ]
+        if not rows:
+            return
+        first, gap = not self.kept, 1 if self.folded else 2
+        texts = [[head.text for head in self.heads], *rows] if first else rows
+        widths = [max(map(len, "\n".join(each).split("\n"))) for each in zip(*texts, strict=True)]
+        if first:
+            self.kept = kept(self.heads, widths, self.out.width, gap)
+            self.widths = [widths[index] for index in self.kept]
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
+        for index, width in zip(self.kept, self.widths, strict=True):
+            head = self.heads[index]
+            justify: JustifyMethod = "left" if head.words else "right"
+            table.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
+        for row in rows:
+            table.add_row(*(plain(row[index]) for index in self.kept))
+        taken = (max(w, widths[i]) for i, w in zip(self.kept, self.widths, strict=True))
+        room = self.out.width
+        self.out.width = max(room, sum(taken) + gap * (len(self.kept) - 1))
+        self.out.print(table, crop=False)
+        self.out.width = room
+
+    def notes(self, results: Sequence[Result], changes: Sequence[str] = ()) -> None:
+        """Print how to read the table, what it lacks, and the verdict where planners changed it.
+        `changes`: what would make a method fit, where none does."""
+        self.out.print()
+        if verdict(results) != self.verdict:
+            self.out.print(
+                plain(f"{verdict(results)} (found by a planner, after the table)"), style="bold"
+            )
+        dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
+        if self.kept and dropped:
+            names = ", ".join(text.replace("\n", " ") for text in dropped)
+            line = f"no room for: {names} (--wide shows them, -o FILE.csv has them)"
+            self.out.print(plain(line))
+        if RUNS_ON not in dropped:
+            self.out.print(plain(f"runs on: {self.comparison.engines.legend()}"))
+        absent = left_out(results, self.comparison)
+        for text in (*notes(results), *absent, *nominal(self.problem), world_line(self.problem)):
+            self.out.print(plain(text))
+        if changes:
+            text = f"WOULD FIT: {'; or '.join(changes)}"
+            self.out.print(plain(text), style="bold", soft_wrap=True)
+
+
+def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
+    """Indices of the columns that stay: droppable columns go in order until the rest fits."""
+    found = list(range(len(heads)))
+    early = sorted((i for i in found if heads[i].given_up), key=lambda i: heads[i].given_up)
+    while early and sum(widths[i] + gap for i in found) - gap > room:
+        found.remove(early.pop())
+    return found
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """The fastest plan that fits in one line, or the plan that is nearest to fitting."""
+    best = results[0] if results else None
+    if best is None or best.verdict is None:
+        return "NOTHING FITS: no method has a plan"
+    if best.status == "oom":
+        return f"NOTHING FITS: nearest is {best.method}, {best.reason}"
+    return f"FASTEST: {_summary(best)}"
+
+
+def safest(results: Sequence[Result]) -> str:
+    """The plan of a tie with most free device memory, in one line; empty if it is the fastest."""
+    fitting = _distinct(results)
+    tie = [result for result in fitting if result.tied or result is fitting[0]]
+    if not tie:
+        return ""
+    most = max(tie, key=lambda result: result.headroom_bytes or 0)
+    return "" if most is tie[0] else f"SAFEST within the tie: {_summary(most)}"
+
+
+def runnable(results: Sequence[Result]) -> str:
+    """The fastest plan that an engine here runs, in one line; empty if it is the fastest of all, or
+    if none runs."""
+    fitting = _distinct(results)
+    first = next((result for result in fitting if result.runs_on), None)
+    return "" if first is None or first is fitting[0] else f"FASTEST that runs: {_summary(first)}"
+
+
+def _distinct(results: Sequence[Result]) -> list[Result]:
+    """The results that fit, without those whose plan equals an earlier one."""
+    return [result for result in results if result.fits and not result.same_as]
+
+
+def _summary(result: Result) -> str:
+    low, high = result.band or (0.0, 0.0)
+    return (
+        f"{result.method}, {rounded(result.tokens_per_s_per_gpu or 0.0)} tokens/s/GPU "
+        f"({rounded(low)} to {rounded(high)}), {gib(result.headroom_bytes or 0)} GiB left"
+        f"{', tight' if result.fit == 'tight' else ''}"
+    )
+
+
+def cells(result: Result, order: Order, share: float, *, folded: bool) -> list[str]:
+    """The cells of one row of the table; parts of the step below `share` are left out."""
+    evaluation, room = result.evaluation, result.verdict
+    assert evaluation is not None
+    assert room is not None
+    between = "\n" if folded else ", "
+    lines = folded_name(result.method, result.family.split("+"))
+    name = lines if folded or len(result.method) > LONGEST else result.method
+    short = room.host_headroom_bytes < 0 <= room.headroom_bytes
+    fit = "host" if short else result.fit
+    free = gib(room.host_headroom_bytes if short else room.headroom_bytes)
+    pinned = f"{evaluation.host_node_bytes / GIB:.1f}"
+    totals = bool(order.tokens) + bool(order.tokens and order.price)
+    if result.same_as:
+        where = f"plan of {result.same_as}"
+        return [name, fit, free, *["-"] * 4, pinned, *["-"] * (1 + totals), where, "-", "-"]
+    if not result.fits:
+        return [name, fit, free, *["-"] * 4, pinned, *["-"] * (4 + totals)]
+    return [
+        name,
+        fit,
+        free,
+        f"{evaluation.step_s:.4g}",
+        rounded(evaluation.tokens_per_s_per_gpu) + ("=" if result.tied else " "),
+        f"{100 * evaluation.mfu_causal:.1f}",
+        f"{100 * evaluation.mfu_dense:.1f}",
+        pinned,
+        rounded(result.gpu_hours_per_1e9_tokens or 0.0),
+        *(rounded(v) for v in (order.days(result), order.cost(result)) if v is not None),
+        parts(result, share, between),
+        " ".join(engine[0].upper() for engine in result.runs_on) or "-",
+        banded(result, between if folded else " "),
+    ]
+
+
+def banded(result: Result, between: str = " ") -> str:
+    """A band's half-width, and the properties of the job that are outside of published rows."""
+    band = result.error_band
+    return between.join((f"+-{100 * band.half_width:.0f} %", *band.outside)) if band else "-"
+
+
+def folded_name(text: str, methods: Iterable[str]) -> str:
+    """A composition's name, a line per method and setting; a plus inside a value stays."""
+    names = "|".join(re.escape(name) for name in methods)
+    lines = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", text)
+    return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
+
+
+def parts(result: Result, share: float, between: str = ", ") -> str:
+    """The largest parts of the step in percent; parts below `share` are left out."""
+    shares = {part: value / (result.step_s or 1.0) for part, value in result.parts_s.items()}
+    largest = sorted((-each, part) for part, each in shares.items() if each >= share)
+    return between.join(f"{part} {-100 * each:.0f}" for each, part in largest[:MOST_PARTS])
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """Lines that explain the table: ties, parts of the step, bands and their evidence."""
+    fitting = [result for result in results if result.fits]
+    if not fitting:
+        return []
+    lines = []
+    if any(result.tied and not result.same_as for result in fitting):
+        error = percent(ratio_band())
+        lines.append(f"= tied: within {error}, our error when comparing two methods")
+    lines.append(
+        "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
+        "the seconds by which copies, tp, cp, dp and pp traffic and waiting for the host lengthen "
+        "the step"
+    )
+    lines.append(
+        "80 % band: 80 % of published speeds lie this close to a prediction whose constants were "
+        "fitted without their source; wider where more of the job is outside what was published"
+    )
+    bands = [result.error_band for result in fitting if result.error_band]
+    outside = dict.fromkeys(words for band in bands for words in band.outside.values())
+    lines += [f"outside: {'; '.join(outside)}"] if outside else []
+    return [*lines, tight_line(), *retry_lines(fitting)]
+
+
+def retry_lines(fitting: Sequence[Result]) -> list[str]:
+    """Lines that name the rows with allocator retries, and the rows whose retries fail."""
+    tried = [(one.method, one.retries) for one in fitting if one.retries and one.retries.per_step]
+    counts = [f"{name} {retries.per_step:,}" for name, retries in tried if not retries.fails]
+    failing = [name for name, retries in tried if retries.fails]
+    lines = [f"allocator retries a step ({UNTIMED}): {'; '.join(counts)}"] if counts else []
+    return lines + ([f"{FRAGMENTS}: {'; '.join(failing)}"] if failing else [])
+
+
+def left_out(results: Sequence[Result], comparison: Comparison) -> list[str]:
+    """Lines that name what the table leaves out, with the reasons."""
+    lines = [
+        f"{result.status}: {result.method}: {result.reason.removeprefix(f'{result.method}: ')}"
+        for result in results
+        if result.verdict is None
+    ]
+    broken = comparison.registry.broken
+    lines += [f"unavailable: {path}: {reason}" for path, reason in broken.items()]
+    if comparison.left_out:
+        lines.append(f"left out: {comparison.left_out} whose plan equals that of a row above")
+    return lines

@@ -10,7 +10,7 @@ from rematbench import __version__
 from rematbench.advise.search.processes import Progress
 from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
-from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result, assumed
 from rematbench.evidence.bands import ratio_band
