@@ -88,8 +88,8 @@ def test_a_slip_beside_a_name_that_matches_is_told(tmp_path: Path) -> None:
     ran = typed("simulate", "mine", *WORDS, "--methods", str(tmp_path))
     assert ran.code == 1
     assert ran.out.splitlines()[-1] == (
-        "FAILED: mine: rule names an activation that no model saves: Select(activations=('fc2_in', 'act_out', "
-        "'gate_ot')); did you mean 'gate_out'?"
+        "FAILED: mine: rule names an activation that no model saves: "
+        "Select(activations=('fc2_in', 'act_out', 'gate_ot')); did you mean 'gate_out'?"
     )
 
 

@@ -1,4 +1,4 @@
-"""The evaluator: each plan is lowered once, and each of its numbers is computed once."""
+"""The evaluator: lowers each plan once, and computes each of its numbers once."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -12,29 +12,31 @@ from rematbench.evaluate.lowered import Lowered, Reserved, same_plan, weighed
 from rematbench.plan import Plan
 from rematbench.problem import Problem, Weight
 
-RECENT = 8
-"""Programs that the evaluator of single problems keeps: a method weighs plans before it asks for
-the seconds of one of them, and notes in `fit` how it chose."""
+KEPT_PROGRAMS = 8
+"""Programs that the evaluator of single problems keeps.  A method weighs several plans before it
+needs the seconds of one of them, and writes its reasons into `fit`."""
 
 Same = Callable[[Problem], Hashable]
 """A key that is equal for problems that share lowered plans."""
 
 
 def without_cluster(problem: Problem) -> Hashable:
-    """The key of all problems that differ in their cluster alone: no cluster changes a program."""
+    """A key that is equal for problems that differ only in their cluster: no cluster changes a
+    program."""
     return encode((problem.workload, problem.system, problem.layout, problem.attention))
 
 
 class Evaluator:
-    """Lowered plans and their numbers.  `same` tells which problems share a lowered plan (by
-    default only a problem with itself); the last `kept` lowered plans stay (None: all)."""
+    """Lowered plans and their numbers.  Problems with equal keys `same` share a lowered plan
+    (default: no two problems do); the last `kept` lowered plans stay (None: all)."""
 
     def __init__(self, same: Same = id, kept: int | None = None) -> None:
         self._same, self._kept = same, kept
         self._lowered: OrderedDict[tuple[Hashable, bytes], Lowered] = OrderedDict()
 
     def lowered(self, problem: Problem, plan: Plan) -> Lowered:
-        """The plan's program and bytes.  It holds its problem, so a key by `id` stays its own."""
+        """The plan's program and bytes.  It refers to its problem, so the `id` stays
+        unique."""
         key = self._same(problem), same_plan(plan)
         if key not in self._lowered:
             self._lowered[key] = Lowered(problem, plan)
@@ -43,8 +45,8 @@ class Evaluator:
         return self._lowered[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> Reserved:
-        """What the allocator of the plan's fullest rank reserves on the cluster's devices.  Live
-        bytes above the usable bytes are not replayed: no allocator needs less."""
+        """Bytes that the allocator of the plan's fullest rank reserves on the cluster's devices.
+        Live bytes above the usable bytes are not replayed: no allocator needs fewer."""
         return weighed(problem, self.lowered(problem, plan), problem.usable_bytes)
 
     def weigh(self, problem: Problem, plan: Plan) -> Weight:
@@ -68,18 +70,18 @@ class Evaluator:
         return parts_of(problem, self.lowered(problem, plan).program, step_s)
 
 
-RECENTLY = Evaluator(kept=RECENT)
-"""The evaluator of problems that share nothing."""
+SINGLE_EVALUATOR = Evaluator(kept=KEPT_PROGRAMS)
+"""The evaluator of problems that share no lowered plan."""
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
     """The evaluator of single problems."""
-    return RECENTLY.evaluate(problem, plan)
+    return SINGLE_EVALUATOR.evaluate(problem, plan)
 
 
 def weigh(problem: Problem, plan: Plan) -> Weight:
     """The weigher of single problems."""
-    return RECENTLY.weigh(problem, plan)
+    return SINGLE_EVALUATOR.weigh(problem, plan)
 
 
 def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:

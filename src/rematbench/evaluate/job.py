@@ -1,4 +1,4 @@
-"""A job in the words of a table and of a command, so that each row also says what was asked."""
+"""A job: a problem as columns of a table and as command-line options, and its assumptions."""
 
 import shlex
 from typing import Any
@@ -15,15 +15,15 @@ WORDS = tuple(name for name in Layout.__struct_fields__ if name != "sp")
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A problem with the plan that methods begin with. `words` are the command-line options that
-    say this problem (empty: no command can say it)."""
+    """A problem with the plan that methods begin with. `words` are the command-line options of
+    this problem (empty: no options can express it)."""
 
     problem: Problem
     base: Plan
     words: tuple[str, ...] = ()
 
     def run_with(self, method: str, *more: str) -> str:
-        """The command that simulates a method on this job; empty where no command says the job."""
+        """The command that simulates a method on this job; empty if no options express it."""
         words = ("rematbench", "simulate", method, *self.words, *more)
         return shlex.join(words) if self.words else ""
 
@@ -77,8 +77,8 @@ def assumed(problem: Problem) -> str:
 
 
 def faster_attention(problem: Problem) -> str:
-    """The attention kernels of the GPU generation whose published rates are above those of the
-    kernel in use, in one line; empty where there are none, or none are published."""
+    """The attention kernels of the GPU generation with higher published rates than the kernel in
+    use, in one line; empty if there are none."""
     if problem.kernel == "unfused":
         return ""
     rates = problem.calibration.kernels.generation(problem.cluster.generation).attention

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rematbench.evaluate.band import Band
 from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.evaluator import RECENTLY, timed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, timed
 from rematbench.evaluate.job import Job
 from rematbench.evaluate.lowered import weighed
 from rematbench.evaluate.proof import Proof, check
@@ -114,7 +114,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """The shell command of this result; empty where no command can say the problem."""
+        """The shell command of this result; empty if no command can express the problem."""
         return self.job.run_with(self.method)
 
     @property
@@ -178,7 +178,7 @@ def evaluate_method(
     text: str = "",
 ) -> Result:
     """The result of a method on a problem; `checked` also proves the lowered program safe.
-    `words` are the options that say the problem, `text` the method's name as it was typed."""
+    `words` are the options of the problem, `text` the method's name as the user typed it."""
     job = Job(problem=problem, base=problem.base_plan if base is None else base, words=words)
     blank = Result(job=job, method=text or method.text, family=method.name, status="failed")
     try:
@@ -193,16 +193,16 @@ def evaluate_method(
 
 
 def evaluate_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Result:
-    """The result of a plan that is given.  Raises PlanError if the plan cannot be lowered."""
+    """The result of a plan without a method.  Raises PlanError if the plan cannot be lowered."""
     job = Job(problem=problem, base=problem.base_plan)
     return of_plan(Result(job=job, method="", family="", status="failed"), plan, checked=checked)
 
 
 def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
-    """The result of `blank`'s method, whose plan is given."""
+    """The result of `blank`'s method, which decided `plan`."""
     problem, proof = blank.problem, None
     if checked:
-        lowered = RECENTLY.lowered(problem, plan)
+        lowered = SINGLE_EVALUATOR.lowered(problem, plan)
         proof = check(lowered.program)
         evaluation = timed(problem, lowered, weighed(problem, lowered))
     else:

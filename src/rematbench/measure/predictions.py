@@ -14,7 +14,7 @@ from rematbench.engine.program.program import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import fullest_rank
-from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.lowered import unpressed
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
@@ -43,7 +43,7 @@ def predict(cell: Cell) -> Prediction:
     found = outcome.evaluation
     if found is None:
         return Prediction(status=outcome.status, reason=outcome.reason, **known)
-    lowered, step_s = RECENTLY.lowered(cell.problem, cell.plan), found.step_s
+    lowered, step_s = SINGLE_EVALUATOR.lowered(cell.problem, cell.plan), found.step_s
     number = fullest_rank(found.ranks)
     if cell.problem.layout.pp > 1:  # the first rank runs alone
         number, alone = 0, without_neighbours(lowered.program)
