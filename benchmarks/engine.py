@@ -1,9 +1,9 @@
 """Seconds of the engine's stages on llama-175b at 256 GPUs (Yuan et al., USENIX ATC 2024), and how
 they grow with micro-batches.  Run it on a quiet machine: `./bench run python benchmarks/engine.py`;
-`--small` runs each stage of the smallest once, to see that it runs.
+`--small` runs each stage once on the smallest size, as a check.
 
 Targets, two cores: the 175B row under 3 s at op level and under 0.15 s at chunk level, and every
-stage linear in micro-batches.  Nothing here is a test; a table is all it prints.
+stage linear in micro-batches.  It prints a table and tests nothing.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def row_175b(global_batch: int) -> tuple[Problem, Plan]:
 
 
 def stages(problem: Problem, plan: Plan) -> list[Stage]:
-    """The stages of a prediction one by one, and last the whole prediction. The costs are those of
-    the program: its copies, messages and collectives slow each other (stage `contention`)."""
+    """The stages of a prediction in order, and last the whole prediction.  Copies, messages and
+    collectives of the program slow each other (stage `contention`)."""
     program = lower(plan, problem)
     seconds = action_seconds(problem, program)
     ranks = program_bytes(problem, plan, program)

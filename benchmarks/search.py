@@ -1,15 +1,15 @@
-"""Seconds of `search`, proved gaps on the way, and how near its bounds are: `./bench run python
-benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to see that it runs;
-`--matrix` searches all cells of the matrix anew (six minutes), or those of the given models and
-lengths (`llama-65b:262144`), and nothing else.  `--times N`
-searches each cell N times and takes the least CPU seconds of each of its questions: the work is the
-same every time, and what others on the machine's cores add to it is not.
+"""Seconds of `search`, the gaps that it proves on the way, and the rate of its bounds.
+
+Run it on a quiet machine: `./bench run python benchmarks/search.py`.  `--small` runs a small job
+once, as a check.  `--matrix` only searches cells of the matrix: all of them (six minutes), or the
+cells of the given models and lengths (`llama-65b:262144`).  `--times N` searches each cell N times
+and takes the smallest CPU seconds of each question, because other processes can only add seconds.
 
 Targets, two cores: llama-175b on 256 H800 (Yuan et al., USENIX ATC 2024), the whole space: a proved
 gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations, 2 GB of all processes;
 bounds of 10^6 layouts a second; a cell of the matrix, all its questions to 1 %, in 4 CPU seconds.
-On a machine that others load one run takes up to twice as long: a loop that is timed first says so.
-Others print, for searches of their own: Calculon 600 evaluations a second and core, Astra 1.27 s,
+On a loaded machine a run takes up to twice as long; a loop that is timed first shows the load.
+Published rates of other searches: Calculon 600 evaluations a second and core, Astra 1.27 s,
 Aceso 92 configurations a second.
 """
 
@@ -146,8 +146,8 @@ def questions(spec: MatrixSpec, task: Task) -> tuple[list[float], list[Line]]:
 
 
 def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str] = (), times: int = 1) -> None:
-    """Print the CPU seconds that cells of the matrix take, searched anew `times` times, each time
-    in a process of its own, which remembers nothing; no task, no cluster: all."""
+    """Print the CPU seconds that cells of the matrix take, searched `times` times, each time in
+    a new process without caches.  No task, no cluster: all."""
     spec = declared(Path(__file__).parent.parent / "config" / "paper.yaml")
     spec = replace(spec, clusters=tuple(clusters) or spec.clusters)
     works = {work.model: work for work in spec.works}

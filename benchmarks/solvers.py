@@ -1,10 +1,10 @@
 """Seconds of the searches that papers time: Lynx's heuristic and optimum, MEMO's memory plan.
 
-Search times belong to the machine they ran on, so they are no part of generated tables.  Run it on
-a quiet machine: `./bench run python benchmarks/solvers.py`.  Beside ours: Chen et al. (arXiv
+Search times depend on the machine, so generated tables leave them out.  Run it on
+a quiet machine: `./bench run python benchmarks/solvers.py`.  For comparison: Chen et al. (arXiv
 2406.08756 v1) 0.16 s on average for the heuristic, 99 % less than the optimum; Zhao et al. (arXiv
 2407.12117 v3) under 300 s for every memory plan (Gurobi).  Target: the heuristic under 0.2 s.
-`--small` takes one problem of each, to see that it runs.
+`--small` takes one problem of each, as a check.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""What Snakemake costs: the same tiny simulated cells in few jobs and in many, here and by Slurm.
+"""The cost of Snakemake: the same tiny simulated cells in few and in many jobs, locally and by
+Slurm.
 
     ./bench run python -m benchmarks.workflow --write benchmarks/workflow.csv
     ./bench run python -m benchmarks.workflow --write benchmarks/workflow.csv --slurm
 
 Each line is one whole `snakemake` command in a copy of the checkout: wall seconds, CPU seconds of
-the command and of all its jobs, beside the same cells without Snakemake; what is left is the
-engine's.  Slurm's jobs are nobody's children once started: this process adopts them (Linux'
-subreaper) and counts them when they end.  `--slurm` submits to two nodes that tests/worlds/slurm
-starts on this machine (as root, with Debian's packages), with the profile as it is.  `--write` adds
-the lines to a table with their versions and the machine's load when each began: CPU seconds hold on
-a busy one, wall seconds do not.  The table is in docs/decisions/worlds.md; the bundling there
-is chosen from it.
+the command and of all its jobs, next to the same cells without Snakemake; the difference is the
+cost of Snakemake. Slurm's jobs are not children of the command: this process adopts them (as a
+Linux subreaper) and counts their seconds when they end. `--slurm` submits to the two nodes that
+tests/worlds/slurm starts on this machine (as root, with Debian's packages), with the profile as
+it is. `--write` adds the lines to a table with their versions and the machine's load when each
+began: CPU seconds are comparable on a busy machine, wall seconds are not. The table is in
+docs/decisions/worlds.md; the bundling there is chosen from it.
 """
 
 import argparse

@@ -49,7 +49,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         columns=float(fields.get("y", "1.0")),
         comm=comm,
         nbytes=int(fields.get("n", "0")),
-        beside=fields.get("s", ""),
+        overlaps=fields.get("s", ""),
         scratch=int(fields.get("t", "0")),
         variant=int(fields.get("v", "0")),
     )

@@ -21,7 +21,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evaluate.breakdown import PARTS, Spared, parts_of
+from rematbench.evaluate.breakdown import PARTS, WithoutTraffic, parts_of
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Job, Result, evaluate_method
 from rematbench.evidence.bands import with_ties
@@ -171,7 +171,7 @@ def test_free_traffic_leaves_compute_and_bubble() -> None:
     step_s = simulate(program, seconds).step_s
     found = parts_of(p, program, step_s)
     free = frozenset({"pp_send", "pp_recv", "tp", "cp", "dp", "d2h", "h2d"})
-    left = simulate(program, Spared(seconds, free))
+    left = simulate(program, WithoutTraffic(seconds, free))
     busy = max(left.busy_s(rank, "compute") for rank in range(4))
     assert found["compute"] + found["recompute"] == pytest.approx(busy)
     assert found["bubble"] == pytest.approx(left.step_s - busy)
@@ -195,13 +195,13 @@ def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
     layout = Layout(tp=2, sp=True, dp=2, zero_stage=zero_stage, global_batch=8)
     p = demo(layout=layout, system=system)
     seconds = action_seconds(p)
-    free = Spared(seconds, frozenset({"tp", "dp"}))
+    free = WithoutTraffic(seconds, frozenset({"tp", "dp"}))
     actions = {a for r in lower(p.base_plan, p).ranks for b in r.blocks for a in b.actions}
-    slowed = [action for action in actions if action.beside == "tp"]
+    slowed = [action for action in actions if action.overlaps == "tp"]
     stalls = [action for action in actions if action.kind is Kind.STALL]
     assert stalls if zero_stage == 3 else slowed
     for action in slowed:
-        assert free(action, 0) == seconds(replace(action, beside=""), 0) < seconds(action, 0)
+        assert free(action, 0) == seconds(replace(action, overlaps=""), 0) < seconds(action, 0)
     for action in stalls:
         assert free(action, 0) == 0.0 < seconds(action, 0)
 

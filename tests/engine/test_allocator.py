@@ -11,7 +11,7 @@ from rematbench.engine.program.allocator import MIB, AllocatorPeaks, Mode, round
 from rematbench.engine.program.program import RankProgram
 from rematbench.engine.program.replay import _Run, replay
 from rematbench.evaluate.evaluation import evaluate_program
-from rematbench.evaluate.evaluator import RECENTLY, Lowered, unpressed, weighed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Lowered, unpressed, weighed
 from rematbench.evaluate.problems import make_problem
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -196,7 +196,7 @@ def test_what_comes_after_the_peak_and_in_a_second_step_is_replayed(
     )
     plan = discover().resolve(method, None, given).plan(given)
     assert isinstance(plan, Plan)
-    lowered = RECENTLY.lowered(given, plan)
+    lowered = SINGLE_EVALUATOR.lowered(given, plan)
     (actions,), (held,) = lowered.program.ranks, lowered.ranks
     blocks = held.blocks(None)
     near = replay(actions, blocks, None, num_steps=2 * held.peak_step + 1)

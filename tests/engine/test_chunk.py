@@ -68,7 +68,7 @@ def test_what_is_not_asked_for_leaves_the_other_paths(count: int) -> None:
     asked = (STREAM_INDEX["compute"], HOST, "h2d")
     for block in blocks:
         rows = rows_with(block, 0, timings(whimsical))
-        whole, some = macro_of(rows), macro_of(rows, asked=asked)
+        whole, some = macro_of(rows), macro_of(rows, inputs=asked)
         left = {STREAM_INDEX["compute"], HOST}
         left |= {HOST + 1 + at for at, name in enumerate(whole.waits) if name == "h2d"}
         assert some.waits == whole.waits

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower, rank_orders
-from rematbench.engine.lowering.schedule import in_flight
 from rematbench.engine.program.action import Action
 from rematbench.engine.program.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.engine.program.program import Program
@@ -19,6 +18,7 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.proof import check
 from rematbench.plan import ByteBudget, Plan, Rule, Select
 from rematbench.problem import Problem
+from tests.engine.test_schedule import in_flight
 from tests.engine.twin.interpreter import EARLY, interpret
 from tests.problems import BALANCED, layers, problem, transfers
 from tests.program_text import parse_program

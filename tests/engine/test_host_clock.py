@@ -11,7 +11,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import GRADIENTS_DOWN, Action, Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
-from rematbench.engine.simulate.op_level import STILL, TIMELESS, Timing, simulate
+from rematbench.engine.simulate.op_level import ORDERING, TIMELESS, Timing, simulate
 from rematbench.engine.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
 from rematbench.problem import Problem
@@ -120,7 +120,7 @@ class Whimsical:
     def timing(self, action: Action, rank: int) -> Timing:
         """A third of all waits, and of what is waited for, hold the host."""
         held = random.Random(f"held {action.wait} {action.event}").random() < 1 / 3
-        if action.kind in STILL:
+        if action.kind in ORDERING:
             return Timing(0.0, 0.0, held)
         return Timing(self(action, rank), self._draw("host", action, rank), held)
 
@@ -181,7 +181,7 @@ def timed(program: Program) -> Iterator[tuple[int, Action]]:
     for rank in program.ranks:
         for step in rank.steps:
             for action in rank.blocks[step.block].actions:
-                if action.kind not in (*TIMELESS, *STILL):
+                if action.kind not in (*TIMELESS, *ORDERING):
                     yield rank.rank, action
 
 

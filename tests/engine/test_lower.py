@@ -144,12 +144,12 @@ ILLEGAL: list[tuple[str, tuple[Rule, ...], str]] = [
     (
         "a layer outside its group",
         (rule(Recompute(scope=Group(0, 1)), "fc2_in", layers=(3,)),),
-        "fc2_in of layer 3 is rebuilt with group 0-1, which does not hold it",
+        "fc2_in of layer 3 is rebuilt with group 0-1, which does not contain it",
     ),
     (
         "the head in a group",
         (Rule(Select(parts=("head",)), Recompute(scope=Group(0, 1))),),
-        "of head is rebuilt with group 0-1, which does not hold it",
+        "of head is rebuilt with group 0-1, which does not contain it",
     ),
 ]
 
@@ -168,8 +168,8 @@ def test_illegal_rules(case: str, rules: tuple[Rule, ...], message: str) -> None
         ((((0, 1),), ((2, 2, 3),)), "hold every layer once, in order"),
         ((((2, 3),), ((0, 1),)), "hold every layer once, in order"),
         ((((0, 1, 2, 3),), ((),)), "empty chunk"),
-        ((((0, 1, 2, 3),),), r"chunks per rank \[1\], layout wants \[1, 1\]"),
-        ((((0, 1), (2, 3)), ((), ())), r"chunks per rank \[2, 2\], layout wants \[1, 1\]"),
+        ((((0, 1, 2, 3),),), r"chunks per rank \[1\], the layout needs \[1, 1\]"),
+        ((((0, 1), (2, 3)), ((), ())), r"chunks per rank \[2, 2\], the layout needs \[1, 1\]"),
     ],
 )
 def test_illegal_partitions(partition: Any, message: str) -> None:

@@ -34,7 +34,7 @@ DEEP = settings(
 def unrepeated(plan: Plan, given: Problem) -> Program:
     """The program without repetition."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_layers, "shortened", lambda *_: None)
+        patch.setattr(repeated_layers, "short_chunk", lambda *_: None)
         return lower(plan, given)
 
 
@@ -74,14 +74,14 @@ def in_pieces(plan: Plan, mlp: int, head: int) -> Plan:
 def one_by_one(plan: Plan, given: Problem) -> Program:
     """The program with every piece written by the emitters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "LEAST", 1 << 20)
+        patch.setattr(pieces, "MIN_SPARED", 1 << 20)
         return lower(plan, given)
 
 
 def written_out(plan: Plan, given: Problem) -> Program:
     """The program with every layer and every piece written by the emitters."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_layers, "shortened", lambda *_: None)
+        patch.setattr(repeated_layers, "short_chunk", lambda *_: None)
         return one_by_one(plan, given)
 
 

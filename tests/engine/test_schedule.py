@@ -4,10 +4,19 @@ from collections import Counter
 
 import pytest
 
-from rematbench.engine.lowering.schedule import in_flight, interleaved, passes, phases
+from rematbench.engine.lowering.schedule import interleaved, passes, phases
 from rematbench.plan import Pass
 
 INTERLEAVED = [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9), (8, 5, 16), (4, 6, 256)]
+
+
+def in_flight(order: tuple[Pass, ...]) -> int:
+    """The most (chunk, micro-batch) pairs between forward and backward at one time on the rank."""
+    live = peak = 0
+    for step in order:
+        live += 1 if step.forward else -1
+        peak = max(peak, live)
+    return peak
 
 
 @pytest.mark.parametrize(("pp", "vpp", "m"), INTERLEAVED)

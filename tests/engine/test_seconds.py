@@ -9,7 +9,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import RankedSeconds, simulate
 from rematbench.engine.simulate.seconds import ActionCosts
-from rematbench.evaluate.breakdown import Spared
+from rematbench.evaluate.breakdown import WithoutTraffic
 from rematbench.plan import Keep, Rule, Select
 from tests.problems import BALANCED, half, on, problem, transfers
 
@@ -20,7 +20,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-class Apart(Spared):
+class Apart(WithoutTraffic):
     """The costs of a host that takes its time, with no two ranks alike."""
 
     def __init__(self, costs: ActionCosts) -> None:

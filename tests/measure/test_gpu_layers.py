@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.cli import gpu
-from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
@@ -211,7 +211,7 @@ def test_torchs_allocator_holds_what_is_predicted_also_of_a_plan_that_places(
     assert isinstance(cell.plan, Plan)
     placed = evaluate_plan(cell.problem, cell.plan).evaluation
     assert placed is not None
-    lowered = RECENTLY.lowered(cell.problem, cell.plan)
+    lowered = SINGLE_EVALUATOR.lowered(cell.problem, cell.plan)
     assert lowered.program.planned
     found = predictions.predict(cell).reserved_bytes
     assert found == lowered.peaks.reserved_bytes > placed.reserved_bytes

@@ -11,7 +11,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.allocator import MIB
 from rematbench.engine.program.replay import replay
 from rematbench.evaluate.evaluation import evaluate_program, fullest_rank
-from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.evaluate.verdict import Retries, judge, retries
@@ -102,7 +102,7 @@ def test_a_retry_that_fails_after_the_peak_is_out_of_memory() -> None:
     outcome = ran(problem)
     assert outcome.status == "oom"
     assert outcome.plan is not None
-    lowered = RECENTLY.lowered(problem, outcome.plan)
+    lowered = SINGLE_EVALUATOR.lowered(problem, outcome.plan)
     number = fullest_rank(lowered.ranks)
     actions, held = lowered.program.ranks[number], lowered.ranks[number]
     near = 2 * held.peak_step + 1

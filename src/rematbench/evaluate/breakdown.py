@@ -1,11 +1,10 @@
 """Breakdown of a step's time: compute, recomputation, the pipeline's bubble, and the exposed
 seconds of the host, of copies and of communication.
 
-*Exposed* seconds are those by which the step gets shorter when a cause takes no time: first a host
-that issues at once, then each kind of traffic in the order of TRAFFIC (kernels beside it are not
-slowed either).  Causes are removed one after another, so the parts add up to the step.  What then
-remains is the busiest rank's compute, and that rank's idle time: the bubble.
-"""
+The *exposed* seconds of a cause are the seconds by which the step gets shorter when the cause takes
+no time.  Causes are removed in turn, so the parts add up to the step: first the host, then each
+kind of traffic in the order of TRAFFIC, together with the slowdown of kernels that overlap it.  The
+rest is the busiest rank's compute, and that rank's idle time: the bubble."""
 
 from collections.abc import Hashable, Mapping
 from math import fsum
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 from rematbench.engine.program.action import HOST_UPDATE, Action, Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
-from rematbench.engine.simulate.op_level import STILL, RankedSeconds, Seconds, Simulation, Timing
+from rematbench.engine.simulate.op_level import ORDERING, RankedSeconds, Seconds, Simulation, Timing
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.problem import Problem
 
@@ -34,7 +33,7 @@ ROUNDING = 1e-12
 
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
-LEAST_SHARE, MOST_NAMED = 0.01, 3
+MIN_SHARE, MAX_PARTS = 0.01, 3
 """The smallest share of a step that `losses` names, and how many parts it names at most."""
 
 
@@ -51,34 +50,34 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
             found[name] = 0.0
             continue
         spared |= streams
-        simulation = simulate_chunks(program, Spared(seconds, spared))
+        simulation = simulate_chunks(program, WithoutTraffic(seconds, spared))
         found[name] = before - simulation.step_s
         before = simulation.step_s
-    left = Spared(seconds, spared)
+    left = WithoutTraffic(seconds, spared)
     alone = simulation or simulate_chunks(program, left)
     busy, rank = busiest(alone)
     again = _recompute_s(program, rank, left)
-    # `before` and `busy` sum the same seconds in other orders: a rounding difference is no bubble.
+    # `before` and `busy` sum the same seconds in different orders: ignore rounding.
     bubble = before - busy if before - busy > ROUNDING * step_s else 0.0
     return {"compute": busy - again, "recompute": again, "bubble": bubble, **found}
 
 
 def losses(shares: Mapping[str, float]) -> str:
-    """The largest parts of a step beside compute, in words; `shares`: fractions of the step by
+    """The largest parts of a step apart from compute, as text; `shares`: fractions of the step by
     part."""
     found = [(share, part) for part, share in shares.items() if part != "compute"]
-    named = sorted((pair for pair in found if pair[0] >= LEAST_SHARE), reverse=True)
-    return ", ".join(f"{part} {100 * share:.0f} %" for share, part in named[:MOST_NAMED])
+    named = sorted((pair for pair in found if pair[0] >= MIN_SHARE), reverse=True)
+    return ", ".join(f"{part} {100 * share:.0f} %" for share, part in named[:MAX_PARTS])
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:
-    """Exposed seconds of the hosts: the step less the step of the same program with hosts that
-    issue at once."""
-    return step_s - simulate_chunks(program, Spared(seconds, frozenset())).step_s
+    """Exposed seconds of the hosts: the step minus the step of the same program with hosts that
+    take no time."""
+    return step_s - simulate_chunks(program, WithoutTraffic(seconds, frozenset())).step_s
 
 
-class Spared:
-    """The costs of a machine whose hosts issue at once, and on which the traffic of `streams` takes
+class WithoutTraffic:
+    """The costs of a machine whose hosts take no time, and on which the traffic of `streams` takes
     no time and slows no kernel."""
 
     def __init__(self, seconds: RankedSeconds, streams: frozenset[str]) -> None:
@@ -91,16 +90,17 @@ class Spared:
         comm = action.comm
         if action.kind is Kind.STALL and comm is not None and comm.group in self.streams:
             return 0.0
-        if action.beside in self.streams:
-            action = replace(action, beside="")
+        if action.overlaps in self.streams:
+            action = replace(action, overlaps="")
         return self.seconds.timing(action, rank).seconds
 
     def timing(self, action: Action, rank: int) -> Timing:
-        """The seconds on the stream; the host issues at once and waits for no action."""
-        return Timing(0.0 if action.kind in STILL else self(action, rank), 0.0, held=False)
+        """The seconds on the stream; the host takes no time and waits for no action."""
+        return Timing(0.0 if action.kind in ORDERING else self(action, rank), 0.0, held=False)
 
     def alike(self, rank: int) -> Hashable:
-        """The key of the costs with all traffic: ranks alike there are alike here."""
+        """The key of the costs with all traffic: ranks with equal costs there have equal costs
+        here."""
         return self.seconds.alike(rank)
 
 
@@ -116,7 +116,7 @@ def _streams(program: Program) -> set[str]:
         stream
         for block, _ in program.block_runs
         for action, _ in block.counted()
-        for stream in (action.stream, action.beside)
+        for stream in (action.stream, action.overlaps)
     }
 
 

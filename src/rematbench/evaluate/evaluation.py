@@ -1,5 +1,5 @@
-"""Plan + problem -> the simulated step: seconds, speed, bytes per rank, FLOPs.  The code depends on
-plans alone, and on no method."""
+"""Plan + problem -> the simulated step: seconds, speed, bytes per rank, FLOPs.  The code reads
+plans, and never a method."""
 
 from collections import Counter
 from collections.abc import Sequence

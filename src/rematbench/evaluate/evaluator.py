@@ -196,16 +196,17 @@ def _placed_bytes(program: Program, rank: int, held: RankBytes) -> int:
 
 # -- evaluators ----------------------------------------------------------------------------------
 
-RECENT = 8
-"""Programs that the evaluator of single problems keeps: a method weighs plans before it asks for
-the seconds of one of them, and notes in `fit` how it chose."""
+KEPT_PROGRAMS = 8
+"""Programs that the evaluator of single problems keeps.  A method weighs several plans before it
+needs the seconds of one of them, and writes its reasons into `fit`."""
 
 Same = Callable[[Problem], Hashable]
 """A key that is equal for problems that share lowered plans."""
 
 
 def without_cluster(problem: Problem) -> Hashable:
-    """The key of all problems that differ in their cluster alone: no cluster changes a program."""
+    """A key that is equal for problems that differ only in their cluster: no cluster changes a
+    program."""
     return encode((problem.workload, problem.system, problem.layout, problem.attention))
 
 
@@ -221,7 +222,8 @@ class Evaluator:
         self._lowered: OrderedDict[tuple[Hashable, bytes], Lowered] = OrderedDict()
 
     def lowered(self, problem: Problem, plan: Plan) -> Lowered:
-        """The plan's program and bytes.  It holds its problem, so a key by `id` stays its own."""
+        """The plan's program and bytes.  It refers to its problem, so the `id` stays
+        unique."""
         key = self._same(problem), same_plan(plan)
         if key not in self._lowered:
             self._lowered[key] = Lowered(problem, plan)
@@ -256,18 +258,18 @@ class Evaluator:
         return lowered.parts_s[key]
 
 
-RECENTLY = Evaluator(kept=RECENT, replay_all=True)
-"""The evaluator of problems that share nothing."""
+SINGLE_EVALUATOR = Evaluator(kept=KEPT_PROGRAMS, replay_all=True)
+"""The evaluator of problems that share no lowered plan."""
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
     """The evaluator of single problems."""
-    return RECENTLY.evaluate(problem, plan)
+    return SINGLE_EVALUATOR.evaluate(problem, plan)
 
 
 def weigh(problem: Problem, plan: Plan) -> Weight:
     """The weigher of single problems."""
-    return RECENTLY.weigh(problem, plan)
+    return SINGLE_EVALUATOR.weigh(problem, plan)
 
 
 def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:

@@ -94,7 +94,7 @@ def check_plan(method: Method, problem: Problem) -> None:
     own error."""
     plan = method.plan(problem, problem.base_plan)
     if plan != method.plan(problem, problem.base_plan):
-        raise MethodError("plan is no pure function: two calls differ")
+        raise MethodError("plan is not a pure function: two calls differ")
     if isinstance(plan, Unsupported):
         if not plan.reason:
             raise MethodError("Unsupported without a reason")
@@ -123,13 +123,14 @@ def check_on_top(method: Method, under: Method, problem: Problem) -> None:
 
 
 @contextmanager
-def _told(path: Path, what: str) -> Iterator[None]:
-    """Turn any exception inside the block into a MethodError of one line: file, what, exception."""
+def _one_line_error(path: Path, check: str) -> Iterator[None]:
+    """Turn any exception inside the block into a MethodError of one line: file, check,
+    exception."""
     try:
         yield
     except Exception as error:
         text = " ".join(str(error).split())
-        raise MethodError(f"{path}: {what}: {type(error).__name__}: {text}") from error
+        raise MethodError(f"{path}: {check}: {type(error).__name__}: {text}") from error
 
 
 def check_file(path: Path, shipped: Registry) -> Iterator[str]:
@@ -145,15 +146,15 @@ def check_file(path: Path, shipped: Registry) -> Iterator[str]:
         yield from checks
     method: Method = entry.cls()
     for name, made in problems().items():
-        with _told(path, f"the plan on {name!r}"):
+        with _one_line_error(path, f"the plan on {name!r}"):
             check_plan(method, made)
         yield f"the plan on {name!r} is pure, lowers and is safe, or is refused with a reason"
     for other in shipped.methods.values():
         if other.name == entry.name:
             continue
         for name in COMPOSED_ON:
-            with _told(path, f"{other.name}+{entry.name} on {name!r}"):
+            with _one_line_error(path, f"{other.name}+{entry.name} on {name!r}"):
                 check_on_top(method, other.cls(), problems()[name])
-            with _told(path, f"{entry.name}+{other.name} on {name!r}"):
+            with _one_line_error(path, f"{entry.name}+{other.name} on {name!r}"):
                 check_on_top(other.cls(), method, problems()[name])
         yield f"it composes with {other.name}, in both orders"

@@ -1,7 +1,7 @@
 """The timeline of a simulated step as JSON for ui.perfetto.dev and chrome://tracing.
 
 A process is a pipeline rank, a thread one of its streams.  One more thread shows exposed waits:
-when the compute stream stood still, and for which action.  A counter shows device bytes over time.
+when the compute stream was idle, and for which action.  A counter shows device bytes over time.
 Format: Trace Event Format, Google, 2016 (complete events X, counters C, metadata M; microseconds).
 """
 
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 WAITS = "exposed waits"
 WAIT_THREAD = len(STREAMS)
-LOUD = "terrible"
+RED = "terrible"
 """The reserved colour name that both viewers draw in red."""
 
 
@@ -114,7 +114,7 @@ def exposed_waits(
             name = f"waits for {_label(cause)} ({cause.stream})" if cause else "waits"
             event = _span(rank, WAIT_THREAD, now, item.start_s)
             args = {"before": _label(item), "from_rank": cause.rank if cause else rank}
-            yield event | {"name": name, "cat": "wait", "cname": LOUD, "args": args}
+            yield event | {"name": name, "cat": "wait", "cname": RED, "args": args}
         now = max(now, item.end_s)
 
 

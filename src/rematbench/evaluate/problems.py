@@ -47,7 +47,7 @@ def hosting(named: str | System, optimizer: Home | None) -> System:
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
-    """A stack with one of its options switched on; Unsupported names an option that the stack
+    """A stack with some of its options switched on; Unsupported names an option that the stack
     lacks. compile: torch.compile fuses SiLU with the product. async_tp: sequence-parallel
     collectives run beside the GEMMs that they feed."""
     for variant in variants:

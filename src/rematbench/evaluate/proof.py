@@ -1,10 +1,10 @@
-"""Proves a program sound before it runs: life of tensors, races between streams, deadlock.
+"""Proves a program sound before it runs: lifetimes of tensors, races of streams, deadlocks.
 
 Every stream has a vector clock: for each other stream, the tick up to which that stream is known to
 have run.  A tensor may be read on a stream only if the stream has waited for the end of the
-tensor's producer (for its start, where a collective and a kernel run beside each other piece by
-piece).  A tensor may be freed, and its memory reused by the compute stream, only when compute has
-waited for every reader.
+tensor's producer (for its start, if a collective and a kernel overlap piece by piece).  A tensor
+may be freed, and its memory reused by the compute stream, only when compute has waited for every
+reader.
 
 Parameters and gradients are resident, and actions name only the unit (embedding, layer, head) that
 they work on.  That suffices to order kernels, gathers, reductions and updates of a unit within one
@@ -62,7 +62,7 @@ class Proof(Struct, frozen=True, kw_only=True):
 
 
 def check(program: Program) -> Proof:
-    """Raise CheckError on the first violation, or DeadlockError if ranks wait for ever."""
+    """Raise CheckError on the first violation, or DeadlockError if no rank can continue."""
     for rank in program.ranks:
         _RankCheck(rank).run()
     simulate(program, lambda action, rank: 1.0)
@@ -112,7 +112,7 @@ class _RankCheck:
         clock = self.clocks[stream]
         if action.wait:
             self._merge(clock, action.wait, micro_batch, chunk)
-        if action.begin:  # a tick of its own, so that only a waiter for `begin` has seen it
+        if action.begin:  # a separate tick, which only streams that wait for `begin` have seen
             clock[stream] += 1
             self.local[action.begin] = clock.copy()
         clock[stream] += 1
@@ -134,7 +134,7 @@ class _RankCheck:
     def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
         seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
         if seen is None:
-            raise CheckError(f"{self.where}: waits for {event!r}, which nothing has recorded")
+            raise CheckError(f"{self.where}: waits for {event!r}, which no action has recorded")
         for index, value in enumerate(seen):
             clock[index] = max(clock[index], value)
 
@@ -148,7 +148,7 @@ class _RankCheck:
         if key not in self.made:
             raise CheckError(f"{self.where}: reads {key[0]}, which is not alive")
         producer, begun, at = self.made[key]
-        pipelined = action.comm is not None or bool(action.beside)
+        pipelined = action.comm is not None or bool(action.overlaps)
         if clock[producer] < (begun if pipelined else at):
             raise CheckError(
                 f"{self.where}: reads {key[0]} before {STREAMS[producer]} is known to have made it"
@@ -161,13 +161,13 @@ class _RankCheck:
         if slot:
             held = {k for k in self.slots.get(slot, set()) if k in self.made}
             mine = (*key[1:], tenant(key[0], slot))
-            strangers = [k for k in held if (*k[1:], tenant(k[0], slot)) != mine]
-            if strangers:
-                raise CheckError(f"{self.where}: slot {slot} still holds {strangers[0][0]}")
+            conflicts = [k for k in held if (*k[1:], tenant(k[0], slot)) != mine]
+            if conflicts:
+                raise CheckError(f"{self.where}: slot {slot} still holds {conflicts[0][0]}")
             self.slots[slot] = held | {key}
         if stream in REUSING and clock[COMPUTE] < self.freed_at:
             raise CheckError(
-                f"{self.where}: allocates {key[0]} where compute may still use what it frees"
+                f"{self.where}: allocates {key[0]} while compute may still use memory that it frees"
             )
         self.touched[key] = [(stream, clock[stream])]
 
@@ -294,13 +294,14 @@ class _StateCheck:
         return units
 
     def _exchange(self, kind: Kind, units: list[Unit], stream: int, clock: VectorClock) -> str:
-        """Check an exchange of gradients: a sum over ranks, or a send to the other pipeline end."""
+        """Check an exchange of gradients: a sum over ranks, or a send to the opposite end of the
+        pipeline."""
         for unit in units:
             if unit in self.updated:
                 return f"exchanges gradients of {unit[0]} after their update"
             writes = kind not in (Kind.SEND, Kind.D2H)
             late = self.gradients[unit].add(stream, clock, write=writes)
-            if late and kind is not Kind.RECV:  # a received gradient has its own memory
+            if late and kind is not Kind.RECV:  # a received gradient has separate memory
                 return f"exchanges gradients of {unit[0]} while {late} may still use them"
         return ""
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import rematbench
 from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
-from rematbench.evaluate.evaluator import RECENTLY, Evaluator, timed, weighed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, weighed
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.verdict import Retries, Verdict, judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -217,7 +217,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """The shell command of this result; empty where no command can say the problem."""
+        """The shell command of this result; empty if no command can express the problem."""
         return self.job.run_with(self.method)
 
     @property
@@ -315,16 +315,16 @@ def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
 
 
 def evaluate_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Result:
-    """The result of a plan that is given.  Raises PlanError if the plan cannot be lowered."""
+    """The result of a plan without a method.  Raises PlanError if the plan cannot be lowered."""
     job = Job(problem=problem, base=problem.base_plan)
     return of_plan(Result(job=job, method="", family="", status="failed"), plan, checked=checked)
 
 
 def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
-    """The result of `blank`'s method, whose plan is given."""
+    """The result of `blank`'s method, which decided `plan`."""
     problem, proof = blank.problem, None
     if checked:
-        lowered = RECENTLY.lowered(problem, plan)
+        lowered = SINGLE_EVALUATOR.lowered(problem, plan)
         proof = check(lowered.program)
         evaluation = timed(problem, lowered, weighed(problem, lowered))
     else:

@@ -35,8 +35,8 @@ class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries | None:
     """The allocator retries of the fullest rank in the second of two whole training steps. The
-    first step begins with an empty cache. None where no allocator was modelled; the cost of a retry
-    is modelled nowhere."""
+    first step begins with an empty cache. None where no allocator was modelled.  The seconds
+    of a retry are not modelled."""
     if evaluation.pressed is None:
         return None
     if not evaluation.pressed:

@@ -14,7 +14,7 @@ from rematbench.engine.program.program import without_neighbours
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import fullest_rank
-from rematbench.evaluate.evaluator import RECENTLY, unpressed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, unpressed
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.memory import free_bytes
@@ -40,7 +40,7 @@ def predict(cell: Cell) -> Prediction:
         return Prediction(status="unsupported", reason=cell.plan.reason, **known)
     result, lowered = (
         evaluate_plan(cell.problem, cell.plan),
-        RECENTLY.lowered(cell.problem, cell.plan),
+        SINGLE_EVALUATOR.lowered(cell.problem, cell.plan),
     )
     step_s, number = result.step_s, fullest_rank(lowered.ranks)
     if cell.problem.layout.pp > 1:  # the first rank runs alone

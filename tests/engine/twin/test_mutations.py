@@ -90,7 +90,7 @@ MUTATIONS: dict[str, tuple[str, Change, str, str]] = {
     "H2D may overwrite what compute still reads": (
         "H2D",
         lambda a: [replace(a, wait="d2h")] if a.kind is Kind.WAIT else [a],
-        "allocates .* where compute may still use what it frees",
+        "allocates .* while compute may still use memory that it frees",
         "",
     ),
     "a gather does not wait for its input": (
@@ -156,7 +156,7 @@ MUTATIONS: dict[str, tuple[str, Change, str, str]] = {
     "wait for what nobody records": (
         "F",
         lambda a: [replace(a, wait="nobody")] if a.kind is Kind.WAIT else [a],
-        "waits for 'nobody', which nothing has recorded",
+        "waits for 'nobody', which no action has recorded",
         "",
     ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import Candidate
-from rematbench.evaluate.evaluator import RECENTLY
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import Job, Result, of_plan
 from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
@@ -75,7 +75,7 @@ class Tuning:
         assert evaluation is not None
         return replace(
             result,
-            parts_s=RECENTLY.parts_s(self.problem, plan, evaluation.step_s),
+            parts_s=SINGLE_EVALUATOR.parts_s(self.problem, plan, evaluation.step_s),
             retries=retries(self.problem, plan, evaluation),
         )
 

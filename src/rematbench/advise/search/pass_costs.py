@@ -233,7 +233,7 @@ def pass_bytes(profile: Profile) -> PassCost:
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
     timed: list[Timing] = []
-    macro = macro_of(rows_with(block, rank, costs.timing, timed), asked=ENTRIES)
+    macro = macro_of(rows_with(block, rank, costs.timing, timed), inputs=ENTRIES)
     kernels: list[float] = []
     _, called_s = _issued(block.parts, 1, iter(timed), kernels)
     ends = {target: dict(terms) for target, terms in macro.streams}

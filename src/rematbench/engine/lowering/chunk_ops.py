@@ -12,27 +12,27 @@ from rematbench.engine.program.action import KEPT, OFFLOADED
 from rematbench.plan import MiniSequence, Phase, Plan, PlanError
 from rematbench.problem import Problem, head_parameters
 
-LATELY = 64
-"""The most answers of `ChunkOps.fates` that a problem keeps."""
+MAX_RECENT_FATES = 64
+"""The most results of `ChunkOps.fates` that a problem keeps."""
 
-Fated = tuple[dict[Site, Resolved], frozenset[int]]
+ChunkFates = tuple[dict[Site, Resolved], frozenset[int]]
 """The fates of a chunk's sites, and the rules that matched a site."""
 
 
-class Lately(dict[tuple[object, ...], Fated]):
-    """The fates of a problem's chunks that were resolved lately."""
+class RecentFates(dict[tuple[object, ...], ChunkFates]):
+    """A cache of the last fates that a problem's chunks resolved."""
 
     @classmethod
-    def of(cls, problem: Problem) -> "Lately":
-        """Those of a problem."""
-        found = problem.chunks.get("lately")
+    def of(cls, problem: Problem) -> "RecentFates":
+        """The cache of a problem."""
+        found = problem.chunks.get("recent_fates")
         if not isinstance(found, cls):
-            found = problem.chunks["lately"] = cls()
+            found = problem.chunks["recent_fates"] = cls()
         return found
 
 
 def _weak(problem: Problem) -> Problem:
-    """The problem for a chunk that the problem knows, without a cycle of references."""
+    """A weak reference to the problem: the problem itself refers to the chunk."""
     return problem if isinstance(problem, ProxyType) else cast(Problem, proxy(problem))
 
 
@@ -64,12 +64,12 @@ class ChunkOps:
         mini_sequences: tuple[MiniSequence, ...] = (),
         held: tuple[str, ...] = (),
         *,
-        at_once: bool = False,
+        backward_next: bool = False,
     ) -> None:
         self.mini_sequences, self.held = mini_sequences, held
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
-        self.at_once = at_once  # each backward of the chunk directly follows its own forward
+        self.backward_next = backward_next  # each forward is followed by its own backward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         self._logits = True
@@ -84,7 +84,7 @@ class ChunkOps:
             table = kinds[variant]
             self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
         if self.last:
-            # Logits computed in pieces are no model output that a training loop could hold.
+            # A training loop cannot hold logits that are computed in pieces.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without_activation(problem.head, "logits_held") if pieces else problem.head
             self._logits = not pieces
@@ -100,13 +100,13 @@ class ChunkOps:
         mini_sequences: tuple[MiniSequence, ...] = (),
         held: tuple[str, ...] = (),
         *,
-        at_once: bool = False,
+        backward_next: bool = False,
     ) -> "ChunkOps":
-        """The chunk, made once for all plans of the problem that have it."""
-        key = (stage, chunk, layers, mini_sequences, held, at_once)
+        """The chunk; all plans of the problem share it."""
+        key = (stage, chunk, layers, mini_sequences, held, backward_next)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
-            found = cls(_weak(problem), stage, chunk, layers, mini_sequences, held, at_once=at_once)
+            found = cls(_weak(problem), *key[:-1], backward_next=backward_next)
             problem.chunks[key] = found
         return found
 
@@ -114,20 +114,19 @@ class ChunkOps:
         """The chunk with only its layers at some places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
-        return ChunkOps.of(
-            self.problem, self.stage, self.chunk, layers, pieces, held, at_once=self.at_once
-        )
+        where, after = (self.problem, self.stage, self.chunk), self.backward_next
+        return ChunkOps.of(*where, layers, pieces, held, backward_next=after)
 
     @property
     def where(self) -> ChunkPlace:
-        """The chunk's place, which rules select by."""
+        """The chunk's place, by which rules select."""
         return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
         """The facts that decide the chunk's blocks: chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
-        return (self.first, self.last, self.at_once, units)
+        return (self.first, self.last, self.backward_next, units)
 
     @property
     def input_name(self) -> str:
@@ -183,16 +182,16 @@ class ChunkOps:
             layers=self.layers,
         )
 
-    def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> Fated:
-        """The fates of the chunk's sites, as in `resolve`.  The last ones are kept: methods,
-        bounds and lowering ask for those of a plan one after the other."""
-        rules, known = plan.rules, Lately.of(self.problem)
+    def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> ChunkFates:
+        """The fates of the chunk's sites, as in `resolve`.  The last results are cached: methods,
+        bounds and lowering all need those of one plan."""
+        rules, known = plan.rules, RecentFates.of(self.problem)
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
         key = (self.stage, self.chunk, self.layers, self.held, self._logits, rules, when)
         found = known.get(key)
         if found is None:
-            if len(known) >= LATELY:
+            if len(known) >= MAX_RECENT_FATES:
                 known.clear()
             found = known[key] = resolve(plan, self.sites, phase, micro_batch)
         return found
@@ -214,8 +213,7 @@ class ChunkOps:
 
     @cached_property
     def _runs(self) -> dict[tuple[Part, int], dict[str, MiniRun]]:
-        """The runs of each operator table, cached because every operator looks them up and layers
-        share few tables."""
+        """The mini-sequence runs of each operator table; layers share few tables."""
         tables = {(unit.table.part, unit.variant): unit.table for unit in self.units}
         return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
 
@@ -245,7 +243,7 @@ class ChunkOps:
         if fate.mixed or fate.offload_bytes:
             raise PlanError(
                 f"{storage} is inside a mini-sequence: keep it or recompute it whole (in a "
-                "composition, what offloads goes before what splits)"
+                "composition, the method that offloads goes before the method that splits)"
             )
         if fate.recompute_bytes:
             return []
@@ -256,7 +254,7 @@ class ChunkOps:
         ]
 
     def stored(self, fates: Mapping[Site, Resolved]) -> dict[Site, list["StoredPart"]]:
-        """The storages of every saved tensor, as in `parts`; those of the last fates are kept."""
+        """The storages of every saved tensor, as in `parts`; the last result is cached."""
         if self._stored[0] is not fates:
             found = {
                 site: self.parts(unit, name, storage, fates[site])
@@ -272,13 +270,13 @@ class ChunkOps:
         return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 
-def captured(problem: Problem, unit: Unit) -> bool:
+def is_captured(problem: Problem, unit: Unit) -> bool:
     """Whether a unit's passes are CUDA graphs: true for layers, where the stack captures graphs."""
     return problem.system.cuda_graphs and unit.table.part == "layer"
 
 
 def graph_name(unit: Unit) -> str:
-    """The storage name of what a layer's CUDA graph holds beside the layer's activations."""
+    """The storage name of the memory that a layer's CUDA graph holds besides activations."""
     return f"{unit.prefix}.graph"
 
 

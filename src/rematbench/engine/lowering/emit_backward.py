@@ -4,7 +4,13 @@ from functools import partial
 from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Op
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, captured, graph_name, piece_bytes
+from rematbench.engine.lowering.chunk_ops import (
+    ChunkOps,
+    Unit,
+    graph_name,
+    is_captured,
+    piece_bytes,
+)
 from rematbench.engine.lowering.emit_forward import Fates
 from rematbench.engine.lowering.emit_op import emit_alloc
 from rematbench.engine.lowering.emit_rebuild import Rebuilder
@@ -20,7 +26,7 @@ from rematbench.plan import Transfers
 
 
 class InputGradients(NamedTuple):
-    """`written`: storages that a kernel writes; `summed`: those of them that a collective sums;
+    """`written`: storages that a kernel writes; `summed`: the part of them that a collective sums;
     `reduced`: the collective's outputs."""
 
     written: list[Alloc]
@@ -28,11 +34,11 @@ class InputGradients(NamedTuple):
     reduced: list[Alloc]
 
 
-def _ahead_of_turn(
+def _wait_for_inputs(
     w: BlockWriter, reload: Reloader, gatherer: ParameterGatherer | None, unit: Unit
 ) -> None:
-    """Wait for what an early rebuild of the unit needs: its reloads and its parameters."""
-    reload.land(unit)
+    """Wait for the reloads and the parameters of a unit that is rebuilt early."""
+    reload.wait_for(unit)
     if gatherer:
         gatherer.ready(w, unit)
 
@@ -56,13 +62,13 @@ class BackwardEmitter:
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
-        ready = partial(_ahead_of_turn, self.w, self.reload, gatherer)
+        ready = partial(_wait_for_inputs, self.w, self.reload, gatherer)
         self.rebuild = Rebuilder(self.recomputer, ready)
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
         """Block B: from the gradient of the chunk's output to the gradient of its input; frees
-        everything that the forward left."""
+        all storages that the forward left."""
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
@@ -75,7 +81,7 @@ class BackwardEmitter:
                 self.reducer.before(w, unit)
             self.rebuild.scopes(unit)
             self._operators(unit)
-            if captured(chunk.problem, unit):
+            if is_captured(chunk.problem, unit):
                 w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
             self.reload.after(unit)
             if self.gatherer:
@@ -92,7 +98,7 @@ class BackwardEmitter:
         """Declare the storages that are alive when the block starts."""
         chunk, w = self.chunk, self.w
         self.arrivals |= self.reload.start()
-        self.arrivals |= {graph_name(u) for u in chunk.units if captured(chunk.problem, u)}
+        self.arrivals |= {graph_name(u) for u in chunk.units if is_captured(chunk.problem, u)}
         if self.gatherer and self.gatherer.layerwise:
             self._resident_parameters(self.gatherer)
         self.rebuild.before_receive()
@@ -144,7 +150,7 @@ class BackwardEmitter:
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
 
-        write_pieces(self.w, run.pieces, write, self.recomputer.noted)
+        write_pieces(self.w, run.pieces, write, self.recomputer.tensor_sets)
         self.recomputer.run = self.recomputer.piece = None
         self.share = WHOLE
 
@@ -161,7 +167,7 @@ class BackwardEmitter:
             self.rebuild.settle()
         if not op.backward_input and not op.backward_weight:
             return
-        beside = ""
+        overlapping = ""
         if op.grad_gather is not None:
             full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
             size = int(op.grad_gather.nbytes * self.share.fraction)
@@ -170,14 +176,14 @@ class BackwardEmitter:
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
-            if self._gathers_beside(op):
+            if self._gather_overlaps(op):
                 w.wait(COMPUTE, w.mark_begin(issued))
-                beside = event
+                overlapping = event
             else:
                 w.wait(COMPUTE, event)
             incoming = [full] if tensor_parallel else incoming
         pending, regathered = self._regather(unit, op, saved)
-        pending = pending or beside
+        pending = pending or overlapping
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
         self.rebuild.settle()
 
@@ -190,14 +196,14 @@ class BackwardEmitter:
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
-    def _gathers_beside(self, op: Op) -> bool:
-        """Whether the gather of the output gradient runs beside the input gradient's GEMM."""
+    def _gather_overlaps(self, op: Op) -> bool:
+        """Whether the gather of the output gradient overlaps the input gradient's GEMM."""
         gemm = self.chunk.problem.system.tp_overlap == "gemm"
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
-        """Gather the saved input again.  Returns the gather's end event if kernels need not wait
-        for it yet (else ""), and the gathered storages."""
+        """Gather the saved input for the backward.  Returns the gather's end event if kernels need
+        not wait for it yet (else ""), and the gathered storages."""
         if op.regather is None:
             return "", []
         full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
@@ -208,8 +214,8 @@ class BackwardEmitter:
         if ring:  # the kernel reads each part of the ring as it arrives
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
         self.rebuild.window(unit, op.name, "backward")
-        beside = (self.overlap and op.has_weight) or ring
-        if not beside:
+        overlaps = (self.overlap and op.has_weight) or ring
+        if not overlaps:
             self.w.wait(COMPUTE, event)
             event = ""
         return event, [full] if allocs else []
@@ -230,7 +236,7 @@ class BackwardEmitter:
                 [],
                 variant=unit.variant,
                 share=self.share,
-                beside="tp" if pending else "",
+                overlaps="tp" if pending else "",
             )
         if pending:
             w.wait(COMPUTE, pending)
@@ -239,7 +245,7 @@ class BackwardEmitter:
         self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
     ) -> str:
         """Emit the input-gradient kernels and their reduction; returns the event of a reduction
-        that may run beside the weight gradient, else ""."""
+        that may overlap the weight gradient, else ""."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
         made = self._gradients(unit, op)
@@ -252,7 +258,7 @@ class BackwardEmitter:
             made.written,
             variant=unit.variant,
             share=self.share,
-            beside=(op.regather.group if op.regather else "tp") if pending else "",
+            overlaps=(op.regather.group if op.regather else "tp") if pending else "",
         )
         if pending:
             w.wait(COMPUTE, pending)

@@ -1,6 +1,12 @@
 """Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
 
-from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, captured, graph_name, stored_parts
+from rematbench.engine.lowering.chunk_ops import (
+    ChunkOps,
+    Unit,
+    graph_name,
+    is_captured,
+    stored_parts,
+)
 from rematbench.engine.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.engine.lowering.emit_states import ParameterGatherer
 from rematbench.engine.lowering.fates import Resolved, Site
@@ -34,7 +40,8 @@ class ForwardEmitter:
         self.trails = False  # whether the trailing unit's copy, the last in flight, has started
 
     def block(self) -> Block:
-        """Block F: from the chunk's input to its output; keeps what the backward needs."""
+        """Block F: from the chunk's input to its output; keeps the storages that the backward
+        reads."""
         chunk, w = self.chunk, self.w
         if not chunk.first:
             w.wait(COMPUTE, "recv_f")
@@ -60,9 +67,9 @@ class ForwardEmitter:
 
     def _enter_slot(self, unit: Unit, position: int) -> None:
         """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the
-        buffer's last tenant are done (the unit's input is outside the buffer).  The last layers of
-        a chunk whose backward follows at once keep their saved tensors in the buffers, which
-        nothing else needs by then."""
+        buffer's last tenant are done (the unit's input is outside the buffer).  If the chunk's
+        backward is the next pass, its last layers keep their saved tensors in the buffers, because
+        no other layer needs the buffers by then."""
         slots = self.transfers.reload_slots
         if self.transfers.granularity != "layer" or slots == 0:
             return
@@ -101,15 +108,15 @@ class ForwardEmitter:
             if self.fates[site].mixed:
                 self._split(storage, self.fates[site])
             leaving += [(part.name, part.nbytes) for part in parts if part.offload]
-        if captured(self.chunk.problem, unit):
+        if is_captured(self.chunk.problem, unit):
             self._hold_graph(unit)
         if leaving and self.transfers.granularity == "layer":
             self._copy_out(leaving, "d2h" if unit is self.trailing else "")
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """Allocate the memory that a layer's CUDA graph holds, beside what the layer keeps, until
-        the backward."""
+        """Allocate the memory that a layer's CUDA graph holds until the backward, besides the kept
+        tensors."""
         kept = (part.nbytes for _, _, site in self.chunk.saved(unit) for part in self.stored[site])
         share = self.chunk.problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_name(unit), int(share * sum(kept)))
@@ -148,10 +155,10 @@ class ForwardEmitter:
 
 
 def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """With layer granularity, the last unit that offloads anything: its copy continues beside the
-    rank's next pass, so its tensors have their own memory, freed after that pass.  None where the
-    next pass is the chunk's own backward, which needs the rounding buffers at once."""
-    if transfers.granularity != "layer" or chunk.at_once:
+    """With layer granularity, the last unit that offloads a tensor.  Its copy runs during the
+    rank's next pass, so its tensors have separate memory, freed after that pass.  None if the next
+    pass is the chunk's own backward, which needs the rounding buffers from its start."""
+    if transfers.granularity != "layer" or chunk.backward_next:
         return None
     leaves = (
         unit
@@ -163,12 +170,12 @@ def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit |
 
 def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
     """The last layers of a chunk, whose kept tensors stay in the rounding buffers.  Empty unless
-    the chunk's backward follows its forward at once and neither these layers nor the head offload
-    anything."""
+    the chunk's backward is the pass after its forward, and neither these layers nor the head
+    offload a tensor."""
     last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
     after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
     swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
-    return last if chunk.at_once and not swapped else []
+    return last if chunk.backward_next and not swapped else []
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:

@@ -11,9 +11,9 @@ from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind,
 
 
 class Names(NamedTuple):
-    """The storages of an operator's activations: those it reads, those it allocates (`writes`), and
-    existing storages that it writes a slice of.  `columns`: the share of output columns computed,
-    because with separate linears some need not run."""
+    """The storages of an operator's activations: `reads`; `writes`, which it allocates; `slices`,
+    which exist and of which it writes a slice.  `columns`: the share of output columns computed,
+    because some of several separate linears need not run."""
 
     reads: dict[str, str]
     writes: dict[str, str]
@@ -32,14 +32,14 @@ def emit_op(
     share: Share = WHOLE,
 ) -> None:
     """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
-    the collectives run beside the kernels and compute waits for them afterwards."""
+    the collectives overlap the kernels, and compute waits for them afterwards."""
     if op.exchanges:
         _exchange(w, unit, op, names, share)
         return
     fraction = share.fraction
     gemm_overlap = chunk.problem.system.tp_overlap == "gemm"
     ring = op.gather is not None and op.gather.kind == "ring"
-    beside = ring or (gemm_overlap and op.name != "attention")
+    overlaps = ring or (gemm_overlap and op.name != "attention")
     sources = [names.reads[name] for name in op.inputs]
     pending, stream = "", ""
     if op.gather is not None:
@@ -47,25 +47,25 @@ def emit_op(
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
         pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, share)
         sources = [*sources, full] if op.name == "attention" else [full]
-        if beside:
+        if overlaps:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
             stream = op.gather.group
         else:
             w.wait(COMPUTE, pending)
             pending = ""
-    if op.reduce is not None and beside and op.has_weight:
+    if op.reduce is not None and overlaps and op.has_weight:
         stream = op.reduce.group
     index, reduced = _kernels(w, unit, op, kind, names, share, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
     if op.reduce is not None and reduced != ([], []):  # else the output was kept
-        after = w.mark_begin(index) if beside and op.has_weight else ""
+        after = w.mark_begin(index) if overlaps and op.has_weight else ""
         done = w.collective(op.reduce, unit.prefix, op.name, *reduced, share, after=after)
         w.wait(COMPUTE, done)
 
 
 def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) -> None:
-    """Emit an all-to-all without kernels, of the wanted tensors only."""
+    """Emit an all-to-all without kernels, of the tensors that `names` writes only."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
@@ -120,7 +120,7 @@ def _kernels(
         reads,
         made,
         variant=unit.variant,
-        beside=stream,
+        overlaps=stream,
         share=share,
     )
     if names.columns != 1.0:
@@ -142,9 +142,9 @@ def emit_alloc(w: BlockWriter, storage: str, nbytes: int) -> None:
     )
 
 
-def emit_copies_out(w: BlockWriter, leaving: list[tuple[str, int]], event: str) -> str:
+def emit_copies_out(w: BlockWriter, storages: list[tuple[str, int]], event: str) -> str:
     """Emit D2H copies of the storages; the last copy records `event`."""
-    for position, (name, nbytes) in enumerate(leaving):
+    for position, (name, nbytes) in enumerate(storages):
         part, tensor = place(name)
         w.add(
             Action(
@@ -155,18 +155,18 @@ def emit_copies_out(w: BlockWriter, leaving: list[tuple[str, int]], event: str) 
                 reads=(name,),
                 allocs=(Alloc(name + HOST, nbytes),),
                 nbytes=nbytes,
-                event=event if position == len(leaving) - 1 else "",
+                event=event if position == len(storages) - 1 else "",
             )
         )
     return event
 
 
 def emit_copies_in(
-    w: BlockWriter, coming: list[tuple[str, int]], event: str, slot: str = ""
+    w: BlockWriter, storages: list[tuple[str, int]], event: str, slot: str = ""
 ) -> str:
     """Emit H2D copies of the storages into a staging slot (or fresh memory: ""); the last copy
     records the event `event`, which is returned."""
-    for position, (name, nbytes) in enumerate(coming):
+    for position, (name, nbytes) in enumerate(storages):
         part, tensor = place(name)
         w.add(
             Action(
@@ -177,7 +177,7 @@ def emit_copies_in(
                 reads=(name + HOST,),
                 allocs=(Alloc(name, nbytes, slot),),
                 nbytes=nbytes,
-                event=event if position == len(coming) - 1 else "",
+                event=event if position == len(storages) - 1 else "",
             )
         )
     return event

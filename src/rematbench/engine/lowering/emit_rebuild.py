@@ -1,4 +1,4 @@
-"""Decides when saved tensors are rebuilt in a backward block: by layer, by group, in windows."""
+"""Decides when a backward block rebuilds saved tensors: by layer, by group, in windows."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from rematbench.plan import Group
 
 
 class Rebuilder:
-    """Rebuilds tensors before their reader needs them, where the plan says so; `Recomputer` emits
+    """Rebuilds tensors at the points that the plan names, before their readers; `Recomputer` emits
     the operators."""
 
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
         self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
         self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
-        self.arrive = arrive  # called before a unit is rebuilt ahead of its own backward
-        self.stalls: list[Action] = []  # costs of windows, emitted when their collective is done
+        self.arrive = arrive  # called before a unit is rebuilt early
+        self.stalls: list[Action] = []  # emitted when the collective of their window is done
 
     def scopes(self, unit: Unit) -> None:
         """Rebuild the layer- and group-scoped tensors that are due before this unit's backward."""
@@ -56,7 +56,7 @@ class Rebuilder:
                 and (w.op, w.direction) == (op, direction)
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
-                and maker.names(unit)[name] not in maker.have
+                and maker.names(unit)[name] not in maker.on_device
             }
             if missing:
                 self.arrive(unit)
@@ -65,7 +65,7 @@ class Rebuilder:
         self._note_stalls(issued)
 
     def _note_stalls(self, issued: int) -> None:
-        """Note a stall for each kernel recomputed beside a collective.  The two share SMs and HBM,
+        """Note a stall for each kernel recomputed during a collective.  The two share SMs and HBM,
         so the longer of the two takes longer, and the lost time comes after both."""
         actions = self.recomputer.w.actions
         comm = next((a.comm for a in reversed(actions[:issued]) if a.stream != COMPUTE), None)
@@ -78,7 +78,7 @@ class Rebuilder:
                 allocs=(),
                 event="",
                 begin="",
-                beside="",
+                overlaps="",
                 scratch=0,
             )
             for action in actions[issued:]
@@ -86,7 +86,7 @@ class Rebuilder:
         ]
 
     def settle(self) -> None:
-        """Emit the noted stalls, once the collectives they ran beside are done."""
+        """Emit the noted stalls; their collectives are done."""
         for stall in self.stalls:
             self.recomputer.w.add(stall)
         self.stalls = []
@@ -109,7 +109,7 @@ class Rebuilder:
             for name, storage, site in self.chunk.saved(unit)
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
-            and storage not in self.recomputer.have
+            and storage not in self.recomputer.on_device
             # A tensor in pieces was rebuilt once with its group; then each piece rebuilds its part.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
@@ -124,7 +124,7 @@ class Rebuilder:
 
     def _kept(self, storage: str) -> bool:
         """Whether a storage is on the device or returns without recomputation."""
-        if storage in self.recomputer.have:
+        if storage in self.recomputer.on_device:
             return True
         return any(
             storage == name and not self.fates[site].recompute_bytes

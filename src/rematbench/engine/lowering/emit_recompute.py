@@ -16,13 +16,13 @@ from rematbench.problem import rebuild_ops
 class Recomputer:
     """Tracks the saved tensors that are on the device and recomputes the others.
 
-    `piece` is the mini-sequence piece in progress, if any: interior tensors then have the names of
-    this piece.
+    `piece` is the mini-sequence piece in progress, if any: interior tensors then have the
+    names of this piece.
     """
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
-        self.have: set[str] = set()
+        self.on_device: set[str] = set()
         self.shares: dict[str, float] = {}  # share of rows of each operator in recomputation
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
@@ -36,12 +36,12 @@ class Recomputer:
         for unit in chunk.units if chunk.mini_sequences else ():
             for name, _, site in chunk.saved(unit):
                 if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
-                    self.have.update(part.name for part in chunk.stored(fates)[site])
+                    self.on_device.update(part.name for part in chunk.stored(fates)[site])
 
     @property
-    def noted(self) -> tuple[set[str], set[str]]:
-        """Names of tensors that exist."""
-        return self.have, self.rebuilt
+    def tensor_sets(self) -> tuple[set[str], set[str]]:
+        """The sets of names of existing tensors and of rebuilt parts."""
+        return self.on_device, self.rebuilt
 
     @property
     def tag(self) -> str:
@@ -62,8 +62,8 @@ class Recomputer:
         return self._fates[unit.prefix].get(activation)
 
     def rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
-        """Rebuild while a piece may be in progress: tensors inside the run only for this piece, all
-        other tensors whole."""
+        """Rebuild while a piece may be in progress: of tensors inside the run only this piece, of
+        all further tensors all rows."""
         at_work = self.run, self.piece
         pieces = missing & self.run.interior if self.run else set()
         if pieces:
@@ -82,8 +82,8 @@ class Recomputer:
         self.recompute(unit, ops, missing)
 
     def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
-        """Rebuild as whole tensors what a piece reads from before its run: only operators of the
-        run work on pieces."""
+        """Rebuild, as whole tensors, the tensors that a piece reads from before its run: only
+        operators of the run work on pieces."""
         names = [name for op in run.ops for name in op.inputs if name not in run.interior]
         while names:
             name = names.pop()
@@ -97,7 +97,7 @@ class Recomputer:
 
     def _available(self, unit: Unit, name: str) -> bool:
         storage = self.names(unit)[name]
-        if storage in self.have or (self.rebuilt and f"{storage}#r" in self.rebuilt):
+        if storage in self.on_device or (self.rebuilt and f"{storage}#r" in self.rebuilt):
             return True
         fate = self.fate(unit, name)
         return fate is not None and not fate.recompute_bytes
@@ -148,7 +148,7 @@ class Recomputer:
             for op in ops:
                 self._recompute_op(unit, op, missing, inner)
 
-        write_pieces(self.w, run.pieces, write, self.noted)
+        write_pieces(self.w, run.pieces, write, self.tensor_sets)
         self.run = self.piece = None
 
     def _run_output(self, unit: Unit, name: str) -> str:
@@ -156,11 +156,11 @@ class Recomputer:
         dropped.  PlanError for a mixed fate."""
         storage = self.chunk.storage(unit, name)
         fate = self.fate(unit, name)
-        if fate is None or not fate.recompute_bytes or storage in self.have:
+        if fate is None or not fate.recompute_bytes or storage in self.on_device:
             return f"{storage}.r"
         if fate.mixed:
             raise PlanError(f"{storage} comes from a mini-sequence: recompute all of it or none")
-        self.have.add(storage)
+        self.on_device.add(storage)
         return storage
 
     def _recompute_op(self, unit: Unit, op: Op, missing: set[str], made: dict[str, str]) -> None:
@@ -168,7 +168,7 @@ class Recomputer:
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        # While a piece is rebuilt, `made` lacks the run's whole outputs: no reader requested them.
+        # While a piece is rebuilt, `made` lacks the run's whole outputs: no reader needs them.
         slices = {
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
@@ -191,8 +191,8 @@ class Recomputer:
         return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
-        """The storage that an operator reads: the rows rebuilt just now if they suffice, else the
-        whole tensor."""
+        """The storage that an operator reads: the rows in `made` if they suffice, else the whole
+        tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name, "")
         if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
@@ -211,7 +211,7 @@ class Recomputer:
         for name in op.outputs:
             storage = names[name]
             of_run = self.run is not None and name in self.run.outputs
-            if of_run or storage in self.have or self._available(unit, name):
+            if of_run or storage in self.on_device or self._available(unit, name):
                 continue
             fate = self.fate(unit, name)
             wanted = name in missing or (fate is not None and fate.recompute_bytes > 0)
@@ -222,14 +222,14 @@ class Recomputer:
                 self.rebuilt.add(f"{storage}#r")
             else:
                 writes[name] = storage
-                self.have.add(storage)
+                self.on_device.add(storage)
         return writes
 
     def ensure(self, unit: Unit, name: str) -> str:
         """The storage of a whole saved tensor on the device; rebuilt or joined first where
         necessary.  PlanError for a tensor that is not saved or has no producer."""
         storage = self.names(unit)[name]
-        if storage in self.have:
+        if storage in self.on_device:
             return storage
         fate = self.fate(unit, name)
         if fate is None:
@@ -240,7 +240,7 @@ class Recomputer:
             self.rebuild_inside(unit, {name})
         if fate.mixed:
             self._join(storage, fate)
-        self.have.add(storage)
+        self.on_device.add(storage)
         return storage
 
     def _join(self, storage: str, fate: Resolved) -> None:

@@ -1,4 +1,4 @@
-"""Reloads, in a backward block, what the forward offloaded to the host."""
+"""Reloads, in a backward block, the tensors that the forward offloaded to the host."""
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.emit_forward import Fates, stays_in_slots, trailing_unit
@@ -9,16 +9,16 @@ from rematbench.plan import Transfers
 
 
 class Reloader:
-    """The reloads of one chunk.  With chunk granularity all copies precede the block; with layer
-    granularity each layer is reloaded ahead of its backward, into rounding buffers where the plan
-    has them; the first one comes back beside the rank's pass before, into memory of its own."""
+    """The reloads of one chunk.  With chunk granularity all copies precede the block.  With layer
+    granularity each layer is reloaded ahead of its backward, into rounding buffers if the plan has
+    them; the first layer is reloaded during the rank's previous pass, into separate memory."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.transfers, self.w = chunk, transfers, w
         self.stored = chunk.stored(fates)
         self.layerwise = transfers.granularity == "layer"
         self.fetched: dict[str, str] = {}  # unit -> event of its reloads
-        self.landed: set[str] = set()
+        self.waited: set[str] = set()
         self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward still needs it
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
@@ -26,7 +26,7 @@ class Reloader:
                 self._slot(unit)
         self.offloaded = self._offloaded()
         ahead = trailing_unit(chunk, fates, transfers)
-        self.ahead = ahead.prefix if ahead else ""  # the unit that a block before this copies back
+        self.ahead = ahead.prefix if ahead else ""  # the unit that an earlier block reloads
         if self.ahead:
             self.fetched[self.ahead] = "h2d"
 
@@ -57,22 +57,23 @@ class Reloader:
         return arrivals
 
     def before(self, order: list[Unit], position: int) -> None:
-        """With layer granularity: start the H2D copies that are due, wait for this unit's."""
+        """With layer granularity: start the H2D copies that are due, and wait for this unit's
+        copies."""
         if not self.layerwise:
             return
         for unit in order[: position + self.transfers.prefetch_layers + 1]:
             self._fetch(unit)
-        self.land(order[position])
+        self.wait_for(order[position])
 
     def after(self, unit: Unit) -> None:
         """Mark the unit's backward as done, so that its rounding buffer can be used again."""
         self.tenants = {slot: who for slot, who in self.tenants.items() if who != unit.prefix}
 
-    def land(self, unit: Unit) -> None:
+    def wait_for(self, unit: Unit) -> None:
         """Wait for a unit's reloads, if it has any, and free their host copies."""
-        if not self.layerwise or unit.prefix not in self.offloaded or unit.prefix in self.landed:
+        if not self.layerwise or unit.prefix not in self.offloaded or unit.prefix in self.waited:
             return
-        self.landed.add(unit.prefix)
+        self.waited.add(unit.prefix)
         self._fetch(unit)
         self.w.wait(COMPUTE, self.fetched[unit.prefix])
         self._free_on_host([name for name, _ in self.offloaded[unit.prefix]])
@@ -85,13 +86,13 @@ class Reloader:
         if unit.prefix in self.offloaded and unit.prefix not in self.fetched:
             self.w.wait("h2d", self.w.mark(COMPUTE))
             coming, slot = self.offloaded[unit.prefix], self._slot(unit)
-            own = [name for name, _ in coming if place(name)[0] == unit.prefix]
-            self.w.slots = dict.fromkeys(own, slot) if slot else {}
+            names = [name for name, _ in coming if place(name)[0] == unit.prefix]
+            self.w.slots = dict.fromkeys(names, slot) if slot else {}
             self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
             self.w.slots = {}
 
     def _slot(self, unit: Unit) -> str:
-        """The unit's rounding buffer; "" (fresh memory) while a group's rebuild needs it."""
+        """The unit's rounding buffer; "" (new memory) while a group's rebuild needs the buffer."""
         slots = self.transfers.reload_slots
         slot = layer_slot(self.positions[unit.prefix], slots) if slots else ""
         if slot in self.tenants:

@@ -25,8 +25,8 @@ class ParameterGatherer:
     step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
     memory is copied to the device before its gather.  `release`: whether a unit's gathered copy is
     freed after its use (with `keeps_ends` not for embedding and head).  `tied`: the embedding whose
-    weight the head of the same rank uses; where it is not gathered, it is gathered for the head
-    too.
+    weight the head of the same rank uses; if its gather is gone, the head gathers the weight
+    again.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GradReducer:
 
     Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced; resident gradients are
     reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part that
-    this rank updates is copied to the host as soon as it is reduced, beside the rest of the
+    this rank updates is copied to the host as soon as it is reduced, during the rest of the
     backward, in every micro-batch.  The host sums these parts; DeepSpeed instead moves its sum to
     the device and back, which costs more.
     `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit where
@@ -172,13 +172,14 @@ class GradReducer:
         return gradient_buffer(unit.prefix)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Allocate the buffer of the unit's gradients, and before the head the tied embedding's."""
+        """Allocate the buffer of the unit's gradients; before the head also the tied embedding's
+        buffer."""
         if unit is not self.tied:
-            self._make_room(w, unit)
+            self._allocate(w, unit)
         if self.tied and unit.table.part == "head":
-            self._make_room(w, self.tied)
+            self._allocate(w, self.tied)
 
-    def _make_room(self, w: BlockWriter, unit: Unit) -> None:
+    def _allocate(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.parameters:
             width = self.system.grad_bytes if self.update else self.system.gather_bytes
             buffer = Alloc(self.buffer(unit), width * unit.parameters)

@@ -136,7 +136,7 @@ def _winners(
 
 
 def phased(rules: Sequence[Rule]) -> bool:
-    """Whether any rule asks for a phase: where none does, fates are the same in all of them."""
+    """Whether any rule selects phases; without such a rule, all phases have the same fates."""
     return any(rule.select.phases is not None for rule in rules)
 
 
@@ -202,17 +202,17 @@ def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
         if layer is None or not fate.scope.first <= layer <= fate.scope.last:
             site = part if layer is None else f"layer {layer}"
             raise PlanError(
-                f"{name} of {site} is rebuilt with {fate.scope}, which does not hold it"
+                f"{name} of {site} is rebuilt with {fate.scope}, which does not contain it"
             )
         groups.add(fate.scope)
-    for one, other in pairwise(sorted(groups, key=lambda group: (group.first, group.last))):
-        if other.first <= one.last:
-            raise PlanError(f"{one} and {other} overlap: a layer is rebuilt with one group only")
+    for group, after in pairwise(sorted(groups, key=lambda group: (group.first, group.last))):
+        if after.first <= group.last:
+            raise PlanError(f"{group} and {after} overlap: a layer is rebuilt with one group only")
 
 
 def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, Resolved]:
-    """The fates under a byte budget: the largest tensors are offloaded first; tensors of equal size
-    keep their order, so that the result is deterministic."""
+    """The fates under a byte budget: the largest tensors are offloaded first.  Tensors of equal
+    size keep their order, so the result is deterministic."""
     eligible = [site for site, tensor in sites.items() if tensor.nbytes >= budget.min_bytes]
     total = sum(sites[site].nbytes for site in eligible)
     wanted = -(-int(total * budget.alpha) // budget.granularity) * budget.granularity

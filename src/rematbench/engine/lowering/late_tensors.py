@@ -1,4 +1,4 @@
-"""The tensors that a rank makes between its activations: late optimizer states, fresh gradients."""
+"""The tensors that a rank allocates between its activations: optimizer states and gradients."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem, tensor_parameters, weighted_operators
 
 MOMENTS = 2
-"""Adam keeps two moments of each parameter (Kingma & Ba 2015), each a tensor of its own."""
+"""Adam keeps two moments of each parameter (Kingma & Ba 2015), each a separate tensor."""
 
 
 def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> Late | None:
-    """The late tensors of a rank; None where the stack makes states and gradients before training.
+    """The late tensors of a rank; None if the stack allocates states and gradients before training.
 
-    Gradients are fresh where a pipeline of one rank accumulates them.  With one micro-batch the
-    ledger has them from the start of the step, which is up to their bytes too many; updates in the
-    backward free each unit's gradients at once.
+    Gradients are late if a pipeline of one rank accumulates them.  With one micro-batch the ledger
+    counts them from the start of the step, which is too many bytes, by at most their size.  Updates
+    in the backward free each unit's gradients directly.
     """
     system, layout = problem.system, problem.layout
     state_bytes = system.late_state_bytes if plan.state("optimizer").home == "device" else 0
@@ -53,8 +53,8 @@ def _gradients(
 
 
 def _projections(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors, the last first, as autograd comes to them: a tensor per
-    output of a linear that the stack does not fuse."""
+    """Parameters of an operator's tensors, the last first, as in autograd: a tensor for each output
+    of a linear that the stack does not fuse."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
     if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
         return [op.parameters]

@@ -4,17 +4,17 @@ from collections.abc import Sequence, Set
 
 from rematbench.engine.program.action import COMPUTE, Action, Kind, by_number
 
-FREE, WAIT = Kind.FREE, Kind.WAIT  # looking up an Enum's member takes as long as the rest of a line
+FREE, WAIT = Kind.FREE, Kind.WAIT  # locals, because a lookup in an Enum is slow
 
 
-def freed(
+def frees_by_action(
     actions: Sequence[Action], survivors: Set[str], arrivals: Set[str]
 ) -> dict[int, list[str]]:
     """The tensors that are freed after an action, by the action's index.
 
-    `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor read by
-    another stream is freed where the compute stream has waited for that stream.  A temporary of an
-    operator that is recomputed twice has two lifetimes under one name.
+    `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor that
+    another stream reads is freed after the compute stream has waited for that stream.  A temporary
+    of an operator that is recomputed twice has two lifetimes under one name.
     """
     found: dict[int, list[str]] = {}
     for at, name in _ends(actions, survivors, arrivals):
@@ -22,7 +22,7 @@ def freed(
     return found
 
 
-def free(names: list[str]) -> Action:
+def free_action(names: list[str]) -> Action:
     """The FREE of some tensors."""
     if len(names) > 1:
         names.sort(key=by_number)
@@ -44,7 +44,7 @@ def _ends(
         if allocs or reads:
             if action.stream != COMPUTE:
                 safe = waited[index]
-            else:  # not before a collective beside the kernel has allocated its output
+            else:  # not before the collective that overlaps the kernel has allocated its output
                 safe = begun.get(action.begin, index) if action.begin else index
             for alloc in allocs:
                 name = alloc.name
@@ -61,9 +61,9 @@ def _ends(
 
 
 def _waits(actions: Sequence[Action]) -> tuple[list[int], dict[str, int]]:
-    """For each action of another stream, the index where compute has waited for it: for its own
-    event or for the event of a later action of that stream (a stream runs in order); the last index
-    if nowhere.  And by event that another stream waits for, the index after the wait."""
+    """(table, after): for each action outside compute, the index at which compute has waited for it
+    (by its event, or by the event of a later action of the same stream), else the last index; and
+    for each event that a stream outside compute waits for, the index after the wait."""
     end = len(actions) - 1
     on_compute: dict[str, int] = {}
     elsewhere: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Plan -> actions: the only place that expands a plan.  Both readers see only actions."""
+"""Plan -> actions: the only code that expands a plan.  Simulator and runtime read only actions."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
@@ -14,9 +14,9 @@ from rematbench.engine.lowering.fates import covered, phased
 from rematbench.engine.lowering.late_tensors import late_tensors
 from rematbench.engine.lowering.plan_checks import check_plan, check_rules
 from rematbench.engine.lowering.rank_steps import (
-    Class,
-    Ends,
+    ChunkEnds,
     Key,
+    PassFacts,
     PassKind,
     StepFacts,
     Window,
@@ -46,12 +46,12 @@ class PassClass(NamedTuple):
 
     number: int
     fates: Fates
-    leaving: Storages
+    offloaded: Storages
 
 
 class BlockCache:
-    """Blocks by chunk shape, fates and flags, and pass classes by the rules that cover a chunk:
-    equal ranks and chunks share them."""
+    """The cache that all ranks of one lowering share: blocks by chunk shape, fates and flags, and
+    pass classes by the rules that cover a chunk."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
@@ -59,16 +59,16 @@ class BlockCache:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def number(self, content: tuple[object, ...]) -> int:
-        """A number for a content; equal contents have equal numbers."""
+        """The number of a content; equal contents have equal numbers."""
         return self._numbers.setdefault(content, len(self._numbers))
 
 
 def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
-    """Expand a plan into the actions of every rank; PlanError names what cannot be lowered.
-    `only`: the ranks whose passes are lowered; the others stay empty, and what follows the last
-    pass is left out.  `partly`: some rules may match nothing on these ranks."""
+    """Expand a plan into the actions of every rank; PlanError for a plan that cannot be lowered.
+    `only`: the ranks whose passes are lowered, without the steps after the last pass; further
+    ranks stay empty.  `partly`: some rules may match no tensor on these ranks."""
     check_plan(plan, problem)
     shared = BlockCache()
     every = range(problem.layout.pp)
@@ -103,7 +103,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
-    """The chunks with a forward that is not directly followed by its own backward."""
+    """The chunks with a forward whose backward is not the next pass."""
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
@@ -120,7 +120,7 @@ class _RankLowering:
         self.order = rank_orders(plan, problem)[rank]
         pieces, held, apart = plan.mini_sequences, plan.held, _apart(self.order)
         self.chunks = [
-            ChunkOps.of(problem, rank, c, layers, pieces, held, at_once=c not in apart)
+            ChunkOps.of(problem, rank, c, layers, pieces, held, backward_next=c not in apart)
             for c, layers in enumerate(plan.partition[rank])
         ]
         self.blocks: list[Block] = []
@@ -164,7 +164,7 @@ class _RankLowering:
         self.block_index[key] = len(self.blocks)
         self.blocks.append(self.shared.blocks[key])
 
-    # -- what the order depends on ------------------------------------------------------------
+    # -- facts that decide the order ----------------------------------------------------------
 
     def _facts(self) -> StepFacts:
         rules, transfers = self.plan.rules, self.plan.transfers
@@ -172,19 +172,19 @@ class _RankLowering:
         return StepFacts(
             order=self.order,
             windows=windows,
-            chunks=tuple(Ends(c.first, c.last, c.output_name) for c in self.chunks),
+            chunks=tuple(ChunkEnds(c.first, c.last, c.output_name) for c in self.chunks),
             classes=self._classes(windows),
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,
-            sends_beside=self.problem.system.sends_beside(self.problem.layout.vpp),
+            overlapped_sends=self.problem.system.sends_beside(self.problem.layout.vpp),
             gather=self.layerwise,
             gather_first=self.overlap_gather,
             reduce=self.leaving_gradients or self.update_in_backward,
             reduce_last=self.overlap_reduce,
         )
 
-    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, Class], ...]:
+    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
         """The class of every kind of pass; passes with equal fates share blocks."""
         reached = [covered(self.plan.rules, chunk.where) for chunk in self.chunks]
         found = []
@@ -192,7 +192,7 @@ class _RankLowering:
             cls = self._pass_class(kind, item, reached[kind.chunk])
             self.holders.setdefault(cls.number, (self.chunks[kind.chunk], cls))
             whole = self.plan.transfers.granularity == "chunk"
-            found.append((kind, Class(cls.number, bool(cls.leaving), whole=whole)))
+            found.append((kind, PassFacts(cls.number, bool(cls.offloaded), whole=whole)))
         return tuple(found)
 
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
@@ -209,7 +209,8 @@ class _RankLowering:
 
     def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
         """The storages whose copies to the host outlive the chunk's forward: with chunk granularity
-        all offloaded storages, with layer granularity those of the last unit that offloads any."""
+        all offloaded storages, with layer granularity the storages of the last unit that
+        offloads."""
         units = chunk.units
         if self.plan.transfers.granularity == "layer":
             last = trailing_unit(chunk, fates, self.plan.transfers)
@@ -238,11 +239,11 @@ class _RankLowering:
     def _copy_block(self, key: Key) -> Block | None:
         match key:
             case ("D2H", int(number)):
-                return d2h_block(self.holders[number][1].leaving)
+                return d2h_block(self.holders[number][1].offloaded)
             case ("H2D", int(number), str(slot)):
-                return h2d_block(self.holders[number][1].leaving, slot)
+                return h2d_block(self.holders[number][1].offloaded, slot)
             case ("free_d2h", int(number)):
-                names = tuple(name for name, _ in self.holders[number][1].leaving)
+                names = tuple(name for name, _ in self.holders[number][1].offloaded)
                 return release_block("d2h", names)
             case ("hold",):
                 return wait_block("hold", "d2h", "pp_send")

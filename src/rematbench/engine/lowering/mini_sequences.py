@@ -45,8 +45,8 @@ class MiniRun(NamedTuple):
         return storage + piece.tag
 
     def names(self, whole: dict[str, str], piece: Piece) -> dict[str, str]:
-        """The storage names of a unit's activations at a piece: of interior tensors the piece, of
-        others what they are `whole`."""
+        """The storage names of a unit's activations in a piece: interior tensors have the piece's
+        name, further tensors their name in `whole`."""
         return whole | {name: self.piece_name(whole[name], piece) for name in self.interior}
 
 

@@ -1,40 +1,39 @@
 """Many pieces of a mini-sequence: the emitters write the first pieces, and one of them is repeated.
 
-After the first pieces, which may rebuild whole tensors, every piece's actions are those of the
-piece before, with the next number in the names of its storages, later events and its own rows.  So
-four pieces are written, and where the second and the third are alike, the third stands for all
-pieces up to the last, and the fourth becomes the last.  Tests compare the result with all pieces
-written.
+The first pieces may rebuild whole tensors.  After them, each piece has the actions of the piece
+before, with the next number in the names of its storages, later events and the next rows.  So four
+pieces are written.  If the second and the third are alike, the third stands for all pieces up to
+the last, and the fourth becomes the last.  Tests compare the result with all pieces written.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from rematbench.engine.lowering.mini_sequences import Piece
-from rematbench.engine.lowering.repeated_pieces import Again, Place
+from rematbench.engine.lowering.repeated_pieces import Position, RepeatedPiece
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import Action
-from rematbench.engine.program.template import Later, Pieces, older
+from rematbench.engine.program.template import PiecePeriods, PieceShift, waits_before
 
 WRITTEN = 4
-"""Pieces that are written before one is repeated."""
+"""PiecePeriods that are written before one is repeated."""
 
-LEAST = 3
-"""Pieces that a repetition must spare to be worth its checks."""
+MIN_SPARED = 3
+"""The fewest pieces that a repetition must save to be worth its checks."""
 
 
 def write_pieces(
     w: BlockWriter,
     pieces: Sequence[Piece],
     write: Callable[[Piece], None],
-    noted: Sequence[set[str]] = (),
+    tensor_sets: Sequence[set[str]] = (),
 ) -> None:
-    """Write the actions of all pieces.  `write`: writes those of one piece, and adds the names of
-    its tensors to sets in `noted`."""
+    """Write the actions of all pieces.  `write`: writes the actions of one piece, and adds the
+    names of its tensors to sets in `tensor_sets`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
-        many = len(alike) >= WRITTEN + LEAST
-        if many and _repeat(w, alike, write, noted):
+        many = len(alike) >= WRITTEN + MIN_SPARED
+        if many and _repeat(w, alike, write, tensor_sets):
             continue
         for piece in alike[WRITTEN:] if many else alike:
             write(piece)
@@ -44,30 +43,30 @@ def _repeat(
     w: BlockWriter,
     pieces: Sequence[Piece],
     write: Callable[[Piece], None],
-    noted: Sequence[set[str]],
+    tensor_sets: Sequence[set[str]],
 ) -> bool:
-    """Write four of some pieces of equal size, of which the third stands for all up to the last;
-    False, with the first four written, where the third is not as the second."""
-    edges = [w.here]
+    """Write four of some pieces of equal size; the third stands for all up to the last.  False,
+    with the first four written, if the second and the third are not alike."""
+    edges = [w.position]
     write(pieces[0])
     compact, w.compact = w.compact, False
     for piece in pieces[1 : WRITTEN - 1]:
-        edges.append(w.here)
+        edges.append(w.position)
         write(piece)
-    edges.append(w.here)
-    before = [{*names} for names in noted]
+    edges.append(w.position)
+    before = [{*names} for names in tensor_sets]
     write(pieces[WRITTEN - 1])
-    edges.append(w.here)
+    edges.append(w.position)
     w.compact = compact
     rows = _rows_of_piece(w.actions, edges, pieces)
     if rows is None:
         return False
     events, spared = edges[3].event - edges[2].event, len(pieces) - WRITTEN
-    last = Later(spared, spared * events, pieces[-1].offset, rows)
+    last = PieceShift(spared, spared * events, pieces[-1].offset, rows)
     w.rewrite(edges[3], last.of(w.actions[edges[3].action :]), spared * events)
     offsets = tuple(piece.offset for piece in pieces[WRITTEN - 2 : -1])
-    again = Again(Pieces(offsets, rows), *edges[1:4])
-    for names, old in zip(noted, before, strict=True):
+    again = RepeatedPiece(PiecePeriods(offsets, rows), *edges[1:4])
+    for names, old in zip(tensor_sets, before, strict=True):
         new = names - old
         names.update(shift.name(name) for shift in again.periods.shifts for name in new)
     w.repeat(again)
@@ -75,15 +74,16 @@ def _repeat(
 
 
 def _rows_of_piece(
-    actions: Sequence[Action], edges: Sequence[Place], pieces: Sequence[Piece]
+    actions: Sequence[Action], edges: Sequence[Position], pieces: Sequence[Piece]
 ) -> tuple[bool, ...] | None:
-    """For each action of the third piece whether it works on the piece's own rows; None where the
-    piece is not the second one with later names and rows, or waits for what is older than both."""
+    """For each action of the third piece, whether it works on the piece's rows.  None if the third
+    piece is not the second piece under later names and rows, or if it waits for an event from
+    before both."""
     second, third, fourth = (actions[a.action : b.action] for a, b in pairwise(edges[1:]))
     events = [b.event - a.event for a, b in pairwise(edges[1:])]
     if len({len(second), len(third), len(fourth)}) > 1 or len({*events}) > 1:
         return None
     own = (pieces[1].offset, pieces[2].offset)
     rows = tuple([(a.offset, b.offset) == own for a, b in zip(second, third, strict=True)])
-    again = Later(1, events[0], pieces[2].offset, rows).of(second)
-    return rows if again == third and not older(second, edges[0].event) else None
+    again = PieceShift(1, events[0], pieces[2].offset, rows).of(second)
+    return rows if again == third and not waits_before(second, edges[0].event) else None

@@ -25,7 +25,9 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     lay = problem.layout
     shape = [len(chunks) for chunks in plan.partition]
     if shape != [lay.vpp] * lay.pp:
-        raise PlanError(f"partition has chunks per rank {shape}, layout wants {[lay.vpp] * lay.pp}")
+        raise PlanError(
+            f"partition has chunks per rank {shape}, the layout needs {[lay.vpp] * lay.pp}"
+        )
     virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
     layers = [layer for chunk in virtual for layer in chunk]
     if layers != list(range(problem.workload.model.num_layers)):
@@ -46,8 +48,8 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     transfers = plan.transfers
     if transfers.granularity == "chunk" and transfers.reload_slots == 1:
         raise PlanError(
-            "reload_slots 1: a chunk's tensors come back while those of the one before are in use; "
-            "0 (fresh memory) or at least 2 slots"
+            "reload_slots 1: a chunk is reloaded while the tensors of the chunk before are in use; "
+            "use 0 (new memory) or at least 2 slots"
         )
     operators = {op.name for table in (*problem.layer_kinds, problem.head) for op in table.ops}
     for sequence in plan.mini_sequences:

@@ -27,9 +27,9 @@ class PassKind(NamedTuple):
     inside: tuple[bool, ...]  # for each window, whether it contains the micro-batch
 
 
-class Class(NamedTuple):
+class PassFacts(NamedTuple):
     """A class of passes with equal fates: its number; whether any D2H copy outlives the forward
-    (`leaves`); and whether these copies are of the whole chunk, in blocks of their own
+    (`leaves`); and whether these copies are of the whole chunk, in separate blocks
     (`whole`)."""
 
     number: int
@@ -37,7 +37,7 @@ class Class(NamedTuple):
     whole: bool
 
 
-class Ends(NamedTuple):
+class ChunkEnds(NamedTuple):
     """Whether a chunk is the first or the last of the model, and the name of its output."""
 
     first: bool
@@ -50,12 +50,12 @@ class StepFacts(NamedTuple):
 
     order: tuple[Pass, ...]
     windows: tuple[Window, ...]
-    chunks: tuple[Ends, ...]
-    classes: tuple[tuple[PassKind, Class], ...]
+    chunks: tuple[ChunkEnds, ...]
+    classes: tuple[tuple[PassKind, PassFacts], ...]
     release_lag: int
     reload_slots: int
     hold_phases: tuple[Phase, ...]  # phases in which a copy ends before the pass's send starts
-    sends_beside: bool  # whether a send runs beside the next pass (its buffer is freed after it)
+    overlapped_sends: bool  # a send runs during the next pass, and its buffer is freed after that
     gather: bool  # parameters are gathered in every forward
     gather_first: bool  # parameters are gathered in each chunk's first forward
     reduce: bool  # gradients are reduced in every backward
@@ -105,8 +105,7 @@ def rank_steps(facts: StepFacts) -> RankSteps:
 
 
 Release = tuple[int, Key, Pass]
-"""The number of a release in the order of their beginnings, its block, and the pass that it is
-of."""
+"""A release: its number in the order of creation, the key of its block, and its pass."""
 
 
 class _Walk:
@@ -149,9 +148,10 @@ class _Walk:
         self.steps.append((self.index.setdefault(key, len(self.index)), micro_batch, chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
-        """The positions at which each backward's H2D copies are issued: those of a whole chunk when
-        the previous backward starts, those of one layer (and the first backward's) when the pass
-        before starts, but not before the forward of the same micro-batch and chunk is done."""
+        """The positions at which each backward's H2D copies are issued: copies of a whole chunk
+        when the previous backward starts; copies of one layer, and of the first backward, when the
+        previous pass starts.  None is issued before the forward of the same micro-batch and chunk
+        is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
@@ -199,14 +199,14 @@ class _Walk:
             self._send(item, position, "send_b", "free_b")
 
     def _hold_send(self, item: Pass) -> None:
-        """In the plan's phases, the copy beside this pass ends before the pass's send starts."""
+        """In the plan's phases, the copy that runs during this pass ends before its send starts."""
         if self.copying is not None and self.phase[item[1:]] in self.facts.hold_phases:
             self._add(("hold",), self.copying)
 
     def _send(self, item: Pass, position: int, what: str, free: str) -> None:
         output = self.facts.chunks[item.chunk].output
         self._add((what, output), item)
-        self._release_at(position + self.facts.sends_beside, (free, output), item)
+        self._release_at(position + self.facts.overlapped_sends, (free, output), item)
 
     def _release_at(self, position: int, key: Key, item: Pass) -> Release:
         """Wait for a copy or a send, and free its device storages, at a later position."""
@@ -225,7 +225,7 @@ class _Walk:
         self._add(("H2D", number, slot), item)
 
     def _release_copies(self, item: Pass) -> None:
-        """Release the device storages of a (chunk, micro-batch) now if that is still due."""
+        """Release the device storages of a (chunk, micro-batch) now, unless they are released."""
         position, release = self.copied.pop(item[1:], (-1, None))
         waiting = self.due.get(position, [])
         if release is not None and release in waiting:

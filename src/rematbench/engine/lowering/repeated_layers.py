@@ -1,12 +1,12 @@
-"""Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
+"""Long chunks of equal layers: the emitters write a short chunk and repeat its middle layer.
 
-Deep in a chunk of equal layers every layer's actions are those of the layer before, with the next
-number in each storage name and later events.  So a chunk of 80 equal layers needs no 80 emissions:
-a chunk without most of the equal layers is written, and the actions of one *period* in its middle
-are repeated: one layer, or as many as there are rounding buffers, which layers use one after the
-other.  Three neighbouring periods must be alike, and nothing may cross the missing layers but a
-storage of the chunk's ends, as the residual's gradient is; else the whole chunk is written.  Tests
-compare the result with the whole chunk's own block.
+Deep in a chunk of equal layers every layer has the actions of the layer before, with the next
+number in each storage name and later events.  So the emitters write a chunk without most of the
+equal layers, and the actions of one *period* in its middle are repeated.  A period is one layer, or
+as many layers as there are rounding buffers, because layers take the buffers in turn.  Three
+neighbouring periods must be alike, and only storages of the chunk's ends, such as the residual's
+gradient, may cross the missing layers; else the whole chunk is written.  Tests compare the result
+with the block of the whole chunk.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,19 +15,19 @@ from typing import NamedTuple, Protocol
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.emit_forward import Fates
-from rematbench.engine.lowering.repeated_pieces import Place
+from rematbench.engine.lowering.repeated_pieces import Position
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import Action, in_layer
 from rematbench.engine.program.program import Block, Periods
-from rematbench.engine.program.template import Layers, Shift, older
+from rematbench.engine.program.template import LayerPeriods, LayerShift, waits_before
 from rematbench.plan import Group, Transfers
 
-LEAST_SHARE = 0.5
-"""The least share of a chunk's layers that a repetition must save to be worth its checks."""
+MIN_SHARE = 0.5
+"""The smallest share of a chunk's layers that a repetition must save to be worth its checks."""
 
 
 class Emitter(Protocol):
-    """What writes a chunk's block."""
+    """Writes a chunk's block."""
 
     w: BlockWriter
 
@@ -60,9 +60,10 @@ class Short(NamedTuple):
         """The first layer that is above all layers near the period."""
         return self.first + self.period + self.margin
 
-    def shift(self, layers: int, events: int, above: int) -> Shift:
-        """New names: layers near the period move up by `layers`, those above by `above`."""
-        return Shift(layers, events, self.low, self.high, above)
+    def shift(self, layers: int, events: int, above: int) -> LayerShift:
+        """New names: adds `layers` to the numbers of layers near the period, `above` to those
+        above."""
+        return LayerShift(layers, events, self.low, self.high, above)
 
 
 def block_of(
@@ -74,24 +75,24 @@ def block_of(
     *,
     forward: bool,
 ) -> Block:
-    """A chunk's block by its emitter, from a short chunk where that gives the same.  `ahead`:
+    """A chunk's block by its emitter, from a short chunk if the result is the same.  `ahead`:
     layers by which gathers of parameters run ahead."""
-    short = shortened(chunk, fates, transfers, ahead)
+    short = short_chunk(chunk, fates, transfers, ahead)
     if short is not None:
         writer = emitter(short.chunk, short.fates)
-        found = repeated(short, writer.block(), writer.w.places, forward=forward)
+        found = repeat_period(short, writer.block(), writer.w.unit_starts, forward=forward)
         if found is not None:
             return found
     return emitter(chunk, fates).block()
 
 
-def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
+def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
     """The short chunk to write in place of a long one; None where too few layers are equal."""
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
-    margin = max(reach + 2, 2 * period)  # what refers beyond the reach still meets such a layer
-    around, least = 2 * margin + period, LEAST_SHARE * len(chunk.layers)
+    margin = max(reach + 2, 2 * period)  # references beyond the reach still meet an equal layer
+    around, least = 2 * margin + period, MIN_SHARE * len(chunk.layers)
     if len(chunk.layers) - around < least:  # even if all layers are equal
         return None
     start, stop = _longest_equal(chunk, fates)
@@ -111,7 +112,7 @@ def shortened(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -
 
 def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
     """The longest run [first, last + 1) of layers with one operator table and equal fates.  A layer
-    that is rebuilt with a group, or beside a collective of another layer, equals no other."""
+    that is rebuilt with a group, or during a collective of another layer, differs from all."""
     kinds: list[object] = []
     for unit in chunk.layer_unit.values():
         own = [fates[site] for _, _, site in chunk.saved(unit)]
@@ -125,37 +126,39 @@ def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
     return stop - best, stop
 
 
-def repeated(short: Short, block: Block, places: Sequence[Place], *, forward: bool) -> Block | None:
-    """The whole chunk's block from the short chunk's; None where the periods are not alike, or
-    refer to what is far away.  `places`: where the actions of each unit begin, in the block's
+def repeat_period(
+    short: Short, block: Block, unit_starts: Sequence[Position], *, forward: bool
+) -> Block | None:
+    """The whole chunk's block from the short chunk's block; None if the periods are not alike or
+    refer to distant layers.  `unit_starts`: where the actions of each unit begin, in the block's
     order."""
     units = [unit.prefix for unit in short.chunk.units]
     order = units if forward else units[::-1]
     at = order.index(f"L{short.first if forward else short.first + short.period - 1}")
-    edges = [places[at + k * short.period] for k in (-1, 0, 1, 2)]
+    edges = [unit_starts[at + k * short.period] for k in (-1, 0, 1, 2)]
     layers = short.period if forward else -short.period
     if not _alike(block, edges, short.shift(layers, edges[2].event - edges[1].event, 0)):
         return None
     start, end = edges[1].action, edges[2].action
     head, here, tail = block.written[:start], block.written[start:end], block.written[end:]
     lower, upper = (head, tail) if forward else (tail, head)
-    oldest = places[at - short.reach].event
-    if _crossing(short, [*lower, *here], [*upper, *here]) or older([*here, *tail], oldest):
+    oldest = unit_starts[at - short.reach].event
+    if _crossing(short, [*lower, *here], [*upper, *here]) or waits_before([*here, *tail], oldest):
         return None
     return _longer(short, block, edges, forward=forward)
 
 
-def _alike(block: Block, edges: Sequence[Place], again: Shift) -> bool:
-    """Whether each period between the edges is the one before with the names of `again`."""
+def _alike(block: Block, edges: Sequence[Position], shift: LayerShift) -> bool:
+    """Whether each period between the edges is the period before under the names of `shift`."""
     written = [block.written[a.action : b.action] for a, b in pairwise(edges)]
     inside = [_inside(block, a, b) for a, b in pairwise(edges)]
-    return all(again.of(one) == [*other] for one, other in pairwise(written)) and all(
-        [each.later(again.events) for each in one] == other for one, other in pairwise(inside)
+    return all(shift.of(one) == [*other] for one, other in pairwise(written)) and all(
+        [each.later(shift.events) for each in one] == other for one, other in pairwise(inside)
     )
 
 
-def _longer(short: Short, block: Block, edges: Sequence[Place], *, forward: bool) -> Block:
-    """The block with its period, the second of three between the edges, repeated."""
+def _longer(short: Short, block: Block, edges: Sequence[Position], *, forward: bool) -> Block:
+    """The block in which its period, the second of three between the edges, is repeated."""
     _, start, end, _ = edges
     times, gap = short.dropped // short.period + 1, short.dropped
     first, events = 0 if forward else gap, end.event - start.event
@@ -171,7 +174,7 @@ def _longer(short: Short, block: Block, edges: Sequence[Place], *, forward: bool
         times=times,
         event=start.event,
         events=events,
-        of=Layers(layers, near),
+        naming=LayerPeriods(layers, near),
         inside=tuple(_inside(block, start, end)),
     )
     ahead = [each for each in block.periods if each.start < start.action]
@@ -181,14 +184,15 @@ def _longer(short: Short, block: Block, edges: Sequence[Place], *, forward: bool
     return Block(block.label, (*up, *tail), (*ahead, periods, *behind))
 
 
-def _inside(block: Block, start: Place, end: Place) -> list[Periods]:
-    """The periods of a block between two places, by their distance from the first."""
+def _inside(block: Block, start: Position, end: Position) -> list[Periods]:
+    """The periods of a block between two positions; `start` counts from the first position."""
     there = [each for each in block.periods if start.action <= each.start < end.action]
     return [each._replace(start=each.start - start.action) for each in there]
 
 
 def _crossing(short: Short, lower: Iterable[Action], upper: Iterable[Action]) -> bool:
-    """Whether an action below the missing layers names a near layer above them, or the reverse."""
+    """Whether an action below the missing layers names a layer near the period above them, or the
+    reverse."""
     near = range(short.first - short.reach, short.first + short.period + short.reach + 1)
     return any(short.high > number >= near.stop for number in _layers(lower)) or any(
         short.low < number < near.start for number in _layers(upper)

@@ -1,40 +1,40 @@
-"""A piece of a mini-sequence that stands for further pieces, in a block that is being written."""
+"""A piece of a mini-sequence that stands for further pieces, in an unfinished block."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from rematbench.engine.program.action import Action
 from rematbench.engine.program.program import Periods
-from rematbench.engine.program.template import Pieces
+from rematbench.engine.program.template import PiecePeriods
 
 Frees = dict[int, list[str]]
 """The tensors that are freed after an action, by the action's index."""
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A place in a block: the index of the next action, the number of the next event."""
 
     action: int
     event: int
 
-    def behind(self, end: int, more: int) -> "Place":
-        """The place after `more` actions were put in at index `end`."""
-        return Place(self.action + more, self.event) if self.action >= end else self
+    def after_insert(self, end: int, count: int) -> "Position":
+        """The position after `count` actions are inserted at index `end`."""
+        return Position(self.action + count, self.event) if self.action >= end else self
 
 
-class Again(NamedTuple):
-    """The piece between `start` and `end`, which stands for `pieces`: itself and later ones.
-    `before`: where the piece before it starts, whose actions are the same but for names and
+class RepeatedPiece(NamedTuple):
+    """The piece between `start` and `end`, which stands for `pieces`: itself and later pieces.
+    `before`: the start of the piece before it, which has the same actions apart from names and
     rows."""
 
-    pieces: Pieces
-    before: Place
-    start: Place
-    end: Place
+    pieces: PiecePeriods
+    before: Position
+    start: Position
+    end: Position
 
     @property
-    def places(self) -> tuple[Place, Place, Place]:
-        """Where the piece before, this piece, and the next one start."""
+    def starts(self) -> tuple[Position, Position, Position]:
+        """The starts of the piece before, of this piece, and of the next piece."""
         return self.before, self.start, self.end
 
     @property
@@ -44,26 +44,29 @@ class Again(NamedTuple):
         times = len(self.pieces.offsets)
         return Periods(start, end - start, times, event, last - event, self.pieces)
 
-    def behind(self, end: int, more: int) -> "Again":
-        """The same after `more` actions were put in at index `end`."""
-        return Again(self.pieces, *(place.behind(end, more) for place in self.places))
+    def after_insert(self, end: int, count: int) -> "RepeatedPiece":
+        """The piece after `count` actions are inserted at index `end`."""
+        return RepeatedPiece(
+            self.pieces, *(start.after_insert(end, count) for start in self.starts)
+        )
 
-    def alike(self, actions: Sequence[Action], frees: Frees, elsewhere: Set[str]) -> bool:
-        """Whether the piece frees what the piece before it frees, one piece later, and all that it
-        makes and does not free is in `elsewhere`: ends in the same way for each piece."""
-        first, start, end = (place.action for place in self.places)
+    def frees_alike(self, actions: Sequence[Action], frees: Frees, outside: Set[str]) -> bool:
+        """Whether the piece frees the tensors of the piece before it, one piece later, and each
+        tensor that it allocates and does not free is in `outside`, so that its lifetime ends in the
+        same way for each piece."""
+        first, start, end = (place.action for place in self.starts)
         new = self.periods.shift(1).name
         before = {at + start - first: {*map(new, frees[at])} for at in frees if first <= at < start}
         here = {at: {*frees[at]} for at in frees if start <= at < end}
-        return before == here and self._born(actions) <= elsewhere | self._gone(actions, frees)
+        return before == here and self._born(actions) <= outside | self._gone(actions, frees)
 
     def deaths(self, actions: Sequence[Action], frees: Frees) -> set[str]:
-        """What the piece frees and did not make."""
+        """The tensors that the piece frees and does not allocate."""
         return self._gone(actions, frees) - self._born(actions)
 
-    def take_deaths(self, actions: Sequence[Action], frees: Frees) -> None:
-        """Take from `frees` what the later pieces free: no written action reads it, so it would be
-        freed where it was made, or at the block's end."""
+    def remove_later_deaths(self, actions: Sequence[Action], frees: Frees) -> None:
+        """Remove from `frees` the tensors that the later pieces free.  No written action reads
+        them, so they would be freed after their allocation, or at the block's end."""
         deaths = self.deaths(actions, frees)
         later = {shift.name(name) for shift in self.periods.shifts for name in deaths}
         for at, names in [*frees.items()] if later else ():
@@ -73,14 +76,14 @@ class Again(NamedTuple):
             else:
                 del frees[at]
 
-    def finished(self, moved: Callable[[Place], Place], frees: Frees) -> Periods:
-        """The periods of the finished block.  `moved`: a place there."""
+    def finished(self, moved: Callable[[Position], Position], frees: Frees) -> Periods:
+        """The periods of the finished block.  `moved`: maps a position to the finished block."""
         start, end = moved(self.start).action, moved(self.end).action
-        own: list[bool] = []
-        for at, flag in enumerate(self.pieces.own, self.start.action):
-            own += [flag, False] if at in frees else [flag]
-        pieces = self.pieces._replace(own=tuple(own))
-        return self.periods._replace(start=start, length=end - start, of=pieces)
+        works_on_piece: list[bool] = []
+        for at, flag in enumerate(self.pieces.works_on_piece, self.start.action):
+            works_on_piece += [flag, False] if at in frees else [flag]
+        pieces = self.pieces._replace(works_on_piece=tuple(works_on_piece))
+        return self.periods._replace(start=start, length=end - start, naming=pieces)
 
     def _born(self, actions: Sequence[Action]) -> set[str]:
         here = actions[self.start.action : self.end.action]

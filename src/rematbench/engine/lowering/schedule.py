@@ -68,12 +68,3 @@ def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
         elif i > last_forward + 1 and phase[where] == "steady":
             phase[where] = "cooldown"
     return phase
-
-
-def in_flight(order: tuple[Pass, ...]) -> int:
-    """The most (chunk, micro-batch) pairs between forward and backward at one time on the rank."""
-    live = peak = 0
-    for step in order:
-        live += 1 if step.forward else -1
-        peak = max(peak, live)
-    return peak

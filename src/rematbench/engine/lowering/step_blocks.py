@@ -66,19 +66,19 @@ def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
     return Block("send_f" if forward else "send_b", tuple(w.actions))
 
 
-def d2h_block(leaving: Storages) -> Block:
+def d2h_block(storages: Storages) -> Block:
     """Copy offloaded storages to the host after the chunk's forward."""
     w = BlockWriter()
     w.wait("d2h", "f_end")
-    emit_copies_out(w, leaving, "d2h")
+    emit_copies_out(w, storages, "d2h")
     return Block("D2H", tuple(w.actions))
 
 
-def h2d_block(coming: Storages, slot: str) -> Block:
+def h2d_block(storages: Storages, slot: str) -> Block:
     """Copy offloaded storages back to the device, into a staging slot if the plan has slots."""
     w = BlockWriter()
     w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
-    emit_copies_in(w, coming, "h2d", slot)
+    emit_copies_in(w, storages, "h2d", slot)
     return Block("H2D", tuple(w.actions))
 
 

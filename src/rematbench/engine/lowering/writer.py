@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from rematbench.costs.operators.ops import Comm, Op
-from rematbench.engine.lowering.liveness import free, freed
-from rematbench.engine.lowering.repeated_pieces import Again, Place
+from rematbench.engine.lowering.liveness import free_action, frees_by_action
+from rematbench.engine.lowering.repeated_pieces import Position, RepeatedPiece
 from rematbench.engine.program.action import (
     COMM_KIND,
     COMPUTE,
@@ -21,8 +21,8 @@ from rematbench.engine.program.action import (
 )
 from rematbench.engine.program.program import Block
 
-# Looking up an Enum's member takes as long as the rest of a line, and every action asks for these.
-WAIT, UNTIMED, AHEAD = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD, Kind.RECOMPUTE)
+# Locals, because a lookup in an Enum is slow and every action needs these.
+WAIT, UNTIMED, FORWARD_KINDS = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD, Kind.RECOMPUTE)
 
 
 class Share(NamedTuple):
@@ -36,16 +36,16 @@ WHOLE = Share(1.0)
 
 
 class BlockWriter:
-    """Collects a block's actions in issue order; its events are local to the block.  `places`:
+    """Collects a block's actions in issue order; its events are local to the block.  `unit_starts`:
     where each unit begins; `compact`: whether a piece may stand for further pieces."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
         self.slots: dict[str, str] = {}  # storage -> staging slot
-        self.places: list[Place] = []
+        self.unit_starts: list[Position] = []
         self.compact = True
-        self._again: list[Again] = []
+        self._repeated: list[RepeatedPiece] = []
         self._events = 0
 
     def add(self, action: Action) -> int:
@@ -58,16 +58,16 @@ class BlockWriter:
         return len(self.actions) - 1
 
     @property
-    def here(self) -> Place:
-        """Where the next action is written."""
-        return Place(len(self.actions), self._events)
+    def position(self) -> Position:
+        """The position of the next action."""
+        return Position(len(self.actions), self._events)
 
     def begin_unit(self) -> None:
         """Note that the next unit begins."""
-        self.places.append(self.here)
+        self.unit_starts.append(self.position)
 
-    def rewrite(self, start: Place, actions: Sequence[Action], events: int) -> None:
-        """Put `actions` in place of all from `start` on; they record `events` more events."""
+    def rewrite(self, start: Position, actions: Sequence[Action], events: int) -> None:
+        """Replace all actions from `start` on by `actions`, which record `events` more events."""
         self.actions[start.action :] = actions
         self._events += events
 
@@ -109,10 +109,10 @@ class BlockWriter:
         *,
         variant: int = 0,
         share: Share = WHOLE,
-        beside: str = "",
+        overlaps: str = "",
     ) -> int:
         """Append a forward, backward or recomputation on the compute stream; returns its index."""
-        forward = kind in AHEAD
+        forward = kind in FORWARD_KINDS
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
             reads = [*reads, *self.parameters[part]]
@@ -126,14 +126,14 @@ class BlockWriter:
                 allocs=tuple(allocs),
                 fraction=share.fraction,
                 offset=share.offset,
-                beside=beside,
+                overlaps=overlaps,
                 scratch=int(scratch * share.fraction),
                 variant=variant,
             )
         )
 
     def stall(self, comm: Comm) -> None:
-        """Append a STALL: the time that a collective takes from compute beside it (shared SMs)."""
+        """Append a STALL: the time by which a collective slows compute (they share SMs)."""
         self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, comm=comm))
 
     def state_copy(
@@ -192,47 +192,50 @@ class BlockWriter:
         )
         return event
 
-    def repeat(self, again: Again) -> None:
-        """Note a piece that stands for others; write these where the block is not compact."""
-        self._again.append(again)
+    def repeat(self, piece: RepeatedPiece) -> None:
+        """Note a piece that stands for further pieces; unless the block is compact, write them
+        all."""
+        self._repeated.append(piece)
         if not self.compact:
-            self._write_out(again)
+            self._write_out(piece)
 
-    def _write_out(self, again: Again) -> None:
+    def _write_out(self, piece: RepeatedPiece) -> None:
         """Write the actions of all pieces that a piece stands for."""
-        start, end = again.start.action, again.end.action
+        start, end = piece.start.action, piece.end.action
         body = self.actions[start:end]
-        more = [action for shift in again.periods.shifts for action in shift.of(body)]
+        more = [action for shift in piece.periods.shifts for action in shift.of(body)]
         self.actions[end:end] = more
-        others = [each for each in self._again if each is not again]
-        self._again = [each.behind(end, len(more)) for each in others]
-        self.places = [each.behind(end, len(more)) for each in self.places]
+        others = [each for each in self._repeated if each is not piece]
+        self._repeated = [each.after_insert(end, len(more)) for each in others]
+        self.unit_starts = [each.after_insert(end, len(more)) for each in self.unit_starts]
 
     def finish(self, label: str, survivors: set[str], arrivals: set[str]) -> Block:
         """The block: its actions with a FREE behind each tensor's last reader (`liveness.freed`).
-        `places` then count the FREEs too.  A piece whose tensors are not freed as those of the
-        piece before is written out."""
-        frees = freed(self.actions, survivors, arrivals)
-        ends: dict[int, set[str]] = defaultdict(set)  # what as many pieces free, each in its turn
-        for again in self._again:
-            ends[again.periods.times] |= again.deaths(self.actions, frees)
-        for again in self._again:
-            if not again.alike(self.actions, frees, survivors | ends[again.periods.times]):
-                self._write_out(again)
+        `unit_starts` then count the FREEs too.  If a piece does not free as the piece before, all
+        its pieces are written."""
+        frees = frees_by_action(self.actions, survivors, arrivals)
+        ends: dict[int, set[str]] = defaultdict(
+            set
+        )  # tensors that pieces free, by number of pieces
+        for piece in self._repeated:
+            ends[piece.periods.times] |= piece.deaths(self.actions, frees)
+        for piece in self._repeated:
+            if not piece.frees_alike(self.actions, frees, survivors | ends[piece.periods.times]):
+                self._write_out(piece)
                 return self.finish(label, survivors, arrivals)
-        for again in self._again:
-            again.take_deaths(self.actions, frees)
+        for piece in self._repeated:
+            piece.remove_later_deaths(self.actions, frees)
         out: list[Action] = []
         inserted, done = sorted(frees), 0
         for index in inserted:
             out += self.actions[done : index + 1]
-            out.append(free(frees[index]))
+            out.append(free_action(frees[index]))
             done = index + 1
         out += self.actions[done:]
 
-        def moved(place: Place) -> Place:
-            return Place(place.action + bisect_left(inserted, place.action), place.event)
+        def moved(place: Position) -> Position:
+            return Position(place.action + bisect_left(inserted, place.action), place.event)
 
-        self.places = [moved(place) for place in self.places]
-        periods = [again.finished(moved, frees) for again in self._again]
+        self.unit_starts = [moved(place) for place in self.unit_starts]
+        periods = [piece.finished(moved, frees) for piece in self._repeated]
         return Block(label, tuple(out), tuple(periods))

@@ -1,9 +1,9 @@
-"""The language of a lowered plan: one explicit action on one stream, printable and parseable.
+"""The actions of a lowered plan: each runs on one stream, and prints as one line.
 
-A storage name is local to a (micro-batch, chunk): `L3.q` is activation q of the chunk's layer 3,
-`E.` a tensor of the embedding, `H.` of the head; `d:` a gradient; `.full` a gathered copy, `.part`
-an output before its reduction; `#k`, `#o`, `#r` the kept, offloaded and rebuilt rows; `@host` host
-memory.
+A storage name is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3;
+`E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
+`.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
+offloaded and rebuilt rows.
 """
 
 import re
@@ -40,7 +40,7 @@ class Kind(Enum):
     ALLOC = "ALLOC"
     EVENT = "EVENT"
 
-    __hash__ = object.__hash__  # kinds are compared by identity: Enum's own hashes the name again
+    __hash__ = object.__hash__  # by identity: Enum's own hashes the name each time
 
 
 COMPUTE, HOST_UPDATE = "compute", "host_update"
@@ -50,12 +50,12 @@ STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 
 STALL = "stall"
-"""The operator name of a STALL that belongs to no kernel: the time that a collective takes from all
-compute beside it."""
+"""The operator name of a STALL that belongs to no kernel: the time by which a collective slows all
+kernels that run at the same time."""
 
 GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP = "gradients_down", "weights_up", "shard_up"
-"""What copies of states carry: gradients to an update on the host, the updated weights back, and a
-rank's shard of weights in host memory before it is gathered."""
+"""The operator names of copies of states: gradients to an update on the host, the updated weights
+back, and a rank's shard of weights in host memory before its gather."""
 STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP)
 
 COMM_KIND: dict[CommKind, Kind] = {
@@ -78,13 +78,13 @@ class Alloc(Struct, frozen=True, array_like=True, gc=False):
 class Action(Struct, frozen=True, kw_only=True, gc=False):
     """One action of a block, relative to the block's micro-batch and chunk.
 
-    `part`: L<i>, E or H, the unit that the action belongs to; `variant`: which of the model's
+    `part`: the action's unit (L<i>, E or H); `variant`: the index of its layer among the model's
     distinct layers; `op`: the operator or tensor.  `event` is recorded when the action ends,
     `begin` when the action starts; a WAIT holds its stream until the event `wait`.  `fraction`: the
     share of rows worked on; `offset`: the share of rows before them; `columns`: the share of an
     operator's output columns computed.  `comm`: the collective; `nbytes`: a copy's payload;
-    `beside`: the stream of a collective that runs during a compute action; `scratch`: bytes alive
-    only inside the action.
+    `overlaps`: the stream of a collective that runs during a compute action; `scratch`: bytes that
+    only the action itself uses.
     """
 
     kind: Kind
@@ -102,7 +102,7 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     columns: float = 1.0
     comm: Comm | None = None
     nbytes: int = 0
-    beside: str = ""
+    overlaps: str = ""
     scratch: int = 0
     variant: int = 0
 
@@ -120,7 +120,7 @@ def _fields(action: Action) -> list[str]:
         ("y", "" if action.columns == 1.0 else repr(action.columns)),
         ("c", _comm_text(action.comm)),
         ("n", str(action.nbytes) if action.nbytes else ""),
-        ("s", action.beside),
+        ("s", action.overlaps),
         ("t", str(action.scratch) if action.scratch else ""),
         ("v", str(action.variant) if action.variant else ""),
     ]
@@ -144,7 +144,7 @@ def to_text(action: Action, micro_batch: int, chunk: int) -> str:
 
 
 _PLACE = re.compile(r"(?:(E|H|L\d+)\.)?(.*)")
-"""The text of what an action works on: a part (may be missing), and an operator or tensor."""
+"""The name of a storage: its part (may be missing), and its operator or tensor."""
 
 
 @lru_cache(maxsize=1 << 15)
@@ -170,7 +170,7 @@ def gradient_of(storage: str) -> str:
 
 
 def is_gradient(storage: str) -> bool:
-    """Whether a storage name is that of an activation's gradient."""
+    """Whether a storage is an activation's gradient."""
     return storage.startswith(GRADIENT)
 
 
@@ -185,7 +185,7 @@ def gradient_buffer(part: str) -> str:
 
 
 def is_gradient_buffer(storage: str) -> bool:
-    """Whether a storage name is that of a gradient buffer."""
+    """Whether a storage is a gradient buffer."""
     return storage.endswith(_BUFFER)
 
 
@@ -209,7 +209,8 @@ def event_number(event: str) -> int:
 
 
 def later_event(event: str, by: int) -> str:
-    """The event's name with its number higher by `by`; an event that other blocks know stays."""
+    """The event's name with its number higher by `by`; an event that other blocks wait for keeps
+    its name."""
     return local_event(event_number(event) + by) if is_local(event) else event
 
 
@@ -218,7 +219,7 @@ _OF_LAYER = re.compile(rf"({GRADIENT}L|L)(\d+)(.*)")
 
 @lru_cache(maxsize=1 << 15)
 def in_layer(name: str) -> tuple[str, int, str] | None:
-    """The words around the number of the layer in the name of its storage or part (`d:L`, 3, `.q`);
+    """The name of a storage or part of a layer, split around the layer's number: (`d:L`, 3, `.q`);
     None for a name without a layer."""
     found = _OF_LAYER.fullmatch(name)
     return (found[1], int(found[2]), found[3]) if found else None
@@ -229,7 +230,7 @@ _OF_PIECE = re.compile(r"(.*%)(\d+)(.*)")
 
 @lru_cache(maxsize=1 << 15)
 def in_piece(name: str) -> tuple[str, int, str] | None:
-    """The words around the number of the piece in the name of its storage (`L3.act%`, 2, ``); None
+    """The name of a storage of a piece, split around the piece's number: (`L3.act%`, 2, ``); None
     for a name without a piece."""
     found = _OF_PIECE.fullmatch(name) if "%" in name else None
     return (found[1], int(found[2]), found[3]) if found else None
@@ -241,7 +242,7 @@ _NUMBER = re.compile(r"(\d+)")
 @lru_cache(maxsize=1 << 15)
 def by_number(name: str) -> list[str | int]:
     """A sort key of names: numbers in them count by value, so that the storages of layers 9 and 10
-    have the order of those of layers 8 and 9."""
+    are sorted like the storages of layers 8 and 9."""
     words: list[str | int] = [*_NUMBER.split(name)]
     words[1::2] = map(int, words[1::2])
     return words
@@ -251,12 +252,12 @@ LAYER_SLOT = "slot/layer"
 
 
 def layer_slot(position: int, slots: int) -> str:
-    """The rounding buffer of the unit at a position in its chunk; units use the buffers in turn."""
+    """The rounding buffer of the unit at a position in its chunk; units take the buffers in
+    turn."""
     return f"{LAYER_SLOT}{position % slots}"
 
 
 def tenant(alloc_name: str, slot: str) -> str:
-    """The key of a staging slot's tenant.  In a rounding buffer the tensors of one part share the
-    slot at one time (key: the part); in any other slot all tensors of a (micro-batch, chunk) do
-    (empty)."""
+    """The key of the tensors that share a staging slot at one time: the part in a rounding buffer;
+    the empty text elsewhere, where all tensors of a (micro-batch, chunk) share it."""
     return place(alloc_name)[0] if slot.startswith(LAYER_SLOT) else ""

@@ -35,8 +35,8 @@ allocate, including plans that do not fit, because these are replayed too."""
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
     """Peaks of a replay.  `oom_at`: the index of the step that did not fit (None: all fit).
     `retries`: how often, in the last pass, cudaMalloc failed and was tried again after cached
-    segments were given back (torch's num_alloc_retries).  `ended`: the replay ended at the first
-    request that reserved more than it was asked about; the peaks are those until then."""
+    segments were given back (torch's num_alloc_retries).  `ended`: the replay stopped at the first
+    request that exceeded its `enough_bytes`; the peaks are those until then."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -50,7 +50,7 @@ class OutOfMemory(Exception):
 
 
 class Exceeded(Exception):
-    """More is reserved than a replay was asked about."""
+    """More than `enough_bytes` are reserved."""
 
 
 class Pool:
@@ -90,8 +90,8 @@ class Pool:
         return size
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """(address, size) of the free block that fits best, after splitting off the remainder where
-        the rules allow; None if no block fits.  The block at the end of an expandable segment can
+        """(address, size) of the free block that fits best; its remainder is split off where the
+        rules allow.  None if no block fits.  The block at the end of an expandable segment can
         grow, so it is taken last."""
         at = bisect_left(self.keys, size << BITS)
         if self.expandable and at + 1 < len(self.keys) and self._last(self.keys[at]):
@@ -170,8 +170,8 @@ class Allocator:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What decides on the next request, and the retries so far: equal after requests that gave
-        back all they took, and would again."""
+        """The state that decides the next request, and the retries so far.  Two equal states mean
+        that the requests in between freed all that they allocated, and would do so again."""
         return (self.reserved, self.retries, *(pool.keys.copy() for pool in self.pools))
 
     def allocate(self, size: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""The two ledgers of activation bytes: in issue order (as an allocator sees them), on the timeline.
+"""Two ledgers of activation bytes: in issue order, as an allocator sees them, and on the timeline.
 
-The issue-order ledger needs no costs: each block has net bytes and a peak, so a step is a walk over
-blocks.  Tensors in staging slots count once, with their pool.
+The issue-order ledger needs no costs.  Each block has net bytes and a peak, so a step is a walk
+over blocks.  Tensors in staging slots count once, with their pool.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from msgspec import Struct
 from rematbench.engine.program.action import HOST, Action, Alloc, tenant
 from rematbench.engine.program.profile import Profile, program_profiles
 from rematbench.engine.program.program import Part, Program, RankProgram
-from rematbench.engine.program.template import Layers
+from rematbench.engine.program.template import LayerPeriods
 
 
 class RankLedger(Struct, frozen=True, kw_only=True):
@@ -70,13 +70,13 @@ def pool_bytes(rank: RankProgram) -> int:
 
 
 def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[Alloc, int, int]]:
-    """Allocations in staging slots, how often each occurs in a layer, and in how many layers (each
-    of which is a tenant of its own)."""
+    """(allocation, pieces, layers) of every allocation in a staging slot: how often it occurs in a
+    layer, and in how many layers.  Each layer is a separate tenant."""
     for part in parts:
         if part.periods is None:
             slotted = (alloc for action in part.written for alloc in action.allocs if alloc.slot)
             yield from ((alloc, pieces, layers) for alloc in slotted)
-        elif isinstance(part.periods.of, Layers):
+        elif isinstance(part.periods.naming, LayerPeriods):
             yield from _slotted(part.inside, pieces, layers * part.times)
         else:
             yield from _slotted(part.inside, pieces * part.times, layers)

@@ -1,7 +1,7 @@
 """The effect of a block on bytes, and the storages that outlive it.
 
-A storage's size is known where it is allocated, so a block that frees what another block allocated
-is measured behind that one.
+Only the allocation of a storage has its size, so a block that frees a storage of another block is
+measured after that block.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from rematbench.engine.program.program import Block, Part, Program, RankProgram
 
 
 class Profile(NamedTuple):
-    """The effect of one block: net bytes, and highest bytes above the level at entry, on the
+    """The effect of one block: net bytes, and peak bytes above the level at entry.  Both on the
     device, on the host, and in the pinned blocks that hold the host bytes."""
 
     device_net: int
@@ -25,29 +25,29 @@ class Profile(NamedTuple):
     pinned_high: int
 
     def then(self, after: "Profile") -> "Profile":
-        """The effect of this block with the actions of `after` behind it."""
+        """The effect of this block followed by `after`."""
         pairs = zip(self[::2], self[1::2], after[::2], after[1::2], strict=True)
         found = ((net + more, max(high, net + higher)) for net, high, more, higher in pairs)
         return Profile._make(chain.from_iterable(found))
 
     def times(self, count: int) -> "Profile":
-        """The effect of `count` such blocks, one behind the other."""
+        """The effect of `count` such blocks in a row."""
         pairs = zip(self[::2], self[1::2], strict=True)
         found = ((count * net, max(high, (count - 1) * net + high)) for net, high in pairs)
         return Profile._make(chain.from_iterable(found))
 
 
-class Outlive(NamedTuple):
-    """`births`: bytes of the storages that a block leaves alive; `deaths`: names of storages alive
-    before that the block frees."""
+class Lifetimes(NamedTuple):
+    """`births`: bytes of the storages that a block leaves alive; `deaths`: names of earlier
+    storages that the block frees."""
 
     births: dict[str, int]
     deaths: list[str]
 
-    def named(self, name_of: Callable[[str], str]) -> "Outlive":
-        """The same with other names."""
+    def renamed(self, name_of: Callable[[str], str]) -> "Lifetimes":
+        """The same storages under other names."""
         births = {name_of(name): nbytes for name, nbytes in self.births.items()}
-        return Outlive(births, [*map(name_of, self.deaths)])
+        return Lifetimes(births, [*map(name_of, self.deaths)])
 
 
 class LedgerError(ValueError):
@@ -66,7 +66,7 @@ class _Profiler:
 
     def __init__(self) -> None:
         self.profiles: dict[int, Profile] = {}  # by identity of the block
-        self.outlives: dict[int, Outlive] = {}
+        self.outlives: dict[int, Lifetimes] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:
         """The profiles of a rank's blocks.  A block may free tensors that another block allocated
@@ -77,9 +77,9 @@ class _Profiler:
             sizes: dict[str, int] = {}
             try:
                 self.profiles[key] = _profile(block.label, block.parts, sizes)
-            except LedgerError:  # it frees what another block allocated
+            except LedgerError:  # it frees a storage of another block
                 continue
-            self.outlives[key] = Outlive(sizes, [])
+            self.outlives[key] = Lifetimes(sizes, [])
             del left[key]
         first = {step[0]: step[1:] for step in rank.first_steps} if left else {}
         alive: dict[tuple[int, ...], dict[str, int]] = {
@@ -104,30 +104,31 @@ class _Profiler:
         for name in deaths:
             sizes.pop(name, None)
 
-    def _outlive(self, block: Block) -> Outlive:
+    def _outlive(self, block: Block) -> Lifetimes:
         if id(block) not in self.outlives:
             self.outlives[id(block)] = _outlive(block.parts)
         return self.outlives[id(block)]
 
 
-def _outlive(parts: Sequence[Part]) -> Outlive:
-    """The storages that parts leave alive, and the earlier ones that they free."""
+def _outlive(parts: Sequence[Part]) -> Lifetimes:
+    """The storages that parts leave alive, and the earlier storages that they free."""
     births: dict[str, int] = {}
     deaths: list[str] = []
     for part in parts:
-        first = outlive_part(part)
-        for each in (first, *(first.named(shift.name) for shift in part.shifts)):
+        first = part_lifetimes(part)
+        for each in (first, *(first.renamed(shift.name) for shift in part.shifts)):
             deaths += [name for name in each.deaths if births.pop(name, None) is None]
             births |= each.births
-    return Outlive(births, deaths)
+    return Lifetimes(births, deaths)
 
 
-def outlive_part(part: Part) -> Outlive:
-    """The storages that a part's first period leaves alive, and the earlier ones that it frees."""
+def part_lifetimes(part: Part) -> Lifetimes:
+    """The storages that a part's first period leaves alive, and the earlier storages that it
+    frees."""
     return _outlive(part.inside) if part.periods else _outlive_of(part.written)
 
 
-def _outlive_of(actions: Sequence[Action]) -> Outlive:
+def _outlive_of(actions: Sequence[Action]) -> Lifetimes:
     births: dict[str, int] = {}
     deaths: list[str] = []
     for action in actions:
@@ -136,7 +137,7 @@ def _outlive_of(actions: Sequence[Action]) -> Outlive:
         for name in action.frees:
             if births.pop(name, None) is None:
                 deaths.append(name)
-    return Outlive(births, deaths)
+    return Lifetimes(births, deaths)
 
 
 def _profile(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profile:
@@ -147,11 +148,11 @@ def _profile(label: str, parts: Sequence[Part], sizes: dict[str, int]) -> Profil
         if part.periods is None:
             found = found.then(_effect(label, part.written, sizes))
             continue
-        outlive = outlive_part(part)
+        outlive = part_lifetimes(part)
         freed = [sizes.get(name) for name in outlive.deaths]
         one = _profile(label, part.inside, sizes)
         for number, shift in enumerate(part.shifts, 1):
-            births, deaths = outlive.named(shift.name)
+            births, deaths = outlive.renamed(shift.name)
             if [sizes.pop(name, None) for name in deaths] != freed:
                 raise LedgerError(f"{label}: period {number} frees other bytes than period 0")
             sizes.update(births)

@@ -1,7 +1,7 @@
 """A lowered plan: for each rank, blocks of actions, and the order in which micro-batches run them.
 
 A rank's program is the list of its actions in the host's issue order, stored compressed: a step
-names a block (actions shared by all micro-batches of one kind) and the micro-batch and chunk that
+names a block (actions that all micro-batches of one kind share) and the micro-batch and chunk that
 the block runs for; `actions()` expands the steps.
 """
 
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rematbench.engine.program.action import Action, Kind, to_text
-from rematbench.engine.program.template import Later, Layers, Pieces, Shift
+from rematbench.engine.program.template import LayerPeriods, LayerShift, PiecePeriods, PieceShift
 
 
 class Step(NamedTuple):
@@ -29,47 +29,47 @@ class Step(NamedTuple):
 
 
 class Periods(NamedTuple):
-    """Equal periods inside a block: `times` periods of `length` actions from `start`.  Periods take
-    equally long and need equal bytes.  The first records events from number `event` on, and numbers
-    of events are higher by `events` than those of the period before; `of` says what other numbers
-    are higher.  `inside`: periods inside the first period, whose `start` counts from its start."""
+    """Equal periods inside a block: `times` periods of `length` actions from `start`.  All periods
+    have the same seconds and bytes.  The first period records events from number `event` on; each
+    further period raises the numbers of events by `events`, and of layers or pieces as `naming`
+    says.  `inside`: periods inside the first period; their `start` counts from its start."""
 
     start: int
     length: int
     times: int
     event: int
     events: int
-    of: Layers | Pieces
+    naming: LayerPeriods | PiecePeriods
     inside: tuple["Periods", ...] = ()
 
     def later(self, events: int) -> "Periods":
-        """The same periods where numbers of events are higher by `events`."""
+        """The same periods with the numbers of events raised by `events`."""
         inside = tuple([each.later(events) for each in self.inside])
         return self._replace(event=self.event + events, inside=inside)
 
-    def shift(self, number: int) -> Shift | Later:
-        """The names of period `number`, from those of period 0."""
-        return self.of.shift(number, number * self.events)
+    def shift(self, number: int) -> LayerShift | PieceShift:
+        """The renaming from period 0 to period `number`."""
+        return self.naming.shift(number, number * self.events)
 
     @property
-    def shifts(self) -> list[Shift | Later]:
-        """The names of each further period."""
+    def shifts(self) -> list[LayerShift | PieceShift]:
+        """The renaming from period 0 to each further period."""
         return [self.shift(number) for number in range(1, self.times)]
 
 
 class Part(NamedTuple):
-    """Actions of a block in issue order as they are written, or those of the first of `periods`."""
+    """Actions of a block in issue order; of `periods`, the actions of the first period."""
 
     written: tuple[Action, ...]
     periods: Periods | None
 
     @property
     def times(self) -> int:
-        """How often the actions occur but for the numbers in their names."""
+        """How often the actions occur, apart from the numbers in their names."""
         return self.periods.times if self.periods else 1
 
     @property
-    def shifts(self) -> list[Shift | Later]:
+    def shifts(self) -> list[LayerShift | PieceShift]:
         """The names of each further period."""
         return self.periods.shifts if self.periods else []
 
@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 
 def parted(written: tuple[Action, ...], periods: tuple[Periods, ...]) -> tuple[Part, ...]:
-    """The actions before, in the first of, and behind periods that repeat."""
+    """A block's parts: the actions before the periods, in the first period of each, and after."""
     found, done = [], 0
     for each in periods:
         end = each.start + each.length
@@ -109,7 +109,7 @@ def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]
 
 class Block(Struct, frozen=True, dict=True):
     """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
-    actions, but of `periods` that repeat the first only."""
+    actions, but only the first of each of `periods`."""
 
     label: str
     written: tuple[Action, ...]
@@ -117,7 +117,7 @@ class Block(Struct, frozen=True, dict=True):
 
     @cached_property
     def copies(self) -> tuple[tuple[Action, int], ...]:
-        """The copies of activations, and not of states, and how often each occurs."""
+        """The copies of activations (not of states), and how often each occurs."""
         kinds = (Kind.D2H, Kind.H2D)
         return tuple(pair for pair in self.counted() if pair[0].kind in kinds and pair[0].part)
 
@@ -128,25 +128,24 @@ class Block(Struct, frozen=True, dict=True):
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The actions before, in the first of, and behind the periods that repeat."""
+        """The parts of the block; see `parted`."""
         return parted(self.written, self.periods)
 
     @property
     def count(self) -> int:
-        """The number of actions."""
+        """The number of actions, all periods included."""
         return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Action, int]]:
-        """The block's actions, and how often each occurs but for the numbers in its names: of
-        periods that repeat, the first period's."""
+        """The written actions, and how often each occurs, apart from the numbers in its names."""
         return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
 
 
 class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
-    """The late tensors of one unit, each in bytes.  `states`: optimizer states, made by the unit's
-    first update and never freed; `gradients`: by operator, made by a step's first backward of the
-    operator's weights (of weights without such a kernel: of the unit) and freed after the step;
-    `scratch`: alive only during an update of the unit."""
+    """The late tensors of one unit, each in bytes.  `states`: optimizer states, allocated by the
+    unit's first update and never freed.  `gradients`: by operator, allocated by the first backward
+    of its weights in a step (of the unit, for weights without such a kernel) and freed after the
+    step.  `scratch`: alive only during an update of the unit."""
 
     states: tuple[int, ...] = ()
     gradients: dict[str, tuple[int, ...]] = {}
@@ -154,25 +153,26 @@ class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Late(Struct, frozen=True, kw_only=True):
-    """The late tensors of one rank by (chunk, unit); a unit is E, L<i> or H."""
+    """The late tensors of one rank, by (chunk, unit): allocated between activations, where the
+    allocator has room.  A unit is E, L<i> or H."""
 
     units: dict[tuple[int, str], LateUnit]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states that the first updates make."""
+        """Bytes of the states that the first updates allocate."""
         return sum(sum(unit.states) for unit in self.units.values())
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that each step makes."""
+        """Bytes of the gradients that each step allocates."""
         kept = (unit.gradients.values() for unit in self.units.values())
         return sum(sum(tensors) for unit in kept for tensors in unit)
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
-    """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank makes
-    between its activations, where the stack says so."""
+    """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank allocates
+    between its activations, if the stack does so."""
 
     rank: int
     blocks: tuple[Block, ...]
@@ -228,12 +228,12 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def actions(self) -> int:
-        """The actions of all distinct blocks."""
+        """The number of actions of all distinct blocks."""
         return sum(block.count for block, _ in self.block_runs)
 
     @property
     def written(self) -> int:
-        """The actions that are in memory."""
+        """The number of actions that are in memory."""
         return sum(len(block.written) for block, _ in self.block_runs)
 
     @cached_property
@@ -251,23 +251,25 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
 
 RECEIVED = "recv_"
-"""How the events of received messages begin."""
+"""The prefix of events of received messages."""
 
 
 def without_neighbours(program: Program) -> Program:
-    """The program of the first rank alone, for its seconds: what it sends and receives is there at
-    once.  It has no bytes of messages, so bytes are those of the whole program's first rank."""
+    """The program of the first rank alone, as one GPU can run it: messages take no time.  It serves
+    for seconds only.  Messages have no bytes in it, so bytes come from the whole program."""
     first = program.ranks[0]
-    return replace(program, ranks=(replace(first, blocks=tuple(map(_quiet, first.blocks))),))
+    return replace(
+        program, ranks=(replace(first, blocks=tuple(map(_without_messages, first.blocks))),)
+    )
 
 
-def _quiet(block: Block) -> Block:
-    written = tuple([_there(action) for action in block.written])
+def _without_messages(block: Block) -> Block:
+    written = tuple([_instant(action) for action in block.written])
     return block if written == block.written else replace(block, written=written)
 
 
-def _there(action: Action) -> Action:
-    """An event in place of a message, on the message's stream, under a name that no receive has."""
+def _instant(action: Action) -> Action:
+    """A message becomes an event on its stream, under a name that no receive has."""
     wait = action.wait.replace(RECEIVED, "there_")
     if action.kind in (Kind.SEND, Kind.RECV):
         event = action.event.replace(RECEIVED, "there_")

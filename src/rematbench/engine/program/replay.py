@@ -13,67 +13,67 @@ from rematbench.engine.program.allocator import (
     OutOfMemory,
     rounded,
 )
-from rematbench.engine.program.profile import outlive_part
+from rematbench.engine.program.profile import part_lifetimes
 from rematbench.engine.program.program import Block, Late, Part, RankProgram, Step
 
 Request = tuple[str, int]
-"""(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
-free; an empty name: scratch, which is freed at once.  UPDATED and DIFFERENTIATED: the unit `name`
-(empty: all units) was updated, or its backward ended.  WEIGHTED: the weights of `name`, a unit and
-its operator, got a gradient."""
+"""(name, size): a request to the allocator.  size > 0: an allocation; size 0: a free; an empty
+name: scratch, which is freed at once.  UPDATED and DIFFERENTIATED: the unit `name` (empty: all
+units) was updated, or its backward ended.  WEIGHTED: the weights of `name`, a unit and its
+operator, got a gradient."""
 
 UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
-Placed = tuple[int, int]
+MemoryBlock = tuple[int, int]
 """(address, size) of a block of memory."""
 
 
-class Lines(NamedTuple):
-    """Lines that a block asks `times` times, one time after the other."""
+class RepeatedRequests(NamedTuple):
+    """Requests that a block makes `times` times in a row."""
 
     lines: list[Request]
     times: int
 
 
-def requests(block: Block, *, late: bool = False) -> Iterator[Lines]:
-    """The device allocations and frees of a block in issue order (staging slots are resident, so
-    they are left out); with `late` also where weights get a gradient, where units are updated and
-    where their backward ends."""
+def requests(block: Block, *, late: bool = False) -> Iterator[RepeatedRequests]:
+    """The device allocations and frees of a block in issue order, without staging slots, which are
+    resident.  With `late`, also the points where weights get a gradient, where units are updated
+    and where their backward ends."""
     if late or not block.periods:
-        yield Lines(_requests(block.actions, _ends(block) if late else None), 1)
+        yield RepeatedRequests(_requests(block.actions, _ends(block) if late else None), 1)
     else:
         yield from _of_parts(block.parts)
 
 
-def _of_parts(parts: Sequence[Part]) -> Iterator[Lines]:
+def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
     for part in parts:
         if part.periods is None:
-            yield Lines(_requests(part.written), 1)
+            yield RepeatedRequests(_requests(part.written), 1)
             continue
         one = [*_of_parts(part.inside)]
-        births, deaths = outlive_part(part)
+        births, deaths = part_lifetimes(part)
         crossing = (*births, *deaths)
         if not crossing and len(one) == 1:
-            yield Lines(one[0].lines, part.times)
+            yield RepeatedRequests(one[0].lines, part.times)
             continue
         yield from one
-        for shift in part.shifts:  # the name of what does not cross a period's ends is free again
+        for shift in part.shifts:  # storages inside a period can share names
             new = {name: shift.name(name) for name in crossing}
             for lines, times in one:
-                yield Lines([(new.get(name, name), size) for name, size in lines], times)
+                yield RepeatedRequests([(new.get(name, name), size) for name, size in lines], times)
 
 
-class Asked:
-    """The requests of a block, each made when a replay first comes to it: many replays end
+class CachedRequests:
+    """The requests of a block, each computed when a replay first needs it: many replays end
     early."""
 
-    def __init__(self, requests: Iterator[Lines]) -> None:
-        self._made: list[Lines] = []
-        self._rest: Iterator[Lines] | None = requests
+    def __init__(self, requests: Iterator[RepeatedRequests]) -> None:
+        self._made: list[RepeatedRequests] = []
+        self._rest: Iterator[RepeatedRequests] | None = requests
 
-    def __iter__(self) -> Iterator[Lines]:
+    def __iter__(self) -> Iterator[RepeatedRequests]:
         return iter(self._made) if self._rest is None else self._making(self._rest)
 
-    def _making(self, rest: Iterator[Lines]) -> Iterator[Lines]:
+    def _making(self, rest: Iterator[RepeatedRequests]) -> Iterator[RepeatedRequests]:
         yield from self._made
         for lines in rest:
             self._made.append(lines)
@@ -82,8 +82,8 @@ class Asked:
 
 
 def _requests(actions: Sequence[Action], ends: Mapping[int, str] | None = None) -> list[Request]:
-    """The lines of some actions; `ends`: the units whose backward ends, by the index of the action,
-    where lines of late tensors are asked for."""
+    """The requests of some actions.  `ends`: the units whose backward ends, by the index of the
+    action; None without late tensors."""
     lines: list[Request] = []
     late = ends is not None
     for index, action in enumerate(actions):
@@ -125,15 +125,18 @@ def replay(
     enough_bytes: float = math.inf,
 ) -> AllocatorPeaks:
     """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
-    `passes` replays them several times, like successive training steps: a later pass finds the
-    segments that the first pass left cached.  Where the rank makes tensors late, a pass that ends
-    with their making precedes; the resident blocks are then the others.  The replay ends where more
-    than `enough_bytes` are reserved."""
+    `passes`: how many successive training steps to replay; a later step finds the segments that
+    the first step left cached.  With late tensors, another pass that allocates them comes first,
+    and `resident_bytes` leaves them out.  The replay ends once more than `enough_bytes` are
+    reserved."""
     memory = Allocator(capacity_bytes, mode, enough_bytes)
     steps = rank.steps[:num_steps]
     late = rank.late
     chosen = {step.block for step in steps}
-    lines = {index: Asked(requests(rank.blocks[index], late=late is not None)) for index in chosen}
+    lines = {
+        index: CachedRequests(requests(rank.blocks[index], late=late is not None))
+        for index in chosen
+    }
     run = _Run(memory, lines, late)
     try:
         for nbytes in resident_bytes:
@@ -152,27 +155,31 @@ def replay(
 
 
 class _Run:
-    """Training steps of one rank, one after the other."""
+    """Successive training steps of one rank."""
 
-    def __init__(self, memory: Allocator, lines: dict[int, Asked], late: Late | None) -> None:
+    def __init__(
+        self, memory: Allocator, lines: dict[int, CachedRequests], late: Late | None
+    ) -> None:
         self.memory, self.lines = memory, lines
         self.units = late.units if late else {}
         self.made: set[tuple[int, str]] = set()  # units whose states exist
-        self.gradients: dict[tuple[int, str, str], list[Placed]] = {}  # by chunk, unit, operator
-        self.alive: dict[tuple[int, int], dict[str, Placed]] = {}
+        self.gradients: dict[
+            tuple[int, str, str], list[MemoryBlock]
+        ] = {}  # by chunk, unit, operator
+        self.alive: dict[tuple[int, int], dict[str, MemoryBlock]] = {}
         self.rounds: list[tuple[object, list[int]]] = []
         self.done = 0
 
     def step(self, steps: Sequence[Step]) -> None:
-        """One training step, or its beginning; gradients and activations of the step before are
-        freed first."""
+        """One training step, or its beginning; first frees the gradients and activations of the
+        last step."""
         for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0
         order = [step.block for step in steps]
-        begun, before = 0, None  # the last time that nothing was alive
+        begun, before = 0, None  # the last position at which no storage was alive
         while self.done < len(steps):
-            if not self.alive and not self.units:  # late tensors make each step its own
+            if not self.alive and not self.units:  # late tensors make steps differ
                 state = self.memory.state
                 if state == before:
                     self.rounds.append((state, order[begun : self.done]))
@@ -185,8 +192,8 @@ class _Run:
             self.done += 1
 
     def _known(self, state: object, blocks: list[int]) -> int:
-        """How many of the next blocks change nothing: they are a round, or its beginning, that
-        began and ended in this state with nothing alive."""
+        """The number of next blocks that change nothing.  They repeat a round, or its beginning,
+        that started and ended in this state with nothing alive."""
         for before, round_ in self.rounds:
             length = min(len(round_), len(blocks))
             if before == state and round_[:length] == blocks[:length]:
@@ -202,9 +209,9 @@ class _Run:
             del self.alive[micro_batch, chunk]
 
     def _repeated(
-        self, lines: list[Request], times: int, alive: dict[str, Placed], chunk: int
+        self, lines: list[Request], times: int, alive: dict[str, MemoryBlock], chunk: int
     ) -> None:
-        """The same lines `times` times, or until a time changes nothing, nor would any further."""
+        """The same requests `times` times, or until one repetition changes nothing."""
         for _ in range(times - 1):
             before = self.memory.state
             self._lines(lines, alive, chunk)
@@ -212,7 +219,7 @@ class _Run:
                 return
         self._lines(lines, alive, chunk)
 
-    def _lines(self, lines: list[Request], alive: dict[str, Placed], chunk: int) -> None:
+    def _lines(self, lines: list[Request], alive: dict[str, MemoryBlock], chunk: int) -> None:
         memory = self.memory
         for name, size in lines:
             if not size:
@@ -227,8 +234,7 @@ class _Run:
                 memory.free(memory.allocate(size))
 
     def _late(self, part: str, event: int, chunk: int) -> None:
-        """Make what a weight gradient, the end of a unit's backward, or an update makes (`part`
-        empty: all units)."""
+        """Allocate the late tensors of an event of a unit (`part` empty: of all units)."""
         if event == WEIGHTED:
             unit, _, op = part.partition(".")
             self._gradient(chunk, unit, op)
@@ -260,17 +266,17 @@ class _Run:
             self._free(block)
 
     def finish(self) -> None:
-        """End a step of which only the beginning was replayed: activations are freed, all gradients
-        are made, all units are updated."""
+        """End a step of which only the beginning was replayed: free activations, allocate all
+        gradients, update all units."""
         for alive in self.alive.values():
             self._free(alive.values())
         self.alive = {}
         self._differentiated(list(self.units))
         self._updated(list(self.units))
 
-    def _place(self, sizes: Sequence[int]) -> list[Placed]:
+    def _place(self, sizes: Sequence[int]) -> list[MemoryBlock]:
         return [self.memory.allocate(rounded(nbytes)) for nbytes in sizes]
 
-    def _free(self, blocks: Iterable[Placed]) -> None:
+    def _free(self, blocks: Iterable[MemoryBlock]) -> None:
         for block in blocks:
             self.memory.free(block)

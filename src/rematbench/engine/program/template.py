@@ -1,4 +1,4 @@
-"""Actions written again with other names."""
+"""Actions under other names: the next layer's or the next piece's."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from rematbench.engine.program.action import (
 
 
 class Renaming(dict[str, str]):
-    """The new name of each old one, by `new`: of storages, parts and events."""
+    """New names of storages, parts and events by the old names; `new` computes them."""
 
     def __init__(self, new: Callable[[str], str]) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class Renaming(dict[str, str]):
         )
 
 
-class Shift(NamedTuple):
-    """New names: numbers of the block's events move up by `events`, numbers of layers between `low`
-    and `high` by `layers`, from `high` on by `above`."""
+class LayerShift(NamedTuple):
+    """New names: adds `events` to the numbers of the block's events, `layers` to the numbers of
+    layers between `low` and `high` (both excluded), and `above` to those from `high` on."""
 
     layers: int
     events: int
@@ -76,22 +76,22 @@ class Shift(NamedTuple):
         return f"{before}{number + (self.layers if number < self.high else self.above)}{after}"
 
 
-class Later(NamedTuple):
-    """The names of a piece that is `pieces` later: numbers of pieces are as much higher, numbers of
-    the block's events by `events`.  `offset`: the share of rows before the piece; `own`: for each
-    action whether it works on the piece's rows."""
+class PieceShift(NamedTuple):
+    """New names: adds `pieces` to the numbers of pieces, and `events` to the numbers of the block's
+    events.  `offset`: the share of rows before the piece; `works_on_piece`: for each action whether
+    it works on the piece's rows."""
 
     pieces: int
     events: int
     offset: float
-    own: Sequence[bool]
+    works_on_piece: Sequence[bool]
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
         """The actions with the new names and rows."""
         again = Renaming(self.name).of(actions)
         return [
-            replace(action, offset=self.offset) if own else action
-            for action, own in zip(again, self.own, strict=True)
+            replace(action, offset=self.offset) if works_on_piece else action
+            for action, works_on_piece in zip(again, self.works_on_piece, strict=True)
         ]
 
     def name(self, name: str) -> str:
@@ -102,30 +102,30 @@ class Later(NamedTuple):
         return f"{words[0]}{words[1] + self.pieces}{words[2]}" if words else name
 
 
-class Layers(NamedTuple):
-    """Periods of one or a few equal layers: numbers of the layers between those of `near` are
-    higher by `layers` than those of the period before."""
+class LayerPeriods(NamedTuple):
+    """Periods of one or a few equal layers.  Each period adds `layers` to the numbers of the layers
+    between the two numbers of `near`."""
 
     layers: int
     near: tuple[int, int]
 
-    def shift(self, number: int, events: int) -> Shift:
-        """The names of period `number`, from those of period 0."""
-        return Shift(number * self.layers, events, *self.near, 0)
+    def shift(self, number: int, events: int) -> LayerShift:
+        """The renaming from period 0 to period `number`."""
+        return LayerShift(number * self.layers, events, *self.near, 0)
 
 
-class Pieces(NamedTuple):
+class PiecePeriods(NamedTuple):
     """Periods of one piece of a mini-sequence.  `offsets`: of each piece, the share of rows before
-    it; `own`: for each action whether it works on the piece's rows."""
+    it; `works_on_piece`: for each action whether it works on the piece's rows."""
 
     offsets: tuple[float, ...]
-    own: tuple[bool, ...]
+    works_on_piece: tuple[bool, ...]
 
-    def shift(self, number: int, events: int) -> Later:
-        """The names of piece `number`, from those of piece 0."""
-        return Later(number, events, self.offsets[number], self.own)
+    def shift(self, number: int, events: int) -> PieceShift:
+        """The renaming from piece 0 to piece `number`."""
+        return PieceShift(number, events, self.offsets[number], self.works_on_piece)
 
 
-def older(actions: Iterable[Action], oldest: int) -> bool:
-    """Whether an action waits for an event before the event number `oldest`."""
+def waits_before(actions: Iterable[Action], oldest: int) -> bool:
+    """Whether an action waits for an event with a number below `oldest`."""
     return any(is_local(a.wait) and event_number(a.wait) < oldest for a in actions)

@@ -1,10 +1,10 @@
-"""Blocks compiled for the chunk level: kernels that follow each other on a stream become one row.
+"""Blocks compiled for the chunk level: kernels in a row on one stream become one row.
 
-Nothing can come between the actions of a row: none of them waits for an event but the first, and
-none records one but the last.  A row of kernels that take d1, d2, ... and whose host issues take
-h1, h2, ... ends d1 + d2 + ... after its start.  Kernel j starts no earlier than the host's clock
-before the row + h1 + ... + hj; so the row starts no earlier than that clock + the largest
-(h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its actions one by one.
+Only the first action of a row waits for an event, and only the last action records one, so no other
+action can run between them.  Let the kernels of a row take d1, d2, ... and their issues by the host
+h1, h2, ...  Then the row ends d1 + d2 + ... after its start.  Kernel j starts no earlier than the
+host's clock before the row + h1 + ... + hj; so the row starts no earlier than that clock + the
+largest (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its single actions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,18 +22,18 @@ from rematbench.engine.program.action import (
 from rematbench.engine.program.program import Block, Part, Periods
 from rematbench.engine.simulate.op_level import TIMELESS, Timing
 
-SEND = Kind.SEND  # looking up an Enum's member takes as long as the rest of a line
+SEND = Kind.SEND  # a local, because a lookup in an Enum is slow
 NO_STREAM = -1
 NEVER = float("-inf")
 """The identity of max: a time before every time."""
 
 
 class Row(NamedTuple):
-    """Actions in a row on one stream.  `seconds`: on the stream; `issue`: of the host; `late`: the
-    seconds between the host's clock before the row and the earliest start that the host allows (as
-    if all waiting for the host came first).  `held`: whether the host waits for the row's end.
-    `wait`, `begin` and `event`: the events before the row, of its start and of its end; `send`: the
-    direction of a message."""
+    """Actions in a row on one stream.  `seconds`: on the stream; `issue`: of the host; `late`:
+    seconds from the host's clock before the row to the earliest start that the host allows, as if
+    all waits for the host came first.  `held`: whether the host waits for the row's end.  `wait`,
+    `begin`, `event`: the event that the row waits for, and the events of its start and of its end.
+    `send`: the direction of a message."""
 
     stream: int
     seconds: float
@@ -48,26 +48,27 @@ class Row(NamedTuple):
 
 Time = TypeVar("Time")
 Carried = tuple[tuple[str, str], ...]
-"""(name, name before) of events that rows wait for and that earlier rows know by another name."""
+"""(new name, old name) of events that rows wait for and that earlier rows record under the old
+name."""
 
 
 class RowPart(NamedTuple):
-    """Rows of a block in order, or parts that come `times` times.  `carried`: events of the block
-    that change their names before the rows, because periods that repeat share their rows."""
+    """Rows of a block in order, or parts that occur `times` times.  `carried`: events of the block
+    that are renamed before the rows, because the periods of a block share their rows."""
 
     rows: tuple[Row, ...]
     carried: Carried = ()
     times: int = 1
     inside: tuple["RowPart", ...] = ()
 
-    def before(self) -> Iterator[str]:
-        """The names before of all events that change their names."""
-        yield from (before for _, before in self.carried)
+    def old_names(self) -> Iterator[str]:
+        """The old names of all events that are renamed."""
+        yield from (old for _, old in self.carried)
         for part in self.inside:
-            yield from part.before()
+            yield from part.old_names()
 
     def renamed(self, seen: Mapping[str, Time]) -> dict[str, Time]:
-        """The events of `seen` that change their names, by their new names."""
+        """The renamed events of `seen`, by their new names."""
         return {name: seen[before] for name, before in self.carried}
 
 
@@ -87,8 +88,8 @@ def rows_with(
     timing: Callable[[Action, int], Timing],
     timed: list[Timing] | None = None,
 ) -> RowBlock:
-    """Compile a block into rows, with the timings of its actions, which are added to `timed`.
-    Periods that repeat are compiled once."""
+    """Compile a block into rows with the timings of its actions; appends these timings to `timed`.
+    Each period is compiled once."""
     timed = [] if timed is None else timed
     if block.periods:
         parts, busy = _parts(block.parts, rank, timing, timed)
@@ -140,10 +141,10 @@ def _all_rows(parts: Iterable[RowPart]) -> Iterator[Row]:
 def _carried(
     period: Sequence[RowPart], rest: Sequence[RowPart], periods: Periods
 ) -> tuple[Carried, Carried]:
-    """What is carried from period to period, and from the last one to the rest of the block.  Each
-    period's events have the names of the first period's, so an event that a period knows as number
-    n was, one period earlier, number n + `events`; where the period does not record that event, one
-    before it did."""
+    """The events that are renamed from period to period, and from the last period to the rest of
+    the block.  The events of each period have the names of the first period.  So event number n of
+    a period is number n + `events` one period earlier; if that period does not record the event, an
+    earlier period does."""
     recorded = {name for row in _all_rows(period) for name in (row.begin, row.event)}
     events, back = periods.events, (periods.times - 1) * periods.events
     awaited = [name for name in _awaited(rest) if event_number(name) >= periods.event]
@@ -160,7 +161,7 @@ def _carried(
 
 
 def _awaited(parts: Sequence[RowPart]) -> list[str]:
-    """The block's own events that parts wait for and that nothing in them records earlier."""
+    """The local events that parts wait for before an action of the parts records them."""
     found: dict[str, None] = {}
     _look(parts, set(), found)
     return [*found]

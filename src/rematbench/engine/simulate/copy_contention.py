@@ -1,7 +1,7 @@
-"""Contention of a program's copies with other work: copies in the other direction, NICs, HBM.
+"""Contention of a program's copies with other work: copies in the opposite direction, NICs, HBM.
 
-The factors are fixed for a whole program and follow from its actions.  A copy's cost does not
-depend on the work that runs at its moment, but the plan decides what runs beside copies in general.
+The factors are constant for a whole program and follow from its actions: a copy's cost depends on
+the work that overlaps copies on average, not on the work at its own time.
 """
 
 from collections import Counter
@@ -24,11 +24,12 @@ PASSES = ("F", "B")
 def crowd_of(
     problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]
 ) -> CopyTraffic:
-    """The work that a program's copies run beside; `kernel_s`: seconds of a kernel beside no copy.
+    """The work that overlaps a program's copies; `kernel_s`: seconds of a kernel that overlaps
+    none.
 
-    What goes to another node crosses the GPU's x16 link as copies do, because the NIC hangs on the
-    same PCIe switch: pipeline messages, and collectives of the passes that copies run beside.
-    Collectives at the end of a step run beside no copies and do not count.
+    Traffic to another node crosses the GPU's x16 link as copies do, because the NIC is on the same
+    PCIe switch.  This traffic is pipeline messages, and collectives of the passes that copies
+    overlap.  Collectives at the end of a step overlap no copies and do not count.
     """
     moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
     total = sum(moved.values())
@@ -47,8 +48,8 @@ def crowd_of(
     )
     exchanged = _exchanged_bytes(problem, program)
 
-    def beside(kind: Kind) -> float:
-        passes = _passes_beside(program, kind)
+    def network_share(kind: Kind) -> float:
+        passes = _overlapped_passes(program, kind)
         messages = sent + fsum(exchanged[label] for label in passes)
         return messages / moved[kind] if moved[kind] else 0.0
 
@@ -57,15 +58,15 @@ def crowd_of(
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
     return CopyTraffic(
         two_way_share=_both(program, total),
-        sent_per_d2h=beside(Kind.D2H),
-        received_per_h2d=beside(Kind.H2D),
+        sent_per_d2h=network_share(Kind.D2H),
+        received_per_h2d=network_share(Kind.H2D),
         kernel_delay_share=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
     )
 
 
-def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
-    """The labels of the passes that copies of a kind run beside: their own, or both where some
-    copies have blocks of their own."""
+def _overlapped_passes(program: Program, kind: Kind) -> tuple[str, ...]:
+    """The labels of the passes that copies of a kind overlap: the passes that contain them, or both
+    passes if some copies have separate blocks."""
     labels = {block.label for block, _ in program.block_runs if _copies(block, kind)}
     return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
 
@@ -98,12 +99,12 @@ def collectives(block: Block) -> Counter[Comm]:
 
 def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
     """Seconds of all kernels of all ranks.  Ranks that share a block share its kernels' seconds,
-    unless a collective runs beside one of them."""
+    unless a collective overlaps one of them."""
     found: list[float] = []
     ranked: dict[int, list[tuple[Action, int]]] = {}
     for block, runs in program.block_runs:
         kernels = [pair for pair in block.counted() if pair[0].kind in KERNELS]
-        if any(action.beside for action, _ in kernels):
+        if any(action.overlaps for action, _ in kernels):
             ranked[id(block)] = kernels
         else:
             found.append(fsum(kernel_s(action, 0) * count for action, count in kernels) * runs)
@@ -124,16 +125,15 @@ def _moved(program: Program, kind: Kind) -> int:
 
 
 def _both(program: Program, total: int) -> float:
-    """The share of copied bytes that run beside a copy in the other direction.
+    """The share of copied bytes that overlap a copy in the opposite direction.
 
-    Of whole-chunk copies: those issued next to a copy of the other direction and of another pass,
-    because both then run beside the same pass.  Of copies by layer: a forward's last copy, which
-    continues beside the rank's next pass, where that is a backward with copies back, and as many
-    bytes of these.  The other copies by layer run in their own pass, offloads in forwards and
-    reloads in backwards."""
-    beside = 0
+    Of whole-chunk copies: the copies issued next to a copy of the opposite direction and of a
+    different pass, because both then overlap the same pass.  Of copies by layer: a forward's last
+    copy, if the rank's next pass is a backward with reloads, and as many bytes of these reloads.
+    All further copies by layer stay in their pass: offloads in forwards, reloads in backwards."""
+    overlapping = 0
     for rank in program.ranks:
-        beside += _trailing_copies_bytes(rank)
+        overlapping += _trailing_copies_bytes(rank)
         labels = {
             at: block.label for at, block in enumerate(rank.blocks) if block.label in ("D2H", "H2D")
         }
@@ -145,13 +145,13 @@ def _both(program: Program, total: int) -> float:
             if labels[one[0]] != labels[other[0]] and one[1:] != other[1:]
             for side in (0, 1)
         }
-        beside += sum(sizes[copies[at][0]] for at in met)
-    return beside / total
+        overlapping += sum(sizes[copies[at][0]] for at in met)
+    return overlapping / total
 
 
 def _trailing_copies_bytes(rank: RankProgram) -> int:
-    """Bytes of forwards' last copies by layer that run into a backward, and of that backward's
-    copies that they run beside."""
+    """Bytes of forwards' last copies by layer that continue in a backward, and of the reloads there
+    that they overlap."""
     leaving = {
         at: trailing_bytes(block) for at, block in enumerate(rank.blocks) if block.label == "F"
     }

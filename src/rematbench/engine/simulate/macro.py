@@ -35,7 +35,7 @@ class Terms(NamedTuple):
 
 class Macro(NamedTuple):
     """A block as a (max, +) map: the ends of streams, the times of events and messages (by
-    direction), the external events that it waits for, and those of them that are messages."""
+    direction), the external events that it waits for, and the messages among these."""
 
     streams: tuple[Terms, ...]
     events: tuple[tuple[str, AffineTerms], ...]
@@ -46,7 +46,7 @@ class Macro(NamedTuple):
 
 Matrix: TypeAlias = NDArray[np.float64]
 Shifted = tuple[Affine, float]
-"""A maximum, and seconds to add to each of its terms: kernels in a row change the seconds alone."""
+"""A maximum, and seconds to add to each of its terms: kernels in a row change only the seconds."""
 
 
 def _join(a: Shifted, b: Shifted) -> Shifted:
@@ -103,10 +103,10 @@ def _frozen(value: Shifted) -> AffineTerms:
 
 class _Run:
     """The symbolic run of blocks: when streams and the host are free, and the events so far.
-    `asked`: the streams and outside events of which the times at entry count (None: all do)."""
+    `inputs`: the streams and outside events whose times at entry count (None: all)."""
 
-    def __init__(self, asked: Container[int | str] | None = None) -> None:
-        self.asked = asked
+    def __init__(self, inputs: Container[int | str] | None = None) -> None:
+        self.inputs = inputs
         self.free = [self._input(index, index) for index in range(HOST + 1)]
         self.touched: set[int] = set()
         self.externals: dict[str, int] = {}
@@ -151,8 +151,8 @@ class _Run:
                 self._held(end)
 
     def _again(self, part: RowPart, seen: dict[str, Shifted], later: Set[str]) -> None:
-        """Issue and run a part `times` times.  One turn is a (max, +) matrix from the times before
-        it, of streams, the host and events, to those after it; the part is the power of that
+        """Issue and run a part `times` times.  One turn is a (max, +) matrix from the times of
+        streams, the host and events before it to those after it; all turns are a power of that
         matrix."""
         turn = _Run()
         turn.externals = {name: HOST + 1 + at for at, name in enumerate(sorted(later))}
@@ -191,17 +191,18 @@ class _Run:
         return seen[event]
 
     def _input(self, name: int | str, index: int) -> Shifted:
-        return ({index: 0.0} if self.asked is None or name in self.asked else {}, 0.0)
+        return ({index: 0.0} if self.inputs is None or name in self.inputs else {}, 0.0)
 
 
-def macro_of(*blocks: RowBlock, asked: Container[int | str] | None = None) -> Macro:
-    """The macro of blocks that are issued one after the other.  Local events are known only inside
-    their block.  `asked`: the streams and outside events whose times at entry count (None: all)."""
-    run = _Run(asked)
+def macro_of(*blocks: RowBlock, inputs: Container[int | str] | None = None) -> Macro:
+    """The macro of blocks that are issued in sequence.  Local events are known only inside
+    their block.  `inputs`: the streams and outside events whose times at entry count (None:
+    all)."""
+    run = _Run(inputs)
     seen: dict[str, Shifted] = {}
     for block in blocks:
         seen = {name: value for name, value in seen.items() if not is_local(name)}
-        later = {*block.shared, *(name for part in block.parts for name in part.before())}
+        later = {*block.shared, *(name for part in block.parts for name in part.old_names())}
         run.run(block.parts, seen, later)
         run.events |= {name: seen[name] for name in block.shared}
     return Macro(

@@ -55,8 +55,8 @@ MacroSteps = tuple[list[Motion], Runs]
 
 
 def _motion(macro: Macro, events: dict[str, Times], clock: Clock) -> Motion:
-    """The motion of a macro of a clock's rank; `events`: those that a macro of the rank waits
-    for."""
+    """The motion of a macro on a clock's rank; `events`: the times of the events that a macro of
+    the rank waits for."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:
@@ -77,20 +77,20 @@ def _motion(macro: Macro, events: dict[str, Times], clock: Clock) -> Motion:
 
 
 def rank_macros(
-    rank: RankProgram, clock: Clock, code: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]
+    rank: RankProgram, clock: Clock, code: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
-    """A rank's steps as motions, without events that no other macro waits for.
+    """A rank's steps as motions, without events for which no macro waits.
 
-    `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
+    `cache`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
     runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
-    macros = prune([_fused([code[i] for i in key], known) for key in runs.keys])
+    macros = prune([_fused([code[i] for i in key], cache) for key in runs.keys])
     awaited: dict[str, Times] = {name: {} for macro in macros for name in macro.waits}
     return [_motion(macro, awaited, clock) for macro in macros], runs
 
 
-STILL, JOINS, STARTS = range(3)
-"""What a block does to a run: nothing (it only allocates or frees); goes on with the run of its
-micro-batch and chunk; starts a new one."""
+SKIPPED, JOINS, STARTS = range(3)
+"""The role of a block in a run: none (it only allocates or frees); it continues the run of its
+micro-batch and chunk; it starts a new run."""
 
 
 def _role(block: RowBlock) -> int:
@@ -98,7 +98,7 @@ def _role(block: RowBlock) -> int:
     the block waits."""
     if block.receives:
         return STARTS
-    return JOINS if any(part.rows for part in block.parts) else STILL
+    return JOINS if any(part.rows for part in block.parts) else SKIPPED
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +115,7 @@ def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
 
     for block, micro_batch, chunk in steps:
         role = roles[block]
-        if role == STILL:
+        if role == SKIPPED:
             continue
         if micro_batch != at or chunk != where or role == STARTS:
             end()
@@ -125,21 +125,21 @@ def _runs(steps: tuple[Step, ...], roles: tuple[int, ...], pp: int) -> Runs:
     return Runs(tuple(keys), tuple(runs))
 
 
-def _fused(blocks: Sequence[RowBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
+def _fused(blocks: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]) -> Macro:
     key = tuple(id(block) for block in blocks)
-    if key not in known:
-        known[key] = macro_of(*blocks)
-    return known[key]
+    if key not in cache:
+        cache[key] = macro_of(*blocks)
+    return cache[key]
 
 
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     """Chunk-level times of a program (equal to `simulate` up to rounding)."""
     timing = timings(seconds)
     code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
-    known: dict[tuple[int, ...], Macro] = {}
+    cache: dict[tuple[int, ...], Macro] = {}
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     ranks = zip(program.ranks, clocks, code, strict=True)
-    steps = [rank_macros(rank, clock, own, known) for rank, clock, own in ranks]
+    steps = [rank_macros(rank, clock, own, cache) for rank, clock, own in ranks]
     messages: Times = {}
 
     def advance(rank: RankProgram, clock: Clock) -> bool:
@@ -189,8 +189,8 @@ def _advance(own: MacroSteps, clock: Clock, messages: Times) -> bool:  # noqa: C
 def _inputs(
     waits: Sequence[tuple[Times | None, int, int]], number: int, clock: Clock, messages: Times
 ) -> list[float] | None:
-    """The inputs of a macro that waits for outside events; None where a message is missing, which
-    the clock then awaits."""
+    """The inputs of a macro that waits for outside events; None if a message is missing; the
+    clock then has its number."""
     inputs = clock.free.copy()
     for times, scale, offset in waits:
         if times is not None:

@@ -1,10 +1,10 @@
-"""Op-level simulation: actions and their costs -> times.  The module knows no plan, method or fate.
+"""Op-level simulation: actions and their costs -> times.  No plan, method or fate is read.
 
 Streams are in-order queues.  An action starts when its stream is free and its host has issued it.
 A WAIT holds its stream until an event.  Sends are buffered: a send ends one transfer after it
 starts, whether or not the receiver has posted, so a RECV costs nothing and its event is the
-message's arrival.  The host is one more clock of a rank: it issues the rank's actions one after the
-other, runs ahead of the device, and waits for the device only where the stack says so.
+message's arrival.  The host is another clock of a rank: it issues the rank's actions in order,
+runs ahead of the device, and waits for the device only where the stack makes it wait.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +19,7 @@ from rematbench.engine.program.program import Block, Program, RankProgram
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
 
-STILL = (Kind.WAIT, Kind.EVENT)
+ORDERING = (Kind.WAIT, Kind.EVENT)
 """Kinds of actions that order streams but take no time themselves."""
 
 Seconds = Callable[[Action, int], float]
@@ -27,21 +27,21 @@ Seconds = Callable[[Action, int], float]
 
 
 class Timing(NamedTuple):
-    """What an action takes: seconds on its stream, seconds of the host to issue it, and whether the
-    host then waits until the action has ended (`held`)."""
+    """The duration of an action on its stream, and the host's time to issue it, both in seconds;
+    `held`: whether the host then waits until the action has ended."""
 
     seconds: float
     issue: float
     held: bool
 
 
-NOTHING = Timing(0.0, 0.0, held=False)
+NO_TIME = Timing(0.0, 0.0, held=False)
 
 
 @runtime_checkable
 class RankedSeconds(Protocol):
-    """Costs of actions that also say which ranks have equal costs (those ranks share compiled
-    blocks), and what the host's issuing takes."""
+    """Costs of actions with the host's time, and with a key by which ranks of equal costs share
+    compiled blocks."""
 
     def __call__(self, action: Action, rank: int) -> float:
         """Seconds of the action on its stream."""
@@ -52,18 +52,16 @@ class RankedSeconds(Protocol):
         ...
 
     def timing(self, action: Action, rank: int) -> Timing:
-        """What the action takes on its stream and of the host; an action that only orders streams
-        (STILL) takes no time."""
+        """The action's timing; an action that only orders streams (ORDERING) takes no time."""
         ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
-    """The timings of actions by their costs; costs that know no host have one that issues at
-    once."""
+    """The timings of actions by their costs; plain seconds have a host that takes no time."""
     if isinstance(seconds, RankedSeconds):
         return seconds.timing
     return lambda action, rank: Timing(
-        0.0 if action.kind in STILL else seconds(action, rank), 0.0, held=False
+        0.0 if action.kind in ORDERING else seconds(action, rank), 0.0, held=False
     )
 
 
@@ -78,7 +76,7 @@ HOST = len(STREAMS)
 
 
 class DeadlockError(RuntimeError):
-    """No rank can go on; the text names the message that each rank waits for."""
+    """No rank can continue; the text names the message that each rank waits for."""
 
 
 class Simulation(Struct, frozen=True, kw_only=True):
@@ -96,12 +94,13 @@ class Simulation(Struct, frozen=True, kw_only=True):
 
 
 APART = 1 << 20
-"""The distance of two micro-batches in numbers of passes: more than any pipeline has stages."""
+"""The distance between the pass numbers of two micro-batches: more than the stages of any
+pipeline."""
 
 
 def pass_number(micro_batch: int, chunk: int, pp: int) -> int:
-    """The number of a (micro-batch, chunk): that of the chunk's stage on rank 0, APART after APART
-    for each micro-batch."""
+    """The number of a (micro-batch, chunk): the chunk's virtual stage on rank 0, plus APART for
+    each micro-batch."""
     return micro_batch * APART + chunk * pp
 
 
@@ -109,8 +108,8 @@ class Clock:
     """The clocks of one rank: when each stream and the host are free, and when each event happened.
     `position`: the next step; `awaiting`: the message that the rank waits for.
 
-    A message has twice the number of its pass and stage, plus one on the way back; of tied
-    embeddings, one below zero for each sender."""
+    A message has twice the number of its pass and stage, plus 1 for backward messages.  Messages
+    of tied embeddings have negative numbers, by sender."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.rank, self.pp = rank, pp
@@ -127,7 +126,7 @@ class Clock:
 
     def outgoing(self, op: str) -> MessageNumber:
         """The message of a SEND: to the next (forward) or previous (backward) stage, or, for a tied
-        embedding, from this rank to the other end's."""
+        embedding, from this rank to the opposite end of the pipeline."""
         if op == "tied":
             return 0, -1 - self.rank
         return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
@@ -165,15 +164,15 @@ class TimedBlock(NamedTuple):
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
-    """Compile a block: its actions with their timings.  `record` keeps the actions that only
-    allocate or free too, at the compute stream's time when they are issued."""
+    """Compile a block: its actions with their timings.  `record` also keeps the actions
+    that only allocate or free, at the compute stream's time of their issue."""
     timing = timings(seconds)
     items = []
     busy = [0.0] * len(STREAMS)
     for action in block.actions:
         if action.kind in TIMELESS:
             if record:
-                items.append(Timed(COMPUTE, NOTHING, "", "", "", False, "", action))
+                items.append(Timed(COMPUTE, NO_TIME, "", "", "", False, "", action))
             continue
         stream, taken = STREAM_INDEX[action.stream], timing(action, rank)
         busy[stream] += taken.seconds
@@ -185,10 +184,10 @@ def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = Fals
 
 
 def compile_program(
-    program: Program, seconds: Seconds, compiled: Callable[[Block, int], Compiled]
+    program: Program, seconds: Seconds, compile_one: Callable[[Block, int], Compiled]
 ) -> list[list[Compiled]]:
-    """Every rank's blocks compiled by `compiled` (block, rank); ranks that are alike share the
-    object of a shared block."""
+    """Every rank's blocks compiled by `compile_one` (block, rank); ranks of equal costs share the
+    compiled object of a shared block."""
     known: dict[tuple[int, Hashable], Compiled] = {}
     code: list[list[Compiled]] = []
     for rank in program.ranks:
@@ -197,13 +196,13 @@ def compile_program(
         for block in rank.blocks:
             key = (id(block), kind)
             if key not in known:
-                known[key] = compiled(block, rank.rank)
+                known[key] = compile_one(block, rank.rank)
             code[-1].append(known[key])
     return code
 
 
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
-    """The op-level simulation of a program.  DeadlockError where ranks wait for each other for
+    """The op-level simulation of a program.  DeadlockError if ranks wait for each other for
     ever.  `record` keeps the intervals."""
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     code = compile_program(
@@ -251,8 +250,8 @@ def drive(
     messages: dict[int, float],
     advance: Callable[[RankProgram, Clock], bool],
 ) -> None:
-    """Let every rank run until it needs a message that is not sent yet; repeat until all ranks end.
-    DeadlockError where no rank can go on."""
+    """Run every rank until it needs a message that is not sent yet; repeat until all ranks end.
+    DeadlockError if no rank can continue."""
     waiting: dict[int, int] = {}
     ready = list(reversed(range(program.pp)))
     done = 0
@@ -326,7 +325,7 @@ def _run(
         if send:
             scale, offset = clock.outgoing(send)
             messages[scale * pass_number(micro_batch, chunk, clock.pp) + offset] = end
-        if intervals is not None and action.kind not in STILL:
+        if intervals is not None and action.kind not in ORDERING:
             intervals.append(
                 Interval(
                     clock.rank, action.stream, start, end, block.label, action, micro_batch, chunk

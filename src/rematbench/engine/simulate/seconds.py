@@ -1,4 +1,4 @@
-"""Seconds of actions: the only module that joins actions and the cost formulas."""
+"""Seconds of actions: the only module that applies the cost formulas to actions."""
 
 from collections.abc import Hashable
 from math import fsum
@@ -10,7 +10,7 @@ from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.copy_contention import crowd_of
-from rematbench.engine.simulate.op_level import NOTHING, STILL, RankedSeconds, Timing
+from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
 from rematbench.problem import Problem
 
 DIRECTION: dict[Kind, Direction] = {
@@ -55,22 +55,22 @@ class ActionCosts:
         return _OTHERS[action.kind](self, action, rank)
 
     def timing(self, action: Action, rank: int) -> Timing:
-        """What an action takes on its stream and of the host.  A kernel's timing is kept for all
-        layers and micro-batches, and for all ranks unless a collective runs beside the kernel; that
-        of a copy or a collective for its rank."""
+        """The timing of an action.  A kernel's timing is cached for all layers and micro-batches,
+        and for all ranks unless a collective overlaps the kernel; the timing of a copy or a
+        collective is cached for its rank."""
         kind = action.kind
         if kind not in DIRECTION:
             held = self._holds and self.held(action)
-            if kind in STILL:
-                return Timing(0.0, 0.0, held) if held else NOTHING
-            if held or self._begins or kind is Kind.STALL:  # its place decides too
+            if kind in ORDERING:
+                return Timing(0.0, 0.0, held) if held else NO_TIME
+            if held or self._begins or kind is Kind.STALL:  # its place matters too
                 return Timing(self(action, rank), self.issue_s(action, rank), held)
             what = (kind, action.stream, action.op, action.nbytes, action.comm, rank)
             if (found := self._timings.get(what)) is None:
                 found = Timing(self(action, rank), self.issue_s(action, rank), held)
                 self._timings[what] = found
             return found
-        beside = (action.beside, rank) if action.beside else None
+        beside = (action.overlaps, rank) if action.overlaps else None
         rows = (action.fraction, action.columns, action.offset > 0.0)
         key = (kind, action.part[:1], action.variant, action.op, beside, rows)
         if (found := self._timings.get(key)) is None:
@@ -80,8 +80,9 @@ class ActionCosts:
 
     def issue_s(self, action: Action, rank: int) -> float:
         """Seconds that the host takes to issue an action: a launch for each kernel, or one for a
-        collective, a message or a copy.  A STALL is no launch.  A layer's CUDA graph is one launch,
-        at its first action, and so is a compiled region, the kernels between two collectives."""
+        collective, a message or a copy.  A STALL is not a launch.  A layer's CUDA graph is one
+        launch, at its first action, and so is a compiled region, the kernels between two
+        collectives."""
         if action.kind is Kind.STALL or self._inside(action):
             return 0.0
         if action.kind not in DIRECTION:
@@ -121,11 +122,11 @@ class ActionCosts:
         return (groups, sends)
 
     def _kernels_s(self, action: Action, rank: int) -> float:
-        """Seconds of a compute action, kept for all layers and micro-batches, and for all ranks
-        unless a collective runs beside the action."""
+        """Seconds of a compute action, cached for all layers and micro-batches, and for all ranks
+        unless a collective overlaps the action."""
         share = action.fraction * action.columns
-        where = (action.part[:1], action.variant, action.op, rank if action.beside else -1)
-        key = (action.kind, *where, action.beside, share, action.fraction)
+        where = (action.part[:1], action.variant, action.op, rank if action.overlaps else -1)
+        key = (action.kind, *where, action.overlaps, share, action.fraction)
         if key not in self._kernels:
             self._kernels[key] = self._compute_s(action, rank)
         return self._kernels[key]
@@ -134,15 +135,15 @@ class ActionCosts:
         op = self._op(action, rank)
         seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
         seconds *= 1.0 + self.crowd.kernel_delay_share
-        if not action.beside:
+        if not action.overlaps:
             return seconds
-        comms = _beside(op, action.kind)
+        comms = _overlapping(op, action.kind)
         other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
-        return self.cost.overlapped_s(seconds, other_s * action.fraction, action.beside)
+        return self.cost.overlapped_s(seconds, other_s * action.fraction, action.overlaps)
 
     def _stall_s(self, action: Action, rank: int) -> float:
-        """Seconds that a collective takes from compute: from all compute that follows, or from the
-        one kernel that was moved into the collective's window."""
+        """Seconds by which a collective slows compute: all compute that follows, or the single
+        kernel that was moved into the collective's window."""
         assert action.comm is not None
         if action.op == STALL:
             return self.cost.stall_s(action.comm, rank)
@@ -226,8 +227,9 @@ def _region_begins(table: OpTable) -> Begins:
     return {Kind.FORWARD: again, Kind.RECOMPUTE: again, Kind.BACKWARD_INPUT: frozenset(backward)}
 
 
-def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
-    """The collectives that run beside an operator's kernels of a kind; None for an absent one."""
+def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
+    """The collectives that overlap an operator's kernels of a kind; None for an absent
+    collective."""
     match kind:
         case Kind.BACKWARD_INPUT:
             return (op.grad_gather, op.regather)
