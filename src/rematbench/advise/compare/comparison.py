@@ -21,7 +21,7 @@ from rematbench.advise.compare.grids import best_variants
 from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.evaluate.result import AMOUNTS, ROOMS, SPEEDS, Job, Result, Status
+from rematbench.evaluate.result import Job, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
 from rematbench.host.workers import NoAnswer, Pool
 from rematbench.plan import Plan
@@ -32,8 +32,10 @@ from rematbench.worlds.packages.flags import Engines
 Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 COLUMNS = (
-    *("name", "origin", "same_as", "status", "reason", *SPEEDS, "gpu_hours_per_1e9_tokens"),
-    *("peak_device_bytes", *AMOUNTS, *ROOMS, "allocator_retries", "allocator_fails"),
+    *("name", "origin", "same_as", "status", "reason", "step_s", "tokens_per_s_per_gpu"),
+    *("mfu_causal", "mfu_dense", "hfu", "gpu_hours_per_1e9_tokens", "peak_device_bytes"),
+    *("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes", "headroom_bytes"),
+    *("host_headroom_bytes", "binds", "allocator_retries", "allocator_fails"),
     *(f"{part}_s" for part in PARTS),
     *("plan", "fits", "low_tokens_per_s_per_gpu", "high_tokens_per_s_per_gpu", "outside"),
     *("evidence", "tied_with_best", "host_bytes", "runs_on", "days", "cost"),
