@@ -25,8 +25,8 @@ from rematbench.evaluate.result import Status
 from rematbench.host.rank_error import NO_MEETING, RankError, of_job, recorded
 from rematbench.host.ranks import run_ranks
 from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.torch.case import failure
 from rematbench.worlds.torch.devices import prepare
-from rematbench.worlds.torch.failures import failure
 
 START: dict[str, Literal["fork", "spawn"]] = {"cpu": "fork", "cuda": "spawn"}
 """How ranks start. A fork has the package imported already. But torch refuses CUDA in the fork of a

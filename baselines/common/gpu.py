@@ -8,14 +8,14 @@ import torch
 
 from baselines.common.contract import NotRunnable
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.torch.devices import choose_device, empty_pinned, gpus_seen
+from rematbench.worlds.torch.devices import choose_device, gpu_count, release_pinned
 
 
 def require(job: PackageJob, local_ranks: int) -> None:
     """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return
-    found = gpus_seen()
+    found = gpu_count()
     if not found:
         raise NotRunnable("--device cuda: torch sees no GPU here")
     if local_ranks > found:
@@ -48,7 +48,7 @@ def clear() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
-        empty_pinned()
+        release_pinned()
 
 
 def stack() -> dict[str, str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.dispatch import Tracker
 
 
 class Meter(Tracker):
@@ -45,7 +45,7 @@ class Meter(Tracker):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = plain(storage, size)
-            self.resized(storage)
+            self.update_size(storage)
             return result
 
         self._plain_resize = plain
@@ -104,7 +104,7 @@ def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
         result = meter.without(call)(*args, **kwargs)
         for item in tree_iter(result):
             if isinstance(item, Tensor):
-                meter.see(item)
+                meter.register(item)
         return result
 
     return called

@@ -20,7 +20,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from rematbench.worlds.torch.mode import Mode
+from rematbench.worlds.torch.dispatch import DispatchMode
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 SHIM = ("places", "streams")
@@ -133,7 +133,7 @@ FACTORIES = (
 _to = Tensor.to
 
 
-class Places(Mode):
+class Places(DispatchMode):
     """Real tensors with a place each: notes which storages are on the host, while they live.
 
     A new tensor is where Python asked for it (by the name of a device; no name means the host),

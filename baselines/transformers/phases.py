@@ -71,7 +71,7 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
             self._events.append((self.phase, birth, -self._events[birth][2]))
         super()._forget(key)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def update_size(self, storage: torch.UntypedStorage) -> None:
         """Fail: Transformers resizes no storage in a step, and this meter would miss a change."""
         raise AssertionError(f"a storage was resized to {storage.nbytes()} bytes")
 

@@ -103,7 +103,7 @@ def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> Seen:
         loss, held = output.loss, output if setup.holds_output else None
         del output
         besides = meter.device_bytes - recorder.alive_bytes
-        saved = recorder.forget()
+        saved = recorder.release()
         meter.phase = "loss_backward"
         loss.backward()
         del loss, held

@@ -21,7 +21,7 @@ from baselines.common.records import write
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import read_record
-from rematbench.worlds.torch.failures import NotFinite
+from rematbench.worlds.torch.case import NotFinite
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
 from tests.installed import needs
 

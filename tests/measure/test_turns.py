@@ -112,7 +112,7 @@ def test_a_turns_weights_are_drawn_by_the_device(monkeypatch: pytest.MonkeyPatch
     made = turns.RankModel
 
     def noted(*given: Any, **known: Any) -> RankModel:
-        asked.append(known["drawn_here"])
+        asked.append(known["device_weights"])
         return made(*given, **known)
 
     monkeypatch.setattr(turns, "RankModel", noted)

@@ -44,9 +44,9 @@ def need_gpu(device: str) -> None:
 
 def gpus_here() -> int:
     """The number of GPUs that torch can use on this machine."""
-    from rematbench.worlds.torch.devices import gpus_seen  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.devices import gpu_count  # noqa: PLC0415  # torch is optional
 
-    return gpus_seen()
+    return gpu_count()
 
 
 def has_gpu() -> bool:

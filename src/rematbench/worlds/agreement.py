@@ -163,7 +163,7 @@ def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -
     """The record of the project's executor on one process, with all activations kept."""
     from rematbench.worlds.torch import processes as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
-    from rematbench.worlds.torch.launch import execute_cases  # noqa: PLC0415
+    from rematbench.worlds.torch.processes import execute_cases  # noqa: PLC0415
 
     case = Case(
         name=EXECUTOR,

@@ -20,14 +20,14 @@ from rematbench.worlds.records.record import Record, write_record
 
 if TYPE_CHECKING:
     from rematbench.worlds.torch.case import Case, Result
-    from rematbench.worlds.torch.processes import Given
+    from rematbench.worlds.torch.processes import LauncherPlace
 
 
 class How(msgspec.Struct, frozen=True, kw_only=True):
     """How cells are executed.  `compare`: each cell is compared with another cell on the same
     batches, so gradients are kept and kernels are deterministic.  `norms`: gradient norms are
-    recorded.  `timed_steps`: steps that are timed after the observed `steps`.  `drawn_here`: the
-    device draws the weights (fast), with bits of its own.  `linear`: an update is linear in the
+    recorded.  `timed_steps`: steps that are timed after the observed `steps`.  `device_weights`:
+    the device draws the weights (fast), with bits of its own.  `linear`: an update is linear in the
     gradient, so that later steps stay comparable."""
 
     device: str = "cpu"
@@ -35,7 +35,7 @@ class How(msgspec.Struct, frozen=True, kw_only=True):
     compare: bool = True
     norms: bool = True
     timed_steps: int = 0
-    drawn_here: bool = False
+    device_weights: bool = False
     linear: bool = False
 
 
@@ -45,7 +45,7 @@ def run(
     other: Cell | None = None,
     *,
     timeout_s: float,
-    place: "Given | None" = None,
+    place: "LauncherPlace | None" = None,
     out: Path | None = None,
 ) -> Record | None:
     """The record of a cell, compared with the losses and gradients of `other` where given.  Where
@@ -59,7 +59,7 @@ def run(
     both = [cell, *([other] if other else [])]
     reason = next((one.plan.reason for one in both if isinstance(one.plan, Unsupported)), "")
     cases = [] if reason else [_case(one, how) for one in both]
-    reason = reason or next(filter(None, map(processes.refused, cases)), "")
+    reason = reason or next(filter(None, map(processes.refusal, cases)), "")
     if reason:
         record = _record(cell, ("unsupported", reason, None), (), how)
         if place is not None and out is not None:
@@ -68,7 +68,7 @@ def run(
     if place is not None:
         return _as_rank(both, cases, place, timeout_s, out, how)
     hosts = (cell.problem.layout.gpus,)
-    return _strictly(both, processes.run_own(cases, timeout_s), hosts, how)
+    return _strictly(both, processes.run_spawned(cases, timeout_s), hosts, how)
 
 
 def again(record: Record, cell: Cell, registry: Registry) -> Record:
@@ -108,7 +108,9 @@ def run_cells(
         for one in (one for cell in same for one in (bases.get(cell.name), cell)):
             if one is not None and one.name not in cases and isinstance(one.plan, Plan):
                 cases[one.name] = _case(one, how)
-        results = dict(zip(cases, processes.run_own(list(cases.values()), timeout_s), strict=True))
+        results = dict(
+            zip(cases, processes.run_spawned(list(cases.values()), timeout_s), strict=True)
+        )
         for cell in same:
             base = bases.get(cell.name)
             other = results.get(base.name) if base else None
@@ -140,7 +142,7 @@ def _case(cell: Cell, how: How) -> "Case":
         deterministic=how.compare,
         timed_steps=how.timed_steps,
         activation_bytes=activation_bytes(cell.problem, cell.plan),
-        drawn_here=how.drawn_here,
+        device_weights=how.device_weights,
         optimizer=LINEAR if how.linear else AdamW(),
     )
 
@@ -148,7 +150,7 @@ def _case(cell: Cell, how: How) -> "Case":
 def _as_rank(
     both: list[Cell],
     cases: "list[Case]",
-    place: "Given",
+    place: "LauncherPlace",
     timeout_s: float,
     out: Path | None,
     how: How,
@@ -156,16 +158,16 @@ def _as_rank(
     """The record of a rank that a launcher started.  A rank that fails writes its error beside
     `out` before it ends: rank 0 sees only a broken connection."""
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
-    from rematbench.worlds.torch.failures import failure  # noqa: PLC0415
+    from rematbench.worlds.torch.case import failure  # noqa: PLC0415
 
     started = time.time()
     try:
-        results, hosts = processes.run_given(cases, place, timeout_s)
+        results, hosts = processes.run_launched(cases, place, timeout_s)
     except Exception as error:
         if out is not None:
             lost = (*rank_error.recorded(*failure(error)), None)
             leave(_record(both[0], lost, (), how), out, place.rank, started)
-        if isinstance(error, processes.NotMet):
+        if isinstance(error, processes.RendezvousError):
             raise CommandError(str(error)) from error
         raise
     if not results:

@@ -21,8 +21,8 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     peak)."""
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.model import NotExecutable  # noqa: PLC0415
+    from rematbench.worlds.torch.single_rank import stage_rank, trace_rank  # noqa: PLC0415
     from rematbench.worlds.torch.storages import ExecutionError  # noqa: PLC0415
-    from rematbench.worlds.torch.trace import rank_at, trace_rank  # noqa: PLC0415
 
     where: dict[str, Any] = {**processes.versions("cpu"), "device": "meta"}
     problem, plan = cell.problem, cell.plan
@@ -32,7 +32,7 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     try:
         stage = fullest(problem, plan) if stage is None else stage
         result = trace_rank(problem, plan, stage)
-        first = rank_at(problem.layout, problem.system.rank_order, stage)
+        first = stage_rank(problem.layout, problem.system.rank_order, stage)
         ranks = measured_ranks(problem, plan, [result], 1, first)
         outcome = ("ok", "", Measured(ranks=ranks))
     except NotExecutable as error:

@@ -75,7 +75,7 @@ def run(cell: Cell, steps: int) -> Record:
         optimizer=AdamW(lr=LEARNING_RATE),
         activation_bytes=activation_bytes(cell.problem, cell.plan),
     )
-    (result,) = processes.run_own([case], 3600.0)
+    (result,) = processes.run_spawned([case], 3600.0)
     found = None
     if result.status == "ok":
         found = Measured(losses=tuple(result.losses))

@@ -52,7 +52,7 @@ def measure_actions(
 
 def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
     """The lines of a cell; one with the reason where it fails or is not started."""
-    from rematbench.worlds.torch.failures import failure  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.case import failure  # noqa: PLC0415  # torch is optional
 
     about = machine.about(cell.problem.calibration)
     why = refusal(predict(cell), cell)
@@ -65,7 +65,7 @@ def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
         told = one_line(reason)
         return [Spent(cell=cell.name, kind=STEP, status=status, reason=told, **about)]
     finally:
-        turns.forget()
+        turns.release()
 
 
 def _usual(suite: LayerSuite) -> list[str]:

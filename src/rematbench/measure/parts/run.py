@@ -188,7 +188,7 @@ def _lossless(asked: GpuAsked) -> None:
 def _large(asked: GpuAsked) -> None:
     """Measure bytes and seconds of every method, one launch per method."""
     how = How(
-        device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, drawn_here=True
+        device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, device_weights=True
     )
     for cell in asked.cells("large"):
         _execute([cell], asked, 90.0, how)

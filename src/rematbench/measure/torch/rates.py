@@ -14,8 +14,8 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
 from rematbench.measure.torch.probes import Place, Probe
 from rematbench.measure.torch.repeats import Call, Repeats
-from rematbench.worlds.torch.devices import empty_pinned, pin_exactly
-from rematbench.worlds.torch.failures import failure
+from rematbench.worlds.torch.case import failure
+from rematbench.worlds.torch.devices import pin_requested_size, release_pinned
 from rematbench.worlds.torch.storages import host_bytes
 from rematbench.worlds.torch.streams import Streams, make_streams
 
@@ -103,12 +103,12 @@ def _pinning(place: Place, nbytes: int) -> Call:
     """Pinned memory made and given back."""
     cuda = place.device.type == "cuda"
     if cuda:
-        pin_exactly()
+        pin_requested_size()
 
     def run() -> None:
         host_bytes(nbytes, pinned=cuda)
         if cuda:
-            empty_pinned()
+            release_pinned()
 
     return run
 

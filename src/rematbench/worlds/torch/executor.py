@@ -9,15 +9,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local
 from rematbench.engine.program.program import RankProgram
 from rematbench.worlds.torch import operators
-from rematbench.worlds.torch.calls import Call
-from rematbench.worlds.torch.exchanges import Exchanges
+from rematbench.worlds.torch.dispatch import Tracker
+from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.host_update import HostUpdates
-from rematbench.worlds.torch.messages import Messages
 from rematbench.worlds.torch.model import RankModel
-from rematbench.worlds.torch.movers import Movers
-from rematbench.worlds.torch.operands import Names, Operands
-from rematbench.worlds.torch.operators_ends import finish_loss
+from rematbench.worlds.torch.movers import HostUpdates, Movers
+from rematbench.worlds.torch.operands import Call, Names, Operands
+from rematbench.worlds.torch.operators import finish_loss
 from rematbench.worlds.torch.parameters import AdamW, Parameter
 from rematbench.worlds.torch.storages import (
     ExecutionError,
@@ -29,7 +27,6 @@ from rematbench.worlds.torch.storages import (
     describe,
 )
 from rematbench.worlds.torch.streams import Mark, Streams, make_streams
-from rematbench.worlds.torch.tracker import Tracker
 
 
 class Executor:
@@ -149,10 +146,10 @@ class Executor:
         span = self.span(action, micro_batch, chunk)
         with self.streams.on(action.stream):
             self.table[action.kind](action, span)
-            self.movers.enter_slots(action, span)
+            self.movers.move_to_slots(action, span)
         if action.stream != "compute":
             for alloc in action.allocs:
-                self.streams.lend(action.stream, self.memory[span.key(alloc.name)].data)
+                self.streams.share(action.stream, self.memory[span.key(alloc.name)].data)
         for name in (action.begin, action.event):
             if name:
                 self._record(name, action, span)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rematbench.engine.program.action import STREAMS
 
 
-class Under(Protocol):
+class PendingMessage(Protocol):
     """A message under way: torch's handle, or an event that is recorded at its end."""
 
     def wait(self) -> object:
@@ -23,15 +23,15 @@ class Mark:
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
-        self.works: list[Under] = []
-        self.then: list[Callable[[], None]] = []
+        self.messages: list[PendingMessage] = []
+        self.callbacks: list[Callable[[], None]] = []
 
     def finish(self) -> None:
         """Wait for the messages (on CUDA the current stream waits, not the host)."""
-        while self.works:
-            self.works.pop(0).wait()
-        while self.then:
-            self.then.pop(0)()
+        while self.messages:
+            self.messages.pop(0).wait()
+        while self.callbacks:
+            self.callbacks.pop(0)()
 
 
 class Streams(Protocol):
@@ -46,13 +46,13 @@ class Streams(Protocol):
     def wait(self, stream: str, mark: Mark) -> None:
         """Make a stream wait for an event."""
 
-    def reach(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """Hold the calling thread until an event is complete."""
 
-    def room(self) -> AbstractContextManager[object]:
+    def storage_pool(self) -> AbstractContextManager[object]:
         """The context within which to allocate a storage that outlives its action."""
 
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
+    def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Note that compute will use (and free) a tensor that another stream made."""
 
     def run(
@@ -61,7 +61,7 @@ class Streams(Protocol):
         """Issue tensor work whose storages and names the host has handled already. `fresh`: memory
         that no stream may read before the work is done."""
 
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """The handle to wait on for a message; the messages of a channel go one by one."""
 
     def begin(self) -> None:
@@ -95,14 +95,14 @@ class HostStreams:
         """Hold the host until the event's messages are done."""
         mark.finish()
 
-    def reach(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """Nothing to do: issued work is done."""
 
-    def room(self) -> AbstractContextManager[object]:
+    def storage_pool(self) -> AbstractContextManager[object]:
         """An empty context: there is one memory pool."""
         return nullcontext()
 
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
+    def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Nothing to do: there is one stream."""
 
     def run(
@@ -111,7 +111,7 @@ class HostStreams:
         """Do the work at once."""
         work()
 
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """The work's own handle: the host waits for the message."""
         return work
 
@@ -163,7 +163,7 @@ class Current:
             torch.cuda.set_stream(self.streams[-1])
 
 
-class On(AbstractContextManager[object]):
+class StreamContext(AbstractContextManager[object]):
     """A context within which work goes to one stream."""
 
     def __init__(self, current: Current, stream: torch.cuda.Stream) -> None:
@@ -176,17 +176,17 @@ class On(AbstractContextManager[object]):
         self.current.leave()
 
 
-MADE: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
+CUDA_STREAMS: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
 """The CUDA streams of this process, by device and name."""
 
 
-def own_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
+def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
     """The stream of a device that has this name, one for the whole process. torch hands out 32
     streams in turn, so without names the compute stream of one executor could be the copy stream of
     another."""
-    if (device, name) not in MADE:
-        MADE[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return MADE[device, name]
+    if (device, name) not in CUDA_STREAMS:
+        CUDA_STREAMS[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return CUDA_STREAMS[device, name]
 
 
 def stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -215,9 +215,11 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.current = Current(device)
-        self.streams = {name: own_stream(device, name) for name in STREAMS}
-        self.contexts = {name: On(self.current, made) for name, made in self.streams.items()}
-        self.arrivals: dict[Hashable, On] = {}
+        self.streams = {name: named_stream(device, name) for name in STREAMS}
+        self.contexts = {
+            name: StreamContext(self.current, made) for name, made in self.streams.items()
+        }
+        self.arrivals: dict[Hashable, StreamContext] = {}
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """The context of the CUDA stream; for use between `begin` and `flush` only."""
@@ -233,23 +235,23 @@ class CudaStreams:
         """Make the stream wait for the event and its messages; the host does not wait. Messages
         stay in the mark, because another stream may have to wait for them too."""
         with self.on(stream):
-            for work in mark.works:
+            for work in mark.messages:
                 work.wait()
-            while mark.then:
-                mark.then.pop(0)()
+            while mark.callbacks:
+                mark.callbacks.pop(0)()
         if mark.event is not None:
             self.streams[stream].wait_event(mark.event)
 
-    def reach(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """Hold the calling thread until the device has reached the event."""
         if mark.event is not None:
             mark.event.synchronize()
 
-    def room(self) -> AbstractContextManager[object]:
+    def storage_pool(self) -> AbstractContextManager[object]:
         """The context of compute, whose memory pool then provides the storage."""
         return self.on("compute")
 
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
+    def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing the memory until compute has passed the tensor."""
         if stream in UNORDERED:
             tensor.record_stream(self.streams["compute"])
@@ -260,7 +262,7 @@ class CudaStreams:
         """Issue the work on the current stream, which `on` has set."""
         work()
 
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """An event that is recorded when the message is done.
 
         NCCL's handle keeps the message's memory while any object holds the handle, but here waits
@@ -268,8 +270,8 @@ class CudaStreams:
         no message waits for another channel's peer.
         """
         if channel not in self.arrivals:
-            made = own_stream(self.device, len(self.arrivals))
-            self.arrivals[channel] = On(self.current, made)
+            made = named_stream(self.device, len(self.arrivals))
+            self.arrivals[channel] = StreamContext(self.current, made)
         place, event = self.arrivals[channel], torch.cuda.Event()  # type: ignore[no-untyped-call]
         with place:
             work.wait()

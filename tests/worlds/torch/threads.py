@@ -1,4 +1,4 @@
-"""Streams as threads: on a CPU, copies and collectives then really run beside the host.
+"""Streams as threads: on a CPU, copies and collectives then really run concurrently with the host.
 
 These streams find races; they are slow. Every stream but compute is a thread that works in order
 and begins each piece of work after a random delay; the host itself is the compute stream. An event
@@ -10,17 +10,18 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from rematbench.engine.program.action import STREAMS
-from rematbench.worlds.torch.streams import Mark, Under, host_clock
+from rematbench.worlds.torch.streams import Mark, PendingMessage, host_clock
 
 GIVE_UP_S = 60.0
 HOST_STREAMS = ("compute", "pp_send", "pp_recv")
+Work = Callable[[], object]
 
 
 class Flag(Mark):
@@ -32,37 +33,34 @@ class Flag(Mark):
 
 
 class ThreadStreams:
-    """One thread per stream; `delay_s` is the longest random delay before a piece of work."""
+    """One thread per stream; `delay_s` is the longest random delay before a piece of work. The
+    threads run from `begin` to `flush`."""
 
     def __init__(self, seed: int, delay_s: float) -> None:
         self.random, self.delay_s = random.Random(seed), delay_s
-        self.failed: list[BaseException] = []
-        self.queues: dict[str, queue.SimpleQueue[Callable[[], object] | None]] = {}
-        for name in STREAMS:
-            if name != "compute":
-                self.queues[name] = queue.SimpleQueue()
-                threading.Thread(target=self._work, args=(self.queues[name],), daemon=True).start()
+        self.errors: list[BaseException] = []
+        self.queues: dict[str, queue.SimpleQueue[Work | None]] = {
+            name: queue.SimpleQueue() for name in STREAMS if name != "compute"
+        }
 
-    def _work(self, waiting: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
+    def _work(self, waiting: "queue.SimpleQueue[Work | None]") -> None:
         while (work := waiting.get()) is not None:
             try:
                 work()
             except BaseException as error:  # flush raises the error on the host
-                self.failed.append(error)
+                self.errors.append(error)
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """An empty context: `run` gets the stream by name."""
         return nullcontext()
 
-    def run(
-        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
-    ) -> None:
+    def run(self, stream: str, work: Work, output: torch.Tensor | None = None) -> None:
         """Queue work on the stream's thread, which delays the work at random."""
         if stream == "compute":
             work()
             return
-        if fresh is not None and fresh.is_floating_point():
-            fresh.fill_(float("nan"))
+        if output is not None and output.is_floating_point():
+            output.fill_(float("nan"))
         delay = self.random.random() * self.delay_s
 
         def later() -> None:
@@ -84,52 +82,41 @@ class ThreadStreams:
         """Make a stream wait for an event. For compute and the message streams (which the host
         posts) the host waits; for other streams their thread waits."""
         mark.finish()
-        assert isinstance(mark, Flag)
         if stream in HOST_STREAMS:
-            self._reach(mark)
+            self.synchronize(mark)
         else:
-            self.queues[stream].put(lambda: self._reach(mark))
+            self.queues[stream].put(lambda: self.synchronize(mark))
 
-    def reach(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """Hold the calling thread until the event is complete."""
         assert isinstance(mark, Flag)
-        self._reach(mark)
-
-    def _reach(self, flag: Flag) -> None:
-        if not flag.reached.wait(GIVE_UP_S):
+        if not mark.reached.wait(GIVE_UP_S):
             raise TimeoutError(f"an event was not reached within {GIVE_UP_S:g} s")
 
-    def room(self) -> AbstractContextManager[object]:
+    def storage_pool(self) -> AbstractContextManager[object]:
         """An empty context: a CPU has one memory pool."""
         return nullcontext()
 
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
+    def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Nothing to do, because queued work holds its tensors."""
 
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """The work's own handle: the host waits for the message."""
         return work
 
     def begin(self) -> None:
-        """Nothing to do: the host issues in order, and every queue is empty."""
+        """Start the threads."""
+        for waiting in self.queues.values():
+            threading.Thread(target=self._work, args=(waiting,), daemon=True).start()
 
     def clock(self) -> Callable[[], float]:
         """A clock of the host's time, which includes the delays."""
         return host_clock()
 
     def flush(self) -> None:
-        """Wait for every thread; raise the first failure."""
+        """Wait for every thread and end it; raise the first error."""
         for name in self.queues:
-            self._reach_all([self.mark(name)])
-        if self.failed:
-            raise self.failed[0]
-
-    def _reach_all(self, marks: Iterable[Mark]) -> None:
-        for mark in marks:
-            assert isinstance(mark, Flag)
-            self._reach(mark)
-
-    def close(self) -> None:
-        """End the threads."""
-        for waiting in self.queues.values():
-            waiting.put(None)
+            self.synchronize(self.mark(name))
+            self.queues[name].put(None)
+        if self.errors:
+            raise self.errors[0]
