@@ -86,7 +86,7 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
         return Result(name=case.name, status=next(waiting))
 
     patch.setattr(processes, "choose_device", lambda kind, rank: DEVICE)
-    patch.setattr(processes, "_one", one)
+    patch.setattr(processes, "_run_case", one)
     patch.setattr(processes, "_gathered", lambda own, given, talk: [own])
     distributed = processes.dist
     patch.setattr(distributed, "init_process_group", lambda *_, **__: None)
