@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baselines.common.contract import RankAnswer
+from baselines.common.interface import RankAnswer
 from baselines.common.meter import Meter
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.case import NotFinite

@@ -15,11 +15,11 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
 from baselines.common.meter import Meter
+from baselines.deepspeed.configuration import read
 from baselines.deepspeed.model import Attention, Decoder
-from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
 from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.weights import ZERO_3
+from baselines.deepspeed.zero_sizes import ZERO_3
 from rematbench.workload import Workload
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec

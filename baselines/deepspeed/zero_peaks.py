@@ -9,8 +9,8 @@ rebuilds its tiles in its backward, one at a time, also in a layer that is recom
 
 from collections import Counter
 
-from baselines.deepspeed import reducing, weights, whole
-from baselines.deepspeed.weights import ZERO_3, Sizes, Weight
+from baselines.deepspeed import zero_gradients, zero_sizes, zero_weights
+from baselines.deepspeed.zero_sizes import ZERO_3, Sizes, Weight
 from rematbench.engine.program.action import HOST, Action, Kind
 from rematbench.engine.program.program import RankProgram
 from rematbench.workload import Model
@@ -91,13 +91,13 @@ def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
 
 def module_order(model: Model, rank: RankProgram) -> list[Weight | None]:
     """The modules of the first micro-batch, with their weights, in the order in which they run."""
-    of = weights.by_operator(model)
+    of = zero_sizes.by_operator(model)
     found: list[Weight | None] = []
     for action, micro_batch, _ in rank.actions():
         forward = direction(action)
         if micro_batch == 0 and forward is not None:
             weighed = of.get((action.part, action.op), ())
-            found += whole.modules(action.op, weighed, forward=forward)
+            found += zero_weights.modules(action.op, weighed, forward=forward)
     return found
 
 
@@ -108,8 +108,8 @@ class _Walk:
         self.model, self.sizes = model, sizes
         self.peak = 0
         self.alive = Alive(sizes)
-        self.reducer = reducing.reducer(model, sizes, self._seen)
-        self._of = weights.by_operator(model)
+        self.reducer = zero_gradients.reducer(model, sizes, self._seen)
+        self._of = zero_sizes.by_operator(model)
         first = [action for action, micro_batch, _ in rank.actions() if micro_batch == 0]
         self._backward = [
             self._of.get((action.part, action.op), ())
@@ -124,7 +124,7 @@ class _Walk:
     def _start(self) -> None:
         """Start a micro-batch: no weight is whole yet, and no tile of an operator has run."""
         self._tiles = Counter(self._backward)
-        self._whole = whole.Whole(self._order, self.sizes)
+        self._whole = zero_weights.Whole(self._order, self.sizes)
         self._over = False
 
     def at(self, action: Action) -> None:
@@ -136,7 +136,7 @@ class _Walk:
                 self._start()
             weighed = self._of.get((action.part, action.op), ())
             self._ended = () if forward else weighed
-            run = whole.modules(action.op, weighed, forward=forward)
+            run = zero_weights.modules(action.op, weighed, forward=forward)
             for weight in run if forward else run[:1]:
                 self._whole.module()
                 self._seen(action.scratch)
@@ -163,12 +163,12 @@ class _Walk:
             self._over = True
 
     def _gradients(self, ended: "tuple[Weight, ...]") -> None:
-        """Account for the gradients of an operator's weights, one after another. A table's module
-        has no input gradient, so it keeps its weight to the end."""
+        """Account for the gradients of an operator's weights, one after another. A table's
+        module has no input gradient, so it keeps its weight to the end."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)
-        later = weights.matrices(ended)[1:]
+        later = zero_sizes.matrices(ended)[1:]
         for weight in ended:
             if weight in later:
                 self._whole.module()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.megatron_core.plan import (
     MegatronCore,
     OffloadModule,

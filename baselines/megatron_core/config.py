@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases

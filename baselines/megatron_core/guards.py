@@ -4,7 +4,7 @@ import importlib.util
 
 import msgspec
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.megatron_core.arguments import SAID
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.limits import Reason, overruled, setup_of

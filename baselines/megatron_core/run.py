@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baselines.common.contract import Rank, RankAnswer
+from baselines.common.interface import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.common.weights import assemble, model_specs, norms
@@ -84,7 +84,7 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
         parts = _shimmed(True)
     elif not has_transformer_engine(job):
         parts = shim.install_missing_names()
-    from baselines.megatron_core import step as engine  # noqa: PLC0415  # after the shim
+    from baselines.megatron_core import rank_engine as engine  # noqa: PLC0415  # after the shim
 
     rig = engine.build(job, _policy(job), engine.join_groups(job), device)
     rig.fill()
@@ -147,9 +147,9 @@ class Trainer:
 def trace(job: PackageJob) -> RankAnswer:
     """The bytes of one rank on fake tensors, through the same schedules."""
     parts = _shimmed(False)
-    from baselines.megatron_core import fake  # noqa: PLC0415  # after the shim
+    from baselines.megatron_core import fake_schedules  # noqa: PLC0415  # after the shim
 
-    answer: RankAnswer = fake.trace(job, _policy(job))
+    answer: RankAnswer = fake_schedules.trace(job, _policy(job))
     run = job.run
     dropped = run.model.dropout > 0 and run.attention == "flash" and run.layout.cp == 1
     answer.label = f"{_label(parts, 'cpu')} (fake tensors)"

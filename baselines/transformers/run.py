@@ -6,10 +6,9 @@ from typing import Literal, cast
 import msgspec
 from transformers import PreTrainedConfig
 
-from baselines.common.contract import NotRunnable, Rank, RankAnswer
-from baselines.transformers.families import config_of_model, model_class
-from baselines.transformers.policy import Transformers
-from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
+from baselines.common.interface import NotRunnable, Rank, RankAnswer
+from baselines.transformers.families import Transformers, config_of_model, model_class
+from baselines.transformers.traced_step import DTYPES, Kernel, Seen, Setup, run
 from rematbench.spec.system import AttentionChoice
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec

@@ -11,8 +11,8 @@ from rematbench.cli.app import command_line
 from rematbench.worlds import executed, package, traced, trained
 from rematbench.worlds import reruns as world
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.records.cell import recorded_cell
 from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.records.suite_cells import recorded_cell
 from rematbench.worlds.reruns import run_again
 from tests.problems import all_methods
 

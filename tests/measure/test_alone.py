@@ -19,7 +19,7 @@ from rematbench.host.gpu_state import GpuState
 from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.model import NotExecutable
+from rematbench.worlds.torch.rank_model import NotExecutable
 from rematbench.worlds.torch.single_rank import FirstStageGroups
 from tests.worlds.torch import cases
 

@@ -16,6 +16,7 @@ from rematbench.host.gpu_state import GpuState
 from rematbench.measure.parts.rates import gap, measure_rates
 from rematbench.measure.records import Rate, read_lines
 from rematbench.measure.torch import repeats, turns
+from rematbench.measure.torch.probe_rates import LONG_FLOP, Rates
 from rematbench.measure.torch.probes import (
     Place,
     Probe,
@@ -23,13 +24,12 @@ from rematbench.measure.torch.probes import (
     layer_probes,
     sustained,
 )
-from rematbench.measure.torch.rates import LONG_FLOP, Rates
 from rematbench.paper.tables.gpu import rates_table
 from rematbench.worlds.records.record import Provenance
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from tests.campaigns import suite_text, tiny
 from tests.worlds.torch import cases
 

@@ -13,8 +13,8 @@ from rematbench.host.console import CommandError
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.records.cell import Cell, cells
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import Cell, cells
 from rematbench.worlds.trained import chosen
 from tests.problems import all_methods
 

@@ -10,12 +10,12 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.plan import Plan
-from rematbench.worlds.numbers import as_run
-from rematbench.worlds.records.cell import Cell, cell_names, cells
 from rematbench.worlds.records.measured import RankMeasured
 from rematbench.worlds.records.record import Record, plan_hash, read_record
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import Cell, cell_names, cells
 from rematbench.worlds.reruns import CURVE_BOUND
+from rematbench.worlds.run_records import as_run
 from rematbench.worlds.trained import chosen
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,9 @@ from rematbench.plugins.registry import MethodError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm import cells as cells_module
-from rematbench.worlds.slurm.cells import TIMED_STEPS, Campaign, CampaignCell
-from rematbench.worlds.slurm.rows import cell_rows, number_rows
+from rematbench.worlds.slurm import campaign as cells_module
+from rematbench.worlds.slurm.campaign import TIMED_STEPS, Campaign, CampaignCell
+from rematbench.worlds.slurm.campaign_rows import cell_rows, number_rows
 from tests.campaigns import ROOT, campaign
 
 FULL = {"method": "megatron_core", "settings": {"recompute": "full"}}

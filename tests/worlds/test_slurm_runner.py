@@ -10,8 +10,8 @@ import pytest
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm import runner as runner_module
+from rematbench.worlds.slurm.cell_records import MAX_ATTEMPTS, decode, forget, is_final
 from rematbench.worlds.slurm.launch import last_words
-from rematbench.worlds.slurm.records import MAX_ATTEMPTS, decode, forget, is_final
 from rematbench.worlds.slurm.runner import Runner
 from tests.campaigns import campaign, center_file
 

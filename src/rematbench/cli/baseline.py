@@ -31,9 +31,8 @@ from rematbench.problem import Problem
 from rematbench.worlds import package
 from rematbench.worlds.packages.process import baselines, own_system, policy
 from rematbench.worlds.packages.stack import packaged
-from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
 from rematbench.worlds.records.record import Record, encode_record, make_record, write_record
-from rematbench.worlds.speed import measured_speed
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

@@ -23,8 +23,8 @@ from rematbench.cli.targets import Json, Out, need_file
 from rematbench.plugins.discover import discover
 from rematbench.worlds import executed
 from rematbench.worlds.executed import How
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.records.suite_cells import Cell
 
 SEQ_LEN = 128
 Device = Literal["cpu", "cuda"]

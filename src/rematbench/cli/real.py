@@ -16,12 +16,11 @@ from rematbench.cli.options import Request
 from rematbench.cli.show import heading
 from rematbench.host import rank_error
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
-from rematbench.worlds.numbers import RUNTIME
-from rematbench.worlds.records.cell import Cell
-from rematbench.worlds.records.measured import Comparison, Measured
+from rematbench.worlds.records.measured import Comparison, Measured, MeasuredSpeed, measured_speed
 from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.records.suite_cells import Cell
 from rematbench.worlds.reruns import verify
-from rematbench.worlds.speed import MeasuredSpeed, measured_speed
+from rematbench.worlds.run_records import RUNTIME
 
 TORCH = "2.10"
 NO_TORCH = (

@@ -12,8 +12,8 @@ from rematbench.cli.targets import Methods, need_file, need_folder
 from rematbench.host.files import write_atomically
 from rematbench.plugins.discover import discover
 from rematbench.worlds import traced
-from rematbench.worlds.records.cell import Cell, only_cell, recorded_cell
 from rematbench.worlds.records.record import Record, keep_record, read_record
+from rematbench.worlds.records.suite_cells import Cell, only_cell, recorded_cell
 from rematbench.worlds.reruns import run_again
 from rematbench.worlds.reruns import verify as verified
 

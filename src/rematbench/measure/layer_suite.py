@@ -10,8 +10,8 @@ from rematbench.measure.hand_written import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.spec.configfile import ConfigError, require_known
-from rematbench.worlds.records.cell import Cell, cells, is_wanted
 from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite
+from rematbench.worlds.records.suite_cells import Cell, cells, is_wanted
 
 
 class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,11 +12,16 @@ from rematbench.host import rank_error
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
-from rematbench.worlds.launched import leave
-from rematbench.worlds.numbers import activation_bytes, compared, measured, measured_record
-from rematbench.worlds.records.cell import Cell, problem_of
 from rematbench.worlds.records.measured import Comparison, Measured
 from rematbench.worlds.records.record import Record, write_record
+from rematbench.worlds.records.suite_cells import Cell, problem_of
+from rematbench.worlds.run_records import (
+    activation_bytes,
+    compared,
+    leave,
+    measured,
+    measured_record,
+)
 
 if TYPE_CHECKING:
     from rematbench.worlds.torch.case import Case, Result

@@ -8,10 +8,10 @@ from rematbench.evaluate.evaluation import fullest
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.worlds.launched import leave
 from rematbench.worlds.packages.process import PackageJob, job, run_jobs, run_rank
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import Record
+from rematbench.worlds.run_records import leave
 
 Option = int | float | bool | str
 LIMIT_S = 600.0

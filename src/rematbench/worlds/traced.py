@@ -5,10 +5,10 @@ from typing import Any
 from rematbench.evaluate.evaluation import fullest
 from rematbench.evaluate.result import Status
 from rematbench.plan import Unsupported
-from rematbench.worlds.numbers import measured_ranks, measured_record
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import Record
+from rematbench.worlds.records.suite_cells import Cell
+from rematbench.worlds.run_records import measured_ranks, measured_record
 
 
 def again(record: Record, cell: Cell) -> Record:
@@ -20,7 +20,7 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     """The record of the traced pipeline rank `stage` (None: the one with the largest simulated
     peak)."""
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
-    from rematbench.worlds.torch.model import NotExecutable  # noqa: PLC0415
+    from rematbench.worlds.torch.rank_model import NotExecutable  # noqa: PLC0415
     from rematbench.worlds.torch.single_rank import stage_rank, trace_rank  # noqa: PLC0415
     from rematbench.worlds.torch.storages import ExecutionError  # noqa: PLC0415
 

@@ -8,10 +8,10 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.host import rank_error
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.numbers import activation_bytes, measured_record
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import LEARNING_RATE, Measured
 from rematbench.worlds.records.record import Record
+from rematbench.worlds.records.suite_cells import Cell
+from rematbench.worlds.run_records import activation_bytes, measured_record
 
 TEXT_BYTES = 4 << 20
 

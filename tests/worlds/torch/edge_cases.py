@@ -15,14 +15,14 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.measure.torch import rates
+from rematbench.measure.torch import probe_rates
 from rematbench.worlds.torch import single_rank
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.exchanges import used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
 from tests.worlds.torch import cases, test_host_update, test_in_backward
@@ -191,7 +191,7 @@ def timed_copies() -> str:
         a, host = torch.ones(8, 8, device=DEVICE), torch.empty(8, 8)
         work = {"compute": lambda: a @ a, "d2h": lambda: host.copy_(a, non_blocking=True)}
         stop = streams.clock()
-        rates.at_once(streams, work, {"compute": 1, "d2h": 1})
+        probe_rates.at_once(streams, work, {"compute": 1, "d2h": 1})
         seconds = stop()
         own = {stream.name for stream in streams.streams.values()}  # type: ignore[attr-defined]
         ran = {name for used in recorder.used.values() for name in used.touched}

@@ -12,7 +12,7 @@ from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Key, Memory, Value
 from rematbench.worlds.torch.streams import UNORDERED, CudaStreams
 from tests.worlds.torch.recorder import Recorder, recording

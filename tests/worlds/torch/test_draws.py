@@ -9,10 +9,10 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.worlds.torch import model, parameters, worker
+from rematbench.worlds.torch import parameters, rank_model, worker
 from rematbench.worlds.torch.groups import Coordinates
-from rematbench.worlds.torch.model import RankModel
 from rematbench.worlds.torch.parameters import Draws, ParameterSpec, drawing_threads
+from rematbench.worlds.torch.rank_model import RankModel
 from tests.worlds.torch import cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def test_a_model_is_the_same_whoever_draws(layout: str, monkeypatch: pytest.Monk
         used.append(1)
         return took(self, spec)
 
-    monkeypatch.setattr(model.Draws, "take", noted)
+    monkeypatch.setattr(rank_model.Draws, "take", noted)
     other = RankModel(case.problem, case.plan, place, CPU, 7, threads=3).parameters
     assert len(used) == len(one) == len(other)
     assert list(one) == list(other)

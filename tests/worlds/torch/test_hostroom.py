@@ -14,9 +14,9 @@ import torch
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import issue_order
 from rematbench.host import memory as hostmemory
-from rematbench.worlds.numbers import activation_bytes
 from rematbench.worlds.records.record import read_record
-from rematbench.worlds.torch import model, parameters, processes
+from rematbench.worlds.run_records import activation_bytes
+from rematbench.worlds.torch import parameters, processes, rank_model
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.groups import Coordinates
 from rematbench.worlds.torch.single_rank import trace_rank
@@ -95,12 +95,12 @@ def test_what_is_drawn_counts_as_it_is_made(name: str, monkeypatch: pytest.Monke
         made.append(made[-1] + sum(tensor.untyped_storage().nbytes() for tensor in found.tensors()))
         return found
 
-    monkeypatch.setattr(model, "build", noted)
+    monkeypatch.setattr(rank_model, "build", noted)
     total = 0
     for stage in range(lay.pp):
         place = Coordinates(tp=0, cp=0, dp=0, pp=stage)
         drawn, made = [], [0]
-        model.RankModel(case.problem, case.plan, place, torch.device("cpu"), case.seed)
+        rank_model.RankModel(case.problem, case.plan, place, torch.device("cpu"), case.seed)
         total += max(drawn) * lay.gpus // lay.pp
     assert processes.initialization_bytes(case) == total
 

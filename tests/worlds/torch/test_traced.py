@@ -10,7 +10,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.worlds.torch import arithmetic, dispatch, worker
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.model import NotExecutable
+from rematbench.worlds.torch.rank_model import NotExecutable
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.worlds.torch import cases, grid
 from tests.worlds.torch.cases import TINY_GPT

@@ -18,7 +18,7 @@ from rematbench.measure.predictions import predict, refusal
 from rematbench.measure.records import STEP, Spent, append_line, one_line
 from rematbench.plan import Plan
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.suite_cells import Cell
 
 if TYPE_CHECKING:
     from rematbench.measure.torch.action_seconds import Key, Taken

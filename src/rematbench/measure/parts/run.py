@@ -23,9 +23,9 @@ from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.packages.process import Device, policy
-from rematbench.worlds.records.cell import Cell, cell_names, cells, problem_of
 from rematbench.worlds.records.record import RecordError, keep_record
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import Cell, cell_names, cells, problem_of
 from rematbench.worlds.slurm.launch import last_words, run_limited
 
 LIMITS = {"lossless": 200.0, "large": 260.0}

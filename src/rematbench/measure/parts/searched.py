@@ -34,7 +34,7 @@ from rematbench.spec.configfile import (
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.records.cell import Cell, is_wanted, planned_cell
+from rematbench.worlds.records.suite_cells import Cell, is_wanted, planned_cell
 
 SHOWN = 200
 """Rows of an answer among which those of different compositions are looked for."""

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rematbench.measure.hand_written import Means
 from rematbench.worlds.torch import arithmetic
-from rematbench.worlds.torch.model import NotExecutable, RankModel
 from rematbench.worlds.torch.parameters import AdamW
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel
 
 SAME_KERNELS = [
     SDPBackend.FLASH_ATTENTION,

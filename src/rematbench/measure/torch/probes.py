@@ -23,7 +23,7 @@ from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.system import AttentionBackend
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.attention_backends import repeat
-from rematbench.worlds.torch.model import DTYPES
+from rematbench.worlds.torch.rank_model import DTYPES
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
 Backend = AttentionBackend | Literal[""]

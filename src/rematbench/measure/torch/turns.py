@@ -28,8 +28,8 @@ from rematbench.worlds.torch.devices import (
 )
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.worlds.torch.parameters import AdamW, Parameter
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 from rematbench.worlds.torch.single_rank import FirstStageGroups
 from rematbench.worlds.torch.streams import make_streams
 from rematbench.worlds.torch.worker import release_memory

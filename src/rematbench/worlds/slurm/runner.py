@@ -23,9 +23,9 @@ from rematbench.host.files import write_atomically
 from rematbench.host.rank_error import KILLED, first_cause, noted, of_record
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.records.store import Lease, Store
-from rematbench.worlds.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
+from rematbench.worlds.slurm.campaign import Bundle, Campaign, CampaignCell, CellStatus
+from rematbench.worlds.slurm.cell_records import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.worlds.slurm.launch import Ended, last_words, run_limited, torchrun
-from rematbench.worlds.slurm.records import MAX_ATTEMPTS, CellRecord, decode, encode
 
 EXIT_AGAIN = 75
 """Exit code for a command that can go on when it is run again (EX_TEMPFAIL of sysexits.h)."""

@@ -22,7 +22,7 @@ from rematbench.engine.program.action import Action, Kind, identity, is_gradient
 from rematbench.engine.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
 from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
 

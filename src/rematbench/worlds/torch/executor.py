@@ -12,11 +12,11 @@ from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import RankModel
 from rematbench.worlds.torch.movers import HostUpdates, Movers
 from rematbench.worlds.torch.operands import Call, Names, Operands
 from rematbench.worlds.torch.operators import finish_loss
 from rematbench.worlds.torch.parameters import AdamW, Parameter
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import (
     ExecutionError,
     Memory,

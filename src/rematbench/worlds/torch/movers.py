@@ -24,8 +24,8 @@ from rematbench.engine.program.action import (
 )
 from rematbench.worlds.torch.arithmetic import wide
 from rematbench.worlds.torch.dispatch import Tracker
-from rematbench.worlds.torch.model import RankModel
 from rematbench.worlds.torch.parameters import HostShard, Parameter
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import (
     Block,
     ExecutionError,

@@ -14,8 +14,8 @@ from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.program.action import Action, Kind, identity, is_gradient
 from rematbench.worlds.torch import arithmetic
-from rematbench.worlds.torch.model import RankModel
 from rematbench.worlds.torch.parameters import Parameter
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Span
 
 

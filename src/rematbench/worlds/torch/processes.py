@@ -33,8 +33,8 @@ from rematbench.worlds.torch.arithmetic import wide
 from rematbench.worlds.torch.case import Case, RankResult, Result, Status, combine, failure
 from rematbench.worlds.torch.devices import choose_device, prepare
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.model import DTYPES, NotExecutable, require_executable
 from rematbench.worlds.torch.parameters import ParameterSpec, specs_by_name
+from rematbench.worlds.torch.rank_model import DTYPES, NotExecutable, require_executable
 from rematbench.worlds.torch.worker import run_case
 
 PROCESS_BYTES = 200 << 20

@@ -27,7 +27,7 @@ from rematbench.worlds.torch.case import RankResult
 from rematbench.worlds.torch.dispatch import MetaMode, Tracker
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Channel, Coordinates, Groups, coordinates
-from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 from rematbench.worlds.torch.worker import empty_result, record_bytes
 
 

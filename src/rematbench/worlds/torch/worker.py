@@ -45,8 +45,8 @@ from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.worlds.torch.parameters import Parameter, drawing_threads, square_sum
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from rematbench.host.console import CommandError
 from rematbench.spec.configfile import closest
 from rematbench.worlds.records.record import FORMAT, Record, RecordError
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import Campaign, CampaignCell, CellStatus
+from rematbench.worlds.slurm.campaign import Campaign, CampaignCell, CellStatus
 
 MAX_ATTEMPTS = 3
 """Attempts, each in a job that may be preempted or killed, after which a cell counts as failed."""

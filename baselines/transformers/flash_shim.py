@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash_utils
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.common.meter import Meter
 from baselines.transformers.saved import operator
 from rematbench.worlds.torch.dispatch import DispatchMode

@@ -20,8 +20,8 @@ Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`
 
 from collections.abc import Callable
 
-from baselines.deepspeed import weights
-from baselines.deepspeed.weights import Sizes, Weight
+from baselines.deepspeed import zero_sizes
+from baselines.deepspeed.zero_sizes import Sizes, Weight
 from rematbench.workload import Model
 
 MAX_SUMMED = 500_000_000
@@ -49,7 +49,7 @@ class Zero0:
 
     def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
         self.model, self.sizes, self.see = model, sizes, see
-        self.order = weights.parameters(model)
+        self.order = zero_sizes.parameters(model)
         self.held = 0
         self.last = True
         self._kept: dict[int, int] = {}

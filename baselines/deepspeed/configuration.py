@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.worlds.packages.limits import holding, overruled, setup_of
 from rematbench.worlds.packages.process import PackageJob

@@ -1,5 +1,9 @@
-"""Results of the torch runtime -> the measured numbers of a record, beside the ledger's."""
+"""Records of runs: the numbers of a result of the torch runtime beside the ledger's, and the record
+of a rank that torchrun or srun started, with the error of the rank that failed first.
+"""
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -9,11 +13,12 @@ from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
 from rematbench.evaluate.result import Status
+from rematbench.host import rank_error
+from rematbench.host.rank_error import RankError
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.load import load_system
 from rematbench.workload import Model
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import (
     BOUNDS,
     Comparison,
@@ -23,7 +28,15 @@ from rematbench.worlds.records.measured import (
     relative,
     whole_norms,
 )
-from rematbench.worlds.records.record import Record, World, plan_hash, provenance, run_spec
+from rematbench.worlds.records.record import (
+    Record,
+    World,
+    plan_hash,
+    provenance,
+    run_spec,
+    write_record,
+)
+from rematbench.worlds.records.suite_cells import Cell
 
 if TYPE_CHECKING:
     from rematbench.worlds.torch.case import RankResult, Result
@@ -185,3 +198,44 @@ def measured_record(
         measured=found,
         provenance=replace(provenance(cell.problem.calibration), **where),
     )
+
+
+PATIENCE_S = 2.0
+"""Seconds that rank 0, which saw only a broken connection, waits for the failed rank's error."""
+
+
+def leave(record: Record, out: Path, rank: int, started: float) -> Record:
+    """Write a rank's record to `out` and return it.  A record that is not a failure is written as
+    it is (rank 0 alone has one).  A failed rank writes its error beside `out`; its record gets the
+    error of the rank that failed first, among the errors written since `started` (seconds of the
+    epoch).
+
+    Of failed ranks, rank 0 writes the record; so does the rank that failed first, because rank 0
+    may see only a broken connection; and so does any rank where `out` is missing or older than
+    `started`, because rank 0 may have been killed.  Another rank only returns its record.
+    """
+    if record.status not in ("failed", "oom"):
+        write_record(record, out)
+        return record
+    own = rank_error.of_record(record.status, record.reason)
+    rank_error.note(out, rank, own)
+    cause = _cause(own, out, started, PATIENCE_S if rank == 0 else 0.0)
+    status, reason = rank_error.recorded(cause.status, cause.reason)
+    if cause.is_secondhand:
+        reason = f"a rank has gone: {reason}"
+    found = replace(record, status=status, reason=reason)
+    silent = not out.exists() or out.stat().st_mtime < started
+    if rank == 0 or silent or cause == own:
+        write_record(found, out)
+    return found
+
+
+def _cause(own: RankError, out: Path, started: float, patience_s: float) -> RankError:
+    """The first cause among the errors of the ranks.  Waits up to `patience_s` while every known
+    error is only that a peer has gone."""
+    until = time.monotonic() + patience_s
+    while True:
+        cause = rank_error.first_cause([own, *rank_error.noted(out, started)]) or own
+        if not cause.is_secondhand or time.monotonic() >= until:
+            return cause
+        time.sleep(0.05)

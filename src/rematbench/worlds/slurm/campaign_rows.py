@@ -15,12 +15,11 @@ import msgspec
 
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.problem import Problem
-from rematbench.worlds.records.measured import BOUNDS, OF_CUDA, Measured
+from rematbench.worlds.records.measured import BOUNDS, OF_CUDA, Measured, measured_speed
 from rematbench.worlds.records.record import Record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import OURS, Campaign, CampaignCell
-from rematbench.worlds.slurm.records import CellRecord, decode
-from rematbench.worlds.speed import measured_speed
+from rematbench.worlds.slurm.campaign import OURS, Campaign, CampaignCell
+from rematbench.worlds.slurm.cell_records import CellRecord, decode
 
 Row = dict[str, Any]
 OUTCOME = ("status", "reason", "attempts", "job_id", "written", "record_key")
