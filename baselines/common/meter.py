@@ -19,11 +19,11 @@ class Meter(Tracker):
     counting: ClassVar["Meter | None"] = None
 
     def __init__(
-        self, told: Callable[[Tensor], bool] | None = None, device: torch.device | None = None
+        self, is_host: Callable[[Tensor], bool] | None = None, device: torch.device | None = None
     ) -> None:
         super().__init__(device)
         self.host_peak_bytes = 0
-        self._told = told
+        self._told = is_host
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:

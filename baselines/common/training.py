@@ -71,10 +71,10 @@ def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
         trainer.load(job.steps + number)
         if number == job.warmup:
             reset_peaks()
-        start = now()
+        start = synchronized_time()
         trainer.forward_backward(None)
         trainer.update()
-        seconds = now() - start
+        seconds = synchronized_time() - start
         if number >= job.warmup:
             answer.step_s.append(seconds)
     answer.allocated_bytes = torch.cuda.max_memory_allocated()
@@ -82,7 +82,7 @@ def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
     answer.pinned_bytes = pinned_peak()
 
 
-def now() -> float:
+def synchronized_time() -> float:
     """Seconds on the host's clock, with the device idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from torch import Tensor
 from baselines.common.interface import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
-from baselines.deepspeed.configuration import accepted, check, policy_of, read
+from baselines.deepspeed.configuration import check, policy_of, read, require_accepted
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import Batch
@@ -52,7 +52,7 @@ def refuse(job: PackageJob) -> None:
     """Raise NotRunnable by the guards, before any process starts."""
     check(job, _policy(job))
     if job.options:
-        accepted(read(job.options))
+        require_accepted(read(job.options))
     if job.device == "cpu":
         _preload()
 

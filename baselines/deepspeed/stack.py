@@ -1,4 +1,4 @@
-"""Tensors that the plain torch model of baselines/deepspeed keeps beside the operator table.
+"""Tensors that the plain torch model of baselines/deepspeed keeps beyond the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
@@ -23,7 +23,7 @@ NORMS: tuple[tuple[str, Part], ...] = (
 
 
 def stack(policy: DeepSpeed, problem: Problem) -> Stack:
-    """The tensors kept beside the table: norms' statistics, repeated KV heads, shared tables."""
+    """The tensors kept beyond the table: norms' statistics, repeated KV heads, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
@@ -74,7 +74,7 @@ def _states(problem: Problem) -> dict[str, int]:
 
 
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of the activations and of what ZeRO holds beside them under a plan, in bytes."""
+    """The peak of the activations and of what ZeRO holds besides them under a plan, in bytes."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - made_on_the_way(policy, problem)
 
@@ -100,8 +100,8 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
         offloaded=policy.offload_optimizer,
         stage=lay.zero_stage,
         overlap=policy.overlap_comm,
-        away=policy.offload_param,
-        remade=policy.checkpointing != "none" and policy.mlp_tiles > 1,
+        params_on_host=policy.offload_param,
+        tiles_rebuilt=policy.checkpointing != "none" and policy.mlp_tiles > 1,
     )
 
 
@@ -109,7 +109,7 @@ def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
     """Bytes that ZeRO 3 never frees."""
     made = _sizes(policy, problem)
     small = zero_sizes.small_elements(problem.workload.model)
-    away = problem.layout.dp > 1 or policy.offload_param  # gathered beside this rank's part
+    away = problem.layout.dp > 1 or policy.offload_param  # gathered besides this rank's part
     gathered = small if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,

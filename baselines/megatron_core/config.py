@@ -33,7 +33,9 @@ def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConf
         return TransformerConfig(**(own | given))
     except (ValueError, AssertionError, TypeError) as error:
         said = " ".join(str(error).split())
-        raise NotRunnable(f"megatron_core: it says {said or type(error).__name__}") from error
+        raise NotRunnable(
+            f"megatron_core: its configuration refuses this: {said or type(error).__name__}"
+        ) from error
 
 
 def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from rematbench.worlds.torch.batch import MicroBatch
 
 def stack() -> dict[str, str]:
     """The packages and their versions."""
-    beside = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
+    engines = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
     found = {name: version(name) for name in ("megatron-core", "torch")}
-    for name in beside:
+    for name in engines:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -61,7 +61,7 @@ def environment(job: PackageJob) -> dict[str, str]:
     One hardware queue: kernels then start in the order of their issue, and a collective before the
     GEMM that it overlaps with. A rank compiles its few small kernels on one thread: ranks, and the
     runs of an agreement, do so side by side. For offloading also TransformerEngine's older
-    implementation, which Megatron-LM asks for beside its own.
+    implementation, which Megatron-LM uses besides its own.
     """
     if job.device != "cuda":
         return {}

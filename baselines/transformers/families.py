@@ -30,7 +30,7 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
 class _Keys(NamedTuple):
-    """The keys of a family's config beside the keys that all families share."""
+    """The keys of a family's config besides the keys that all families share."""
 
     made: Callable[[Model], dict[str, Any]]
     said: tuple[str, ...]

@@ -124,7 +124,7 @@ def _handed_over(meter: Phases, parameter: torch.Tensor) -> None:
 
 
 def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
-    """NotRunnable if a tensor beside a flash kernel is seq_len x seq_len, in a forward or a
+    """NotRunnable if a tensor next to a flash kernel is seq_len x seq_len, in a forward or a
     backward. The check runs two layers at a length that no other dimension has."""
     small = deepcopy(config)
     small.num_hidden_layers = 2

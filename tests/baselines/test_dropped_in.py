@@ -57,7 +57,7 @@ class Toy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         yield cls()
 
     @classmethod
-    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+    def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
         """Nothing."""
         return ()
 

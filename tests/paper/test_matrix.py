@@ -103,7 +103,7 @@ def test_mistakes_in_a_declaration_are_one_line() -> None:
     spec = small(baseline="nobody", seq_lens=(5000,))
     assert spec.problems() == [
         "baseline: no arm 'nobody'",
-        "tokens_per_step 4194304 is no multiple of seq_len 5000",
+        "tokens_per_step 4194304 is not a multiple of seq_len 5000",
     ]
     with pytest.raises(ConfigError, match="no 'gpt'"):
         small().only(["gpt"], [])

@@ -15,7 +15,7 @@ from rematbench.worlds.records.record import Record, plan_hash, read_record
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import Cell, cell_names, cells
 from rematbench.worlds.reruns import CURVE_BOUND
-from rematbench.worlds.run_records import as_run
+from rematbench.worlds.run_records import as_executed
 from rematbench.worlds.trained import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_a_record_of_the_current_plan_has_the_current_ledger(path: Path) -> None
         assert found.spec.method not in ALWAYS, stale
         return
     program = lower(cell.plan, cell.problem)
-    run = as_run(cell.problem)
+    run = as_executed(cell.problem)
     simulated = program_bytes(run, cell.plan, lower(cell.plan, run))
     for rank in found.measured.ranks[:1]:
         expected = max(device for device, _ in live_bytes(program.ranks[rank.pp].actions()))

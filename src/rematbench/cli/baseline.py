@@ -29,8 +29,8 @@ from rematbench.host.console import CommandError, console, gib, grid, left, plai
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.worlds import package
-from rematbench.worlds.packages.process import baselines, own_system, policy
-from rematbench.worlds.packages.stack import packaged
+from rematbench.worlds.packages.process import baselines, package_system, policy
+from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
 from rematbench.worlds.records.record import Record, encode_record, make_record, write_record
 
@@ -59,7 +59,7 @@ def of_baseline(options: RunOptions) -> Request:
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
     if problem["system"] == DEFAULT_SYSTEM:
-        problem["system"] = own_system(options.method, DEFAULT_SYSTEM)
+        problem["system"] = package_system(options.method, DEFAULT_SYSTEM)
     plain_options = RunOptions(
         **{**vars(options), "method": IDENTITY, "settings": None, "problem": problem},
     )
@@ -88,7 +88,7 @@ def predict_baseline(
     """
     need_file("--out", out)
     made = of_baseline(run)
-    here = packaged(made.method, made.problem)
+    here = package_problem(made.method, made.problem)
     outcome = evaluate_method(here, made.method)
     record = make_record(here, made.method, outcome, asked=made.problem)
     if out is not None:

@@ -67,7 +67,7 @@ def converge(
     """
     need_torch()
     need_folder("-o", output)
-    found, left_out = trained.chosen(cells(load_suite(suite), [], only or []))
+    found, left_out = trained.select_cells(cells(load_suite(suite), [], only or []))
     for line in left_out:
         typer.echo(line)
     if not found:

@@ -18,9 +18,9 @@ from rematbench.worlds.records.suite_cells import Cell, problem_of
 from rematbench.worlds.run_records import (
     activation_bytes,
     compared,
-    leave,
     measured,
     measured_record,
+    write_rank_record,
 )
 
 if TYPE_CHECKING:
@@ -47,23 +47,23 @@ class How(msgspec.Struct, frozen=True, kw_only=True):
 def run(
     cell: Cell,
     how: How,
-    other: Cell | None = None,
+    reference: Cell | None = None,
     *,
     timeout_s: float,
     place: "LauncherPlace | None" = None,
     out: Path | None = None,
 ) -> Record | None:
-    """The record of a cell, compared with the losses and gradients of `other` where given.  Where
-    only `other` fails, the cell's record has the failure of `other`.
+    """The record of a cell, compared with the losses and gradients of `reference` where
+    given.  Where only `reference` fails, the cell's record has the failure of `reference`.
 
     `place`: this process is a rank that a launcher started.  The record is then written to `out`;
     a rank without a record returns None.
     """
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
-    both = [cell, *([other] if other else [])]
-    reason = next((one.plan.reason for one in both if isinstance(one.plan, Unsupported)), "")
-    cases = [] if reason else [_case(one, how) for one in both]
+    cells = [cell, *([reference] if reference else [])]
+    reason = next((one.plan.reason for one in cells if isinstance(one.plan, Unsupported)), "")
+    cases = [] if reason else [_case(one, how) for one in cells]
     reason = reason or next(filter(None, map(processes.refusal, cases)), "")
     if reason:
         record = _record(cell, ("unsupported", reason, None), (), how)
@@ -71,12 +71,12 @@ def run(
             write_record(record, out)
         return record
     if place is not None:
-        return _as_rank(both, cases, place, timeout_s, out, how)
+        return _as_rank(cells, cases, place, timeout_s, out, how)
     hosts = (cell.problem.layout.gpus,)
-    return _strictly(both, processes.run_spawned(cases, timeout_s), hosts, how)
+    return _strictly(cells, processes.run_spawned(cases, timeout_s), hosts, how)
 
 
-def again(record: Record, cell: Cell, registry: Registry) -> Record:
+def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
     """The record of a new run of an executed record, in processes of this machine, with the
     record's number of steps and compared with the method that the record names."""
     found = record.measured or Measured()
@@ -98,7 +98,7 @@ def again(record: Record, cell: Cell, registry: Registry) -> Record:
 
 
 def run_cells(
-    found: Sequence[Cell], timeout_s: float, how: How | None = None
+    cells: Sequence[Cell], timeout_s: float, how: How | None = None
 ) -> Iterator[tuple[Cell, Record]]:
     """Every cell with its record, in one launch per world size.  With `how.compare` each cell is
     compared with keep_all on the same problem and batches; where keep_all fails, the cell's record
@@ -106,8 +106,8 @@ def run_cells(
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
     how = how or How()
-    for size in sorted({cell.problem.layout.gpus for cell in found}):
-        same = [cell for cell in found if cell.problem.layout.gpus == size]
+    for size in sorted({cell.problem.layout.gpus for cell in cells}):
+        same = [cell for cell in cells if cell.problem.layout.gpus == size]
         bases = {cell.name: _keep_all(cell) for cell in same} if how.compare else {}
         cases: dict[str, Case] = {}
         for one in (one for cell in same for one in (bases.get(cell.name), cell)):
@@ -153,14 +153,14 @@ def _case(cell: Cell, how: How) -> "Case":
 
 
 def _as_rank(
-    both: list[Cell],
+    cells: list[Cell],
     cases: "list[Case]",
     place: "LauncherPlace",
     timeout_s: float,
     out: Path | None,
     how: How,
 ) -> Record | None:
-    """The record of a rank that a launcher started.  A rank that fails writes its error beside
+    """The record of a rank that a launcher started.  A rank that fails writes its error next to
     `out` before it ends: rank 0 sees only a broken connection."""
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import failure  # noqa: PLC0415
@@ -171,48 +171,50 @@ def _as_rank(
     except Exception as error:
         if out is not None:
             lost = (*rank_error.recorded(*failure(error)), None)
-            leave(_record(both[0], lost, (), how), out, place.rank, started)
+            write_rank_record(_record(cells[0], lost, (), how), out, place.rank, started)
         if isinstance(error, processes.RendezvousError):
             raise CommandError(str(error)) from error
         raise
     if not results:
         return None
-    record = _strictly(both, results, hosts, how)
-    return leave(record, out, place.rank, started) if out is not None else record
+    record = _strictly(cells, results, hosts, how)
+    return write_rank_record(record, out, place.rank, started) if out is not None else record
 
 
 def _strictly(
-    both: list[Cell], results: "list[Result]", hosts: tuple[int, ...], how: How
+    cells: list[Cell], results: "list[Result]", hosts: tuple[int, ...], how: How
 ) -> Record:
-    """The record of the first of `both` cells, compared with the second where given; with the
+    """The record of the first of `cells`, compared with the second where given; with the
     failure of the first result that failed."""
     broken = next((result for result in results if result.status != "ok"), results[0])
-    other = results[1] if len(both) > 1 else None
-    outcome = _outcome(both[0], broken, other, both[-1].name)
-    return _record(both[0], outcome, hosts, how)
+    reference = results[1] if len(cells) > 1 else None
+    outcome = _outcome(cells[0], broken, reference, cells[-1].name)
+    return _record(cells[0], outcome, hosts, how)
 
 
 def _outcome(
-    cell: Cell, result: "Result | None", other: "Result | None", against: str
+    cell: Cell, result: "Result | None", reference: "Result | None", against: str
 ) -> tuple[Status, str, Measured | None]:
-    """The status, reason and numbers of a cell, compared with `other` where given."""
+    """The status, reason and numbers of a cell, compared with `reference` where given."""
     if isinstance(cell.plan, Unsupported):
         return "unsupported", cell.plan.reason, None
     assert result is not None
     if result.status != "ok":
         return (*rank_error.recorded(result.status, result.reason), None)
     found = measured(cell.problem, cell.plan, result)
-    if other is None:
+    if reference is None:
         return "ok", "", found
-    return outcome_of(found, compared(cell.problem, result, other, against))
+    return compared_outcome(found, compared(cell.problem, result, reference, against))
 
 
-def outcome_of(found: Measured, other: Comparison) -> tuple[Status, str, Measured | None]:
+def compared_outcome(
+    measured_run: Measured, comparison: Comparison
+) -> tuple[Status, str, Measured | None]:
     """The status, reason and numbers of a compared run.  A NaN or infinite error fails the run, as
     such a loss does."""
-    if other.not_finite:
-        return (*rank_error.recorded("nan", other.not_finite), None)
-    return "ok", "", msgspec.structs.replace(found, comparison=other)
+    if comparison.not_finite:
+        return (*rank_error.recorded("nan", comparison.not_finite), None)
+    return "ok", "", msgspec.structs.replace(measured_run, comparison=comparison)
 
 
 def _record(

@@ -11,7 +11,7 @@ from rematbench.worlds.records.suite_cells import Cell
 from rematbench.worlds.run_records import measured_ranks, measured_record
 
 
-def again(record: Record, cell: Cell) -> Record:
+def rerun(record: Record, cell: Cell) -> Record:
     """The record of a new trace of the pipeline rank that a traced record names."""
     return run(cell, record.measured.ranks[0].pp if record.measured else None)
 

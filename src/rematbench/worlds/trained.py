@@ -16,20 +16,20 @@ from rematbench.worlds.run_records import activation_bytes, measured_record
 TEXT_BYTES = 4 << 20
 
 
-def again(record: Record, cell: Cell) -> Record:
+def rerun(record: Record, cell: Cell) -> Record:
     """The record of a new training run with the number of steps of a record."""
     assert record.measured is not None
     return run(cell, record.measured.steps)
 
 
-def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+def select_cells(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
     """The cells to train: keep_all on every problem, and every other method and variant on the
     first problem where its program is not keep_all's.  Beside them a line per problem that names
     the cells left out and why."""
     trained: list[Cell] = []
     where: dict[str, str] = {}
     left_out: dict[str, dict[str, list[str]]] = {}
-    for cell in found:
+    for cell in cells:
         problem, name = cell.name.split(".", maxsplit=1)
         reason = f"trained on {where[name]}" if name in where else _without_work(cell)
         if reason:

@@ -21,7 +21,7 @@ from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite_cells import Cell
 
 if TYPE_CHECKING:
-    from rematbench.measure.torch.action_seconds import Key, Taken
+    from rematbench.measure.torch.action_seconds import Key, TimedAction
     from rematbench.measure.torch.turns import Turns
 
 STEPS = 3
@@ -78,7 +78,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
 
     executor = turns.executor(cell.problem, plan, TimedExecutor)
     assert isinstance(executor, TimedExecutor)
-    seen = [executor.step_taken() for _ in range(1 + STEPS)][1:]  # the first warms up
+    seen = [executor.timed_step() for _ in range(1 + STEPS)][1:]  # the first warms up
     steps = [by_key(taken) for _, taken in seen]
     predicted = action_seconds(cell.problem, lower(plan, cell.problem))
     known = {"cell": cell.name, **machine.about(cell.problem.calibration)}
@@ -94,7 +94,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
     return [whole, *(Spent(**_spent(key, own, predicted), **known) for key, own in keys.items())]
 
 
-def _spent(key: "Key", steps: "list[list[Taken]]", predicted: Any) -> dict[str, Any]:
+def _spent(key: "Key", steps: "list[list[TimedAction]]", predicted: Any) -> dict[str, Any]:
     """The fields of a line: medians over steps of the sums over a step's actions."""
     sums = [math.fsum(one.seconds for one in step) for step in steps]
     wanted = math.fsum(predicted.timing(one.action, 0).seconds for one in steps[0])

@@ -33,8 +33,8 @@ BOTH = Crowd(1.0, 0.0, 0.0, 0.0)
 
 
 def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
-    """Pinned copies each way, both ways, and both beside square products of `width`; and making
-    pinned memory."""
+    """Pinned copies each way, both ways, and both during square products of `width`; and allocation
+    of pinned memory."""
     cost, pinned = place.problem.cost, int(place.device.type == "cuda")
     alone = {name: cost.copy_s(nbytes, name) for name in COPIES}
     both = max(cost.copy_s(nbytes, name, BOTH) for name in COPIES)
@@ -50,13 +50,13 @@ def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
         ("overlap", (*COPIES, "compute"), max(many * one, both)),
     ]
     for what, streams, predicted_s in asked:
-        beside = gemms | {"streams": "+".join(streams)} if "compute" in streams else {}
-        moved = 0.0 if beside else float(nbytes * len(streams))
+        products_shape = gemms | {"streams": "+".join(streams)} if "compute" in streams else {}
+        moved = 0.0 if products_shape else float(nbytes * len(streams))
         yield Probe(
             what=what,
             implementation="torch",
             dtype="",
-            shape=shape | beside,
+            shape=shape | products_shape,
             make=partial(_copying, place, nbytes, width, many, streams),
             work=moved,
             unit="bytes" if moved else "",

@@ -36,13 +36,13 @@ from rematbench.worlds.torch.worker import release_memory
 
 RULE = AdamW(lr=1e-4)
 SEED = 7
-MOST_STEPS = 5
+MAX_STEPS = 5
 TIMED_S = 1.0
-"""Seconds of timed steps of a turn: one step if it takes longer, at most MOST_STEPS.  More turns
+"""Seconds of timed steps of a turn: one step if it takes longer, at most MAX_STEPS.  More turns
 say more than more steps of a turn, because rounds differ by more than the steps of a turn do."""
 
 
-class Seen(NamedTuple):
+class TurnResult(NamedTuple):
     """A turn: seconds of its timed steps and of the host that issued them, seconds of the warm-up
     step, the allocators' peaks (0 on a CPU), and the GPU's state during the warm-up."""
 
@@ -70,8 +70,8 @@ class Turns:
     def turn(
         self, problem: Problem, plan: Plan, means: Means | None = None
     ) -> tuple[str, str, dict[str, Any]]:
-        """The status of a turn, the reason of a failure, and the fields of `Seen`.  `means`: the
-        step written by hand with these means of torch, in place of the plan's executor."""
+        """The status of a turn, the reason of a failure, and the fields of `TurnResult`.  `means`:
+        the step written by hand with these means of torch, in place of the plan's executor."""
         try:
             return "ok", "", self._turn(problem, plan, means)._asdict()
         except Exception as error:
@@ -84,7 +84,7 @@ class Turns:
         if self.device.type == "cuda":
             release_memory(self.device)
 
-    def _turn(self, problem: Problem, plan: Plan, means: Means | None) -> Seen:
+    def _turn(self, problem: Problem, plan: Plan, means: Means | None) -> TurnResult:
         run: Executor | PlainLoop
         limit_memory(self.device, problem.usable_bytes)
         if self.device.type == "cuda":
@@ -94,14 +94,14 @@ class Turns:
             pinned = run.movers.host
         else:
             run, pinned = PlainLoop(self._model(problem, plan), RULE, means), None
-        self.release()  # peaks of drawing weights are no part of training
+        self.release()  # peaks of drawing weights do not belong to training
         clock = make_streams(self.device).clock
         stop = clock()
         run.issue_step()
         state = self.state()  # while the device works
         warm_s = stop()
         steps, issued = [], []
-        for _ in range(max(1, min(MOST_STEPS, math.ceil(TIMED_S / warm_s)))):
+        for _ in range(max(1, min(MAX_STEPS, math.ceil(TIMED_S / warm_s)))):
             start, stop = time.perf_counter(), clock()
             run.issue_step()
             issued.append(time.perf_counter() - start)
@@ -109,7 +109,7 @@ class Turns:
         if not math.isfinite(float(run.loss)):
             raise NotFinite(f"the loss is {float(run.loss)}")
         peaks = self._peaks(pinned.pinned_bytes if pinned else 0)
-        return Seen(tuple(steps), tuple(issued), warm_s, *peaks, state)
+        return TurnResult(tuple(steps), tuple(issued), warm_s, *peaks, state)
 
     def executor(self, problem: Problem, plan: Plan, kind: type[Executor] = Executor) -> Executor:
         """The executor of a plan on the shared weights, with its batch; NotExecutable for a plan

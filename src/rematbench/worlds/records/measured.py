@@ -2,7 +2,7 @@
 gradient norms, bytes and seconds per rank, and the speed of its steps.  They are part of a Record;
 tensors are not.
 
-Records hold no CPU seconds, because CPU seconds are never performance.
+Records hold no CPU seconds, because CPU seconds do not measure performance.
 """
 
 import math
@@ -44,7 +44,7 @@ class RankMeasured(
 ):
     """The numbers of one process: its rank in the job, its pipeline rank, its bytes and seconds.
 
-    `activation_peak_bytes`: the peak of live storages that are no states, also inside operators;
+    `activation_peak_bytes`: the peak of live storages that are not states, also inside operators;
     `state_bytes`: parameters, gradients, optimizer states.  On GPUs only: `step_s` of the timed
     steps, the allocator's `allocated_bytes` and `reserved_bytes`, and `pinned_bytes` (host memory
     that torch holds pinned, which may be more than was requested).

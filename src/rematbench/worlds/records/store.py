@@ -159,7 +159,7 @@ class Store:
         self._held = None
         number, _ = self.latest(lease.key)
         if number != lease.attempt or self.finished(lease.key) is not None:
-            self.say(f"{lease.key}: taken over by another job, whose record stands")
+            self.say(f"{lease.key}: another job took the lease, and its record is kept")
             return False
         write_atomically(self.path(lease.key), data)
         if self.is_final(data):

@@ -39,10 +39,10 @@ def allocator_settings() -> str:
     """The present settings of torch's allocators, from the environment or a call. Empty where torch
     does not report the settings."""
     try:
-        told = torch.cuda.memory._snapshot()["allocator_settings"]
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
     except (AttributeError, KeyError):
         return ""
-    return str(told.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return str(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def pin_requested_size() -> None:
@@ -51,36 +51,36 @@ def pin_requested_size() -> None:
     Otherwise torch pins the next power of two, up to twice what is offloaded. torch unpins such a
     block when it is freed, so only a pool that keeps its blocks gains.
     """
-    given = allocator_settings()
-    if PINNED_CACHE_KEY not in given:
+    settings = allocator_settings()
+    if PINNED_CACHE_KEY not in settings:
         with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know the key
-            _set(given, f"{PINNED_CACHE_KEY}:1")
+            _set(settings, f"{PINNED_CACHE_KEY}:1")
 
 
 def set_expandable_segments(*, expandable: bool) -> None:
     """Let segments of torch's allocator grow, or not, as the stack says; RuntimeError where torch
     cannot.  What is allocated stays where it is."""
-    given = [word for word in allocator_settings().split(",") if word]
-    others = [word for word in given if not word.startswith(SEGMENTS_KEY)]
-    if not expandable and others == given:
+    settings = [word for word in allocator_settings().split(",") if word]
+    others = [word for word in settings if not word.startswith(SEGMENTS_KEY)]
+    if not expandable and others == settings:
         return
     word = f"{SEGMENTS_KEY}:{expandable}"
     try:
         done = _set(",".join(others), word)
-    except ValueError:  # torch 2.11 has what it refused among the settings given
+    except ValueError:  # torch 2.11 has what it refused among the present settings
         known = (one for one in others if not one.startswith(PINNED_CACHE_KEY))
         done = _set(",".join(known), word)
     if not done:
         raise RuntimeError(f"torch {torch.__version__} cannot set {SEGMENTS_KEY} in a process")
 
 
-def _set(given: str, word: str) -> bool:
+def _set(settings: str, word: str) -> bool:
     """Add a setting of torch's allocators to those given, because a call resets all settings that
     it does not name; whether torch has the call."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if setting is None:
         return False
-    setting(",".join(one for one in (given, word) if one))
+    setting(",".join(one for one in (settings, word) if one))
     return True
 
 

@@ -336,25 +336,25 @@ class Messages:
         else:
             self._begin(found, self._send(data, found))
 
-    def _begin(self, found: Message, work: dist.Work) -> None:
-        self.pending.append(self.streams.pending(found.channel, work))
+    def _begin(self, message: Message, work: dist.Work) -> None:
+        self.pending.append(self.streams.pending(message.channel, work))
 
-    def _send(self, data: Tensor, found: Message) -> dist.Work:
-        channel = found.channel
-        return self.groups.send(data, channel.receiver, channel.direction, found.tag)
+    def _send(self, data: Tensor, message: Message) -> dist.Work:
+        channel = message.channel
+        return self.groups.send(data, channel.receiver, channel.direction, message.tag)
 
-    def _receive(self, data: Tensor, found: Message) -> None:
-        channel = found.channel
-        work = self.groups.receive(data, channel.sender, channel.direction, found.tag)
-        self._begin(found, work)
+    def _receive(self, data: Tensor, message: Message) -> None:
+        channel = message.channel
+        work = self.groups.receive(data, channel.sender, channel.direction, message.tag)
+        self._begin(message, work)
 
-    def _post(self, data: Tensor, found: Message) -> None:
+    def _post(self, data: Tensor, message: Message) -> None:
         """Send a copy on gloo. Gloo's send ends when the receiver is ready and holds the host until
         then, where a GPU's host would go on issuing. The copy is transport memory, outside the
         ledger; the action's event is complete at once."""
         with _disable_current_modes():
             copy = data.clone()
-        self.posted.append((self._send(copy, found), copy))
+        self.posted.append((self._send(copy, message), copy))
 
     def flush(self) -> None:
         """Wait until every copied message is sent."""
@@ -374,11 +374,11 @@ class Messages:
         whole = Value(data, 0, self.model.shapes.shard_tokens)
         self.memory.put(span.key(action.allocs[0].name), whole)
 
-    def _send_tied(self, found: Message) -> None:
+    def _send_tied(self, message: Message) -> None:
         tied, arrival = self.tied, self.arrival
         assert tied is not None
         assert arrival is not None
-        self._begin(found, self._send(tied.grad_flat, found))
+        self._begin(message, self._send(tied.grad_flat, message))
         self.callbacks.append(partial(_add, tied.grad_flat, arrival))
 
 

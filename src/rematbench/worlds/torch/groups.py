@@ -74,14 +74,14 @@ class Group(NamedTuple):
     rank: int
     handle: dist.ProcessGroup | None
 
-    def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """out = every rank's rows in rank order; `own` may be its place in `out` (NCCL allows
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """out = every rank's rows in rank order; `part` may be its place in `out` (NCCL allows
         it)."""
         if self.handle is None:
-            out.view(-1).copy_(own.reshape(-1))
+            out.view(-1).copy_(part.reshape(-1))
             return
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._call(partial(call, group=self.handle), out, own.contiguous())
+        self._call(partial(call, group=self.handle), out, part.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
         """out = this rank's rows of the sum; `out` may lie in `whole` (NCCL allows it)."""
@@ -249,7 +249,7 @@ class Groups:
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
         """Start to receive into a tensor. NCCL has no tags: its messages arrive in the order of
-        their sends (see `messages.reordered_channel`)."""
+        their sends (see `exchanges.reordered_channel`)."""
         group = self.channels[Channel(direction, stage, self.place.pp)]
         work = dist.irecv(tensor, self.peer(stage), group=group, tag=tag)
         assert work is not None

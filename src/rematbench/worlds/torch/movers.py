@@ -90,8 +90,8 @@ def weights_to_device(parameters: Iterable[Parameter], streams: Streams, stream:
         streams.run(stream, _copy(here, there))
 
 
-def _copy(to: Tensor, given: Tensor) -> Callable[[], Tensor]:
-    return lambda: to.copy_(given, non_blocking=True)
+def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
+    return lambda: target.copy_(source, non_blocking=True)
 
 
 def _host(parameter: Parameter) -> HostShard:

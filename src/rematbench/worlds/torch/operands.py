@@ -94,7 +94,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
     """The tensors that an action's operator reads. A gathered copy replaces a single input;
-    attention reads the copy beside its queries."""
+    attention reads the copy and its queries."""
     there = {identity(name): name for name in action.reads if not is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {
@@ -110,15 +110,15 @@ def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...
 
 
 def _places(
-    made: dict[str, str], there: dict[str, str], new: dict[str, str], part: str | None
+    outputs: dict[str, str], existing: dict[str, str], new: dict[str, str], part: str | None
 ) -> dict[str, tuple[str, bool]]:
     """The storages of the outputs: new storages, or rows of storages that exist."""
     places: dict[str, tuple[str, bool]] = {}
-    for output, storage in made.items():
+    for output, storage in outputs.items():
         if fresh := new.get(storage) or part:
             places[output] = (fresh, True)
-        elif storage in there:
-            places[output] = (there[storage], False)
+        elif storage in existing:
+            places[output] = (existing[storage], False)
     return places
 
 

@@ -279,16 +279,16 @@ def _row_weight(call: Call) -> None:
 
 
 SUM_PIECES = 16
-"""Pieces in which a sum is made that nobody keeps: recomputation ends with the layer's output, and
-a whole tensor for it would be in no ledger."""
+"""Pieces in which a sum is computed whose result is dropped. Recomputation ends with the layer's
+output, and the ledger has no whole tensor for it."""
 
 
 def _residual(call: Call) -> Tensors:
     x, skip = (call.tensors[name] for name in call.op.inputs)
     if call.op.outputs[0] in call.wanted:
         return {call.op.outputs[0]: x + skip}
-    for rows, beside in zip(x.chunk(SUM_PIECES), skip.chunk(SUM_PIECES), strict=True):
-        torch.add(rows, beside)
+    for rows, added in zip(x.chunk(SUM_PIECES), skip.chunk(SUM_PIECES), strict=True):
+        torch.add(rows, added)
     return {}
 
 

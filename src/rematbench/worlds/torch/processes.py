@@ -62,7 +62,7 @@ def _held(case: Case, count: int) -> int:
 
 def initialization_bytes(case: Case) -> int:
     """Peak bytes of all ranks while weights are drawn. Each rank holds one whole parameter in
-    float64 beside the parameters that it has made."""
+    float64 next to the parameters that it has."""
     lay, total = case.problem.layout, 0
     for stage in range(lay.pp):
         made, most = 0, 0
@@ -260,7 +260,7 @@ def _meet(place: LauncherPlace, backend: str, timeout_s: float) -> None:
     except Exception as error:  # torch's, gloo's and NCCL's errors have no common class
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise RendezvousError(
-            f"rank {place.rank} has not met the others of {place.world_size} processes at {where} "
+            f"rank {place.rank} did not meet the other ranks of {place.world_size} at {where} "
             f"(MASTER_ADDR, MASTER_PORT) within {timeout_s:g} s: {why}"
         ) from error
 
@@ -295,27 +295,27 @@ def _run_case(
     case: Case,
     place: LauncherPlace,
     device: torch.device,
-    known: dict[tuple[object, ...], Groups],
+    groups: dict[tuple[object, ...], Groups],
     talk: dist.ProcessGroup,
 ) -> Result | None:
     """Run a case on this rank; the case's result on rank 0, else None. Ranks that fail alike (NaN,
     refused) all return a result; where one rank fails alone, the others end at the timeout."""
-    own: RankResult | tuple[Status, str]
+    outcome: RankResult | tuple[Status, str]
     try:
-        own = run_case(case, place.rank, device, known)
+        outcome = run_case(case, place.rank, device, groups)
     except Exception as error:
         status, reason = failure(error)
-        own = (status, f"rank {place.rank}: {reason}")
+        outcome = (status, f"rank {place.rank}: {reason}")
         if place.rank != 0:
             raise
-    if isinstance(own, tuple):
-        return Result(name=case.name, status=own[0], reason=own[1])
-    ranks = _gathered(own, place, talk)
+    if isinstance(outcome, tuple):
+        return Result(name=case.name, status=outcome[0], reason=outcome[1])
+    ranks = _gathered(outcome, place, talk)
     return combine(case, ranks) if place.rank == 0 else None
 
 
-def _gathered(own: object, place: LauncherPlace, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
+def _gathered(value: object, place: LauncherPlace, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
     """The objects of every rank on rank 0, in rank order; empty elsewhere."""
-    found: list[object] | None = [None] * place.world_size if place.rank == 0 else None
-    dist.gather_object(own, found, dst=0, group=talk)
-    return found or []
+    values: list[object] | None = [None] * place.world_size if place.rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=talk)
+    return values or []

@@ -98,17 +98,17 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
     raise SystemExit(1)
 
 
-def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
+def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
     """The process groups for the case's degrees, made once per process."""
     lay, order = case.problem.layout, case.problem.system.rank_order
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
-    if degrees not in known:
-        known[degrees] = Groups(lay, order, rank)
-    return known[degrees]
+    if degrees not in groups:
+        groups[degrees] = Groups(lay, order, rank)
+    return groups[degrees]
 
 
 def run_case(
-    case: Case, rank: int, device: torch.device, known: dict[tuple[object, ...], Groups]
+    case: Case, rank: int, device: torch.device, cached_groups: dict[tuple[object, ...], Groups]
 ) -> RankResult:
     """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
@@ -116,11 +116,11 @@ def run_case(
     lowered = case.program or lower(plan, problem)
     if device.type == "cuda":
         _start_on_gpu(case, lowered, device)
-    groups = _groups(case, rank, known)
+    groups = _groups(case, rank, cached_groups)
     groups.connect(device, used_channels(lowered, problem.layout))
-    threads, here = drawing_threads(device), case.device_weights
+    threads, on_device = drawing_threads(device), case.device_weights
     model = RankModel(
-        problem, plan, groups.place, device, case.seed, threads=threads, device_weights=here
+        problem, plan, groups.place, device, case.seed, threads=threads, device_weights=on_device
     )
     program = lowered.ranks[groups.place.pp]
     streams = case.streams(rank) if case.streams else None
@@ -129,7 +129,7 @@ def run_case(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=streams
     )
     if device.type == "cuda":
-        release_memory(device)  # peaks of drawing weights are no part of training
+        release_memory(device)  # peaks of drawing weights do not belong to training
     result = empty_result(groups, executor)
     if case.shards:
         executor.before_update = lambda parameters: result.gradients[-1].update(
@@ -149,7 +149,9 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     cycles), the caches emptied and the peaks reset."""
     wrong = reordered_channel(program, case.problem.layout)
     if wrong:
-        raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
+        raise NotExecutable(
+            f"NCCL has no tags, and messages are not received in the order of sending from {wrong}"
+        )
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
         torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
     # The stream that allocates an action's outputs is not the stream that writes them.
