@@ -65,9 +65,9 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "streams.CudaStreams.clock.stop: end.synchronize",
     ),
     "timed copies": (
-        "rates.at_once: streams.begin",
-        "rates.at_once: streams.on",
-        "rates.at_once: streams.flush",
+        "probe_rates.at_once: streams.begin",
+        "probe_rates.at_once: streams.on",
+        "probe_rates.at_once: streams.flush",
     ),
     "opened channels": ("groups.Groups.connect: start(token, other, channel.direction, 0).wait",),
 }
@@ -76,7 +76,7 @@ NO_ORDER = {
     "groups.Groups.connect: torch.cuda.synchronize": (
         "before the first step: what NCCL does to open a communicator is no part of any step's time"
     ),
-    "rates.Rates._times: self.repeats.wait": "before the repeats: the first call compiles",
+    "probe_rates.Rates._times: self.repeats.wait": "before the repeats: the first call compiles",
     "repeats.Repeats.wait: torch.cuda.synchronize": "its seconds are the host's clock's",
     "repeats.Repeats.of_device: self.wait": "counts the calls of a sample, by the host's clock",
     "repeats.Repeats._host: self.wait": "as repeats.Repeats.wait",
