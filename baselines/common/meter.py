@@ -73,9 +73,9 @@ class Meter(Tracker):
 
         return called
 
-    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
+    def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         if not self._looking_away:
-            super()._see(storage, host=host)
+            super()._register(storage, host=host)
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _is_host(self, tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baselines.common import driver, resources, training
-from baselines.common.driver import write
+from baselines.common.driver import write_record_of
 from baselines.common.interface import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
 from rematbench.spec.paths import data_dir
@@ -154,7 +154,7 @@ def test_a_record_of_gpus_has_seconds_and_the_allocators_peaks(
         RankAnswer(label="megatron-core", step_s=[s, s], allocated_bytes=7, reserved_bytes=8)
         for s in (0.5, 0.25)
     ]
-    write(run, asked, tmp_path / "0.json", "ok", "", answers)
+    write_record_of(run, asked, tmp_path / "0.json", "ok", "", answers)
     record = read_record(tmp_path / "0.json")
     seen, engine = record.measured, record.engine
     assert (engine.device, engine.backend, seen.warmup_steps) == ("NVIDIA H800", "nccl", 3)

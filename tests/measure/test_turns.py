@@ -171,9 +171,9 @@ def test_what_does_not_run_loses_nothing_of_the_rest() -> None:
 def test_repeats_end_when_they_are_steady_or_the_time_is_over() -> None:
     later = time.monotonic() + 60
     steady = iter([9.0, *[1.0] * 100])  # the first warms up
-    assert repeats.repeated(lambda: next(steady), later) == [1.0] * repeats.LEAST
+    assert repeats.repeated(lambda: next(steady), later) == [1.0] * repeats.MIN_REPEATS
     wild = iter(float(n % 7 + 1) for n in range(1000))
-    assert len(repeats.repeated(lambda: next(wild), later)) == repeats.MOST
+    assert len(repeats.repeated(lambda: next(wild), later)) == repeats.MAX_REPEATS
     assert len(repeats.repeated(lambda: 1.0, time.monotonic() - 1)) == 1
     assert repeats.spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 

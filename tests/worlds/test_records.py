@@ -16,7 +16,7 @@ from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import Cell, cell_names, cells
 from rematbench.worlds.reruns import CURVE_BOUND
 from rematbench.worlds.run_records import as_executed
-from rematbench.worlds.trained import chosen
+from rematbench.worlds.trained import select_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "results" / "measured"
@@ -179,7 +179,7 @@ CURVES = sorted((MEASURED / "convergence").glob("*.json"))
 @cache
 def trained() -> dict[str, Cell]:
     suite = load_suite(ROOT / "config" / "convergence.yaml")
-    return {cell.name: cell for cell in chosen(cells(suite, []))[0]}
+    return {cell.name: cell for cell in select_cells(cells(suite, []))[0]}
 
 
 def test_every_curve_of_the_suite_is_committed() -> None:

@@ -56,7 +56,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "executor.Executor.issue_step: self.messages.flush",
         "exchanges.Messages.flush: self.posted.pop()[0].wait",
         "streams.Mark.finish: self.messages.pop(0).wait",
-        "streams.HostStreams.wait: mark.finish",
+        "streams.Streams.wait: mark.finish",
     ),
     "waiting from elsewhere": ("streams.CudaStreams.wait: self.on",),
     "timed steps": (

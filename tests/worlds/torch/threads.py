@@ -10,14 +10,12 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from rematbench.engine.program.action import STREAMS
-from rematbench.worlds.torch.streams import Mark, PendingMessage, host_clock
+from rematbench.worlds.torch.streams import Mark, Streams
 
 GIVE_UP_S = 60.0
 HOST_STREAMS = ("compute", "pp_send", "pp_recv")
@@ -32,7 +30,7 @@ class Flag(Mark):
         self.reached = threading.Event()
 
 
-class ThreadStreams:
+class ThreadStreams(Streams):
     """One thread per stream; `delay_s` is the longest random delay before a piece of work. The
     threads run from `begin` to `flush`."""
 
@@ -50,17 +48,13 @@ class ThreadStreams:
             except BaseException as error:  # flush raises the error on the host
                 self.errors.append(error)
 
-    def on(self, stream: str) -> AbstractContextManager[object]:
-        """An empty context: `run` gets the stream by name."""
-        return nullcontext()
-
-    def run(self, stream: str, work: Work, output: torch.Tensor | None = None) -> None:
+    def run(self, stream: str, work: Work, fresh: torch.Tensor | None = None) -> None:
         """Queue work on the stream's thread, which delays the work at random."""
         if stream == "compute":
             work()
             return
-        if output is not None and output.is_floating_point():
-            output.fill_(float("nan"))
+        if fresh is not None and fresh.is_floating_point():
+            fresh.fill_(float("nan"))
         delay = self.random.random() * self.delay_s
 
         def later() -> None:
@@ -93,25 +87,10 @@ class ThreadStreams:
         if not mark.reached.wait(GIVE_UP_S):
             raise TimeoutError(f"an event was not reached within {GIVE_UP_S:g} s")
 
-    def storage_pool(self) -> AbstractContextManager[object]:
-        """An empty context: a CPU has one memory pool."""
-        return nullcontext()
-
-    def share(self, stream: str, tensor: torch.Tensor) -> None:
-        """Nothing to do, because queued work holds its tensors."""
-
-    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
-        """The work's own handle: the host waits for the message."""
-        return work
-
     def begin(self) -> None:
         """Start the threads."""
         for waiting in self.queues.values():
             threading.Thread(target=self._work, args=(waiting,), daemon=True).start()
-
-    def clock(self) -> Callable[[], float]:
-        """A clock of the host's time, which includes the delays."""
-        return host_clock()
 
     def flush(self) -> None:
         """Wait for every thread and end it; raise the first error."""

@@ -61,7 +61,7 @@ class Tracker(DispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            self._forget(key)
+            self._remove(key)
             if key not in self._excluded:
                 self._excluded.add(key)
                 self._states.append(storage)
@@ -104,22 +104,22 @@ class Tracker(DispatchMode):
 
     def register(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, if the storage is new."""
-        self._see(tensor.untyped_storage(), host=self._is_host(tensor))
+        self._register(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:
         """Whether the storage of a tensor counts as host bytes."""
         return self._all_host or (self._apart and tensor.device.type == "cpu")
 
-    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
+    def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         key = storage._cdata
         if key in self._excluded or key in self._known:
             return
         nbytes = storage.nbytes()
-        self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        self._known[key] = weakref.ref(storage, lambda _, key=key: self._remove(key))  # type: ignore[misc]
         self._sizes[key] = (nbytes, host)
         self._count(nbytes, host=host)
 
-    def _forget(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         if self._known.pop(key, None) is None:
             return
         nbytes, host = self._sizes.pop(key)

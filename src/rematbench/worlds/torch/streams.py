@@ -34,23 +34,34 @@ class Mark:
             self.callbacks.pop(0)()
 
 
-class Streams(Protocol):
-    """The interface of a device's streams, as the executor uses it."""
+def host_clock() -> Callable[[], float]:
+    """Start a clock of the host; a call of the result returns the seconds since the start."""
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start
+
+
+class Streams:
+    """The streams of a device, as the executor uses them; this class is those of a CPU. An action
+    of a CPU is done when it has been issued; only messages are pending."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """The context within which work is issued on a stream."""
+        return nullcontext()
 
     def mark(self, stream: str) -> Mark:
         """An event after all work issued so far on a stream."""
+        return Mark(None)
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """Make a stream wait for an event."""
+        """Make a stream wait for an event; on a CPU the host waits for the event's messages."""
+        mark.finish()
 
     def synchronize(self, mark: Mark) -> None:
         """Hold the calling thread until an event is complete."""
 
     def storage_pool(self) -> AbstractContextManager[object]:
         """The context within which to allocate a storage that outlives its action."""
+        return nullcontext()
 
     def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Note that compute will use (and free) a tensor that another stream made."""
@@ -58,11 +69,14 @@ class Streams(Protocol):
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issue tensor work whose storages and names the host has handled already. `fresh`: memory
-        that no stream may read before the work is done."""
+        """Issue tensor work on the current stream, which `on` has set. The host has handled its
+        storages and names already. `fresh`: memory that no stream may read before the work is
+        done."""
+        work()
 
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """The handle to wait on for a message; the messages of a channel go one by one."""
+        return work
 
     def begin(self) -> None:
         """Order the streams behind work that was issued outside of them, at a step's start."""
@@ -72,57 +86,6 @@ class Streams(Protocol):
 
     def clock(self) -> Callable[[], float]:
         """Start a clock; a call of the result returns the seconds since the start."""
-
-
-def host_clock() -> Callable[[], float]:
-    """Start a clock of the host; a call of the result returns the seconds since the start."""
-    start = time.perf_counter()
-    return lambda: time.perf_counter() - start
-
-
-class HostStreams:
-    """Streams of a CPU: an action is done when it has been issued; only messages are under way."""
-
-    def on(self, stream: str) -> AbstractContextManager[object]:
-        """An empty context: there is one stream."""
-        return nullcontext()
-
-    def mark(self, stream: str) -> Mark:
-        """An event without a CUDA event."""
-        return Mark(None)
-
-    def wait(self, stream: str, mark: Mark) -> None:
-        """Hold the host until the event's messages are done."""
-        mark.finish()
-
-    def synchronize(self, mark: Mark) -> None:
-        """Nothing to do: issued work is done."""
-
-    def storage_pool(self) -> AbstractContextManager[object]:
-        """An empty context: there is one memory pool."""
-        return nullcontext()
-
-    def share(self, stream: str, tensor: torch.Tensor) -> None:
-        """Nothing to do: there is one stream."""
-
-    def run(
-        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
-    ) -> None:
-        """Do the work at once."""
-        work()
-
-    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
-        """The work's own handle: the host waits for the message."""
-        return work
-
-    def begin(self) -> None:
-        """Nothing to do: there is one stream."""
-
-    def flush(self) -> None:
-        """Nothing to do: no work is under way."""
-
-    def clock(self) -> Callable[[], float]:
-        """A clock of the host's time."""
         return host_clock()
 
 
@@ -196,7 +159,7 @@ def stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """One CUDA stream for each named stream, and events in place of synchronisation.
 
     Work from outside (batches, zeroed gradients, reading the loss) is on the device's current
@@ -256,12 +219,6 @@ class CudaStreams:
         if stream in UNORDERED:
             tensor.record_stream(self.streams["compute"])
 
-    def run(
-        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
-    ) -> None:
-        """Issue the work on the current stream, which `on` has set."""
-        work()
-
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """An event that is recorded when the message is done.
 
@@ -306,4 +263,4 @@ class CudaStreams:
 
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()
