@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
 from tests.problems import all_methods
 
 ROOT = Path(__file__).resolve().parents[1]

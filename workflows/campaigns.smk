@@ -4,9 +4,9 @@ from shutil import which
 
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.queue import wrap_executor
-from rematbench.worlds.slurm.records import is_final
+from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.slurm_queue import wrap_executor
+from rematbench.worlds.slurm.cell_records import is_final
 from rematbench.worlds.slurm.submissions import executed_resources, refuse
 
 

@@ -17,15 +17,80 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from baselines.common import gpu
-from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
-from baselines.common.memory import check_memory
-from baselines.common.records import write
+from baselines.common import resources
+from baselines.common.interface import NotRunnable, Rank, RankAnswer, Runner
+from baselines.common.resources import require_memory
 from rematbench.evaluate.result import Status
 from rematbench.host.ranks import NO_RENDEZVOUS, RankError, error_of_job, record_status, run_ranks
 from rematbench.worlds.packages.process import PackageJob
+from rematbench.worlds.records.measured import OF_CUDA, Engine, Measured, RankMeasured, whole_norms
+from rematbench.worlds.records.record import Record, provenance, write_record
+from rematbench.worlds.torch.case import failure
 from rematbench.worlds.torch.devices import prepare
-from rematbench.worlds.torch.failures import failure
+
+BYTES = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "host_state_bytes")
+
+
+def write_record_of(
+    runner: Runner,
+    job: PackageJob,
+    path: Path,
+    status: Status,
+    reason: str,
+    answers: list[RankAnswer],
+) -> None:
+    """Write the record of a job, whatever its outcome; with every rank's answer if it is `ok`."""
+    record = Record(
+        run_id=job.run.run_id,
+        spec=job.run,
+        status=status,
+        reason=reason,
+        measured=_measured(job, answers) if answers else None,
+        engine=_engine(runner, job, answers[0]) if answers else None,
+        provenance=provenance(),
+    )
+    write_record(record, path)
+
+
+def _engine(runner: Runner, job: PackageJob, first: RankAnswer) -> Engine:
+    traced, on_gpus = job.run.world == "traced", _on_gpus(job)
+    return Engine(
+        label=first.label,
+        stack=runner.stack() | (resources.cuda_versions() if on_gpus else {}),
+        shim=first.shim,
+        kernels=first.kernels,
+        device=torch.cuda.get_device_name() if on_gpus else "cpu",
+        backend="fake" if traced else ("gloo" if job.device == "cpu" else "nccl"),
+    )
+
+
+def _measured(job: PackageJob, answers: list[RankAnswer]) -> Measured:
+    first, lay = answers[0], job.run.layout
+    start = job.rank if job.run.world == "traced" else 0
+    on_gpus = _on_gpus(job)
+    names = (*BYTES, *(OF_CUDA if on_gpus else ()))
+    ranks = tuple(
+        RankMeasured(
+            rank=number,
+            pp=number // (lay.gpus // lay.pp),
+            # Seconds of a CPU are never performance.
+            step_s=tuple(answer.step_s) if on_gpus else (),
+            **{name: getattr(answer, name) for name in names},
+        )
+        for number, answer in enumerate(answers, start)
+    )
+    return Measured(
+        losses=tuple(first.losses),
+        gradient_norms=whole_norms(first.gradient_norms),
+        parameter_norms=tuple(first.gradient_norms),
+        ranks=ranks,
+        warmup_steps=job.steps + job.warmup if on_gpus else 0,
+    )
+
+
+def _on_gpus(job: PackageJob) -> bool:
+    return job.device == "cuda" and job.run.world != "traced"
+
 
 START: dict[str, Literal["fork", "spawn"]] = {"cpu": "fork", "cuda": "spawn"}
 """How ranks start. A fork has the package imported already. But torch refuses CUDA in the fork of a
@@ -105,7 +170,7 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     job = jobs[first]
     why = _refusal(runner, job)
     if why is not None:
-        write(runner, job, folder / f"{first}.json", "unsupported", why, [])
+        write_record_of(runner, job, folder / f"{first}.json", "unsupported", why, [])
         return 1
     rest = range(first + 1, last)
     stop = next((i for i in rest if _refusal(runner, jobs[i]) is not None), last)
@@ -124,8 +189,8 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
 def _refusal(runner: Runner, job: PackageJob) -> str | None:
     """Why a job is not started, found before any process starts; None if the job may start."""
     try:
-        gpu.require(job, job.run.layout.gpus)
-        check_memory(job)
+        resources.require_gpus(job, job.run.layout.gpus)
+        require_memory(job)
         runner.refuse(job)
     except NotRunnable as error:
         return str(error)
@@ -146,12 +211,13 @@ def _collect(
         target = folder / f"{number}.json"
         if not all(path.exists() for path in paths):
             cause = error_of_job(sorted(scratch.glob(f"{number}.*.error")), ended)
-            write(runner, jobs[number], target, *record_status(cause.status, cause.reason), [])
+            status, reason = record_status(cause.status, cause.reason)
+            write_record_of(runner, jobs[number], target, status, reason, [])
             return done + 1
         answers: list[RankAnswer] = [pickle.loads(path.read_bytes()) for path in paths]
         if jobs[number].gradients:
             torch.save(answers[0].gradients, folder / f"{number}.gradients.pt")
-        write(runner, jobs[number], target, "ok", "", answers)
+        write_record_of(runner, jobs[number], target, "ok", "", answers)
     return len(numbers)
 
 
@@ -179,7 +245,7 @@ def _join(runner: Runner, job: PackageJob, rank: int, size: int, method: str, lo
     backend = "gloo" if job.device == "cpu" else "nccl"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     if job.device == "cuda":
-        gpu.take(local, size, runner.environment(job))
+        resources.take_gpu(local, size, runner.environment(job))
     limit = timedelta(seconds=job.timeout_s)
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
 
@@ -231,7 +297,7 @@ def _as_rank(
         path = folder / f"{number}.json"
         first = not path.exists()  # the first rank to fail gives the reason
         if (rank == 0 and not failed) or (failed and first):
-            write(runner, job, path, *outcome, found)
+            write_record_of(runner, job, path, *outcome, found)
     if failed:
         os._exit(1)  # another rank may never come to a barrier
     dist.barrier()  # rank 0 has the store, which another rank may still need to join
@@ -248,9 +314,9 @@ def _together(
     try:
         if layout.gpus != place.size:
             raise NotRunnable(f"the launcher started {place.size} processes for {layout.gpus} GPUs")
-        gpu.require(job, 1)
+        resources.require_gpus(job, 1)
         runner.refuse(job)
-        gpu.clear()
+        resources.clear_memory()
         answer = runner.execute(job, place)
         if job.gradients and place.rank == 0:
             torch.save(answer.gradients, place.folder / f"{job.run.run_id}.gradients.pt")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.dispatch import Tracker
 
 
 class Meter(Tracker):
@@ -19,11 +19,11 @@ class Meter(Tracker):
     counting: ClassVar["Meter | None"] = None
 
     def __init__(
-        self, told: Callable[[Tensor], bool] | None = None, device: torch.device | None = None
+        self, is_host: Callable[[Tensor], bool] | None = None, device: torch.device | None = None
     ) -> None:
         super().__init__(device)
         self.host_peak_bytes = 0
-        self._told = told
+        self._told = is_host
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
@@ -45,7 +45,7 @@ class Meter(Tracker):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = plain(storage, size)
-            self.resized(storage)
+            self.update_size(storage)
             return result
 
         self._plain_resize = plain
@@ -73,9 +73,9 @@ class Meter(Tracker):
 
         return called
 
-    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
+    def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         if not self._looking_away:
-            super()._see(storage, host=host)
+            super()._register(storage, host=host)
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _is_host(self, tensor: Tensor) -> bool:
@@ -104,7 +104,7 @@ def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
         result = meter.without(call)(*args, **kwargs)
         for item in tree_iter(result):
             if isinstance(item, Tensor):
-                meter.see(item)
+                meter.register(item)
         return result
 
     return called

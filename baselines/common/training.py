@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baselines.common.contract import RankAnswer
+from baselines.common.interface import RankAnswer
 from baselines.common.meter import Meter
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.torch.devices import forget_peaks, pinned_peak
-from rematbench.worlds.torch.failures import NotFinite
+from rematbench.worlds.torch.case import NotFinite
+from rematbench.worlds.torch.devices import pinned_peak, reset_peaks
 
 
 class Trainer(Protocol):
@@ -46,7 +46,7 @@ def train(
     Raises NotFinite for a loss that is not finite.
     """
     if job.device == "cuda":
-        forget_peaks()
+        reset_peaks()
     for step in range(job.steps):
         trainer.load(step)
         trainer.forward_backward(meter if step == metered else None)
@@ -60,7 +60,7 @@ def train(
         trainer.update()
     answer.activation_peak_bytes = meter.device_peak_bytes
     answer.host_peak_bytes = meter.host_peak_bytes
-    meter.forget()
+    meter.release_states()
     if job.device == "cuda":
         _time(trainer, job, answer)
 
@@ -70,11 +70,11 @@ def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
     for number in range(job.warmup + job.timed_steps):
         trainer.load(job.steps + number)
         if number == job.warmup:
-            forget_peaks()
-        start = now()
+            reset_peaks()
+        start = synchronized_time()
         trainer.forward_backward(None)
         trainer.update()
-        seconds = now() - start
+        seconds = synchronized_time() - start
         if number >= job.warmup:
             answer.step_s.append(seconds)
     answer.allocated_bytes = torch.cuda.max_memory_allocated()
@@ -82,7 +82,7 @@ def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
     answer.pinned_bytes = pinned_peak()
 
 
-def now() -> float:
+def synchronized_time() -> float:
     """Seconds on the host's clock, with the device idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -15,11 +15,11 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
 from baselines.common.meter import Meter
+from baselines.deepspeed.configuration import read
 from baselines.deepspeed.model import Attention, Decoder
-from baselines.deepspeed.options import read
-from baselines.deepspeed.places import SHIM, apart, moves
+from baselines.deepspeed.places import SHIM, moves, separate_places
 from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.weights import ZERO_3
+from baselines.deepspeed.zero_sizes import ZERO_3
 from rematbench.workload import Workload
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
@@ -80,7 +80,7 @@ def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memo
     elif not moves(configuration(job, policy)):
         yield Memories(shim=norm)
     else:
-        with apart(real=real) as on_host:
+        with separate_places(real=real) as on_host:
             yield Memories(on_host=on_host, shim=(*SHIM, *norm))
 
 
@@ -163,8 +163,8 @@ def run_step(rig: Rig, batch: Batch, counted: int) -> Tensor | float:
     return sum(losses) / scale
 
 
-def micro_steps(rig: Rig, batch: Batch, scale: float, see: Callable[[Tensor], None]) -> None:
-    """Run forward and backward of the micro-batches in order; `see` gets each scaled loss."""
+def micro_steps(rig: Rig, batch: Batch, scale: float, note_loss: Callable[[Tensor], None]) -> None:
+    """Run forward and backward of the micro-batches in order; `note_loss` gets each scaled loss."""
     lay = rig.job.run.layout
     for number in range(lay.num_micro_batches):
         last = number == lay.num_micro_batches - 1
@@ -175,7 +175,7 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, see: Callable[[Tensor], No
         rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
         if not last:
             rig.engine.step()  # counts the micro-batch; no update before the boundary
-        see(loss.detach())
+        note_loss(loss.detach())
 
 
 @contextmanager

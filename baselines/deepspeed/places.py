@@ -20,11 +20,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from rematbench.worlds.torch.mode import Mode
+from rematbench.worlds.torch.dispatch import DispatchMode
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 SHIM = ("places", "streams")
-"""The shim's parts in a record. places: the device is cpu:0 beside the host's cpu; streams: streams
+"""The shim's parts in a record. places: the device is cpu:0, the host is cpu; streams: streams
 are always complete."""
 
 
@@ -59,7 +59,7 @@ class _Stream:
 
 
 class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no types
-    """A device beside the host, on the same CPU."""
+    """A device besides the host, on the same CPU."""
 
     Stream = Event = _Stream
 
@@ -76,7 +76,7 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
         return tensor.device == DEVICE
 
     def is_synchronized_device(self) -> bool:
-        """False, as for a GPU, which runs beside its host."""
+        """False, as for a GPU, which runs concurrently with its host."""
         return False
 
     def use_host_timers(self) -> bool:
@@ -95,7 +95,7 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
 
 
 @contextlib.contextmanager
-def apart(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
+def separate_places(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
     """A context in which host and device are told apart. It yields a function that says whether a
     tensor is on the host."""
     plain, record_stream, tensor = get_accelerator(), Tensor.record_stream, torch.tensor
@@ -133,7 +133,7 @@ FACTORIES = (
 _to = Tensor.to
 
 
-class Places(Mode):
+class Places(DispatchMode):
     """Real tensors with a place each: notes which storages are on the host, while they live.
 
     A new tensor is where Python asked for it (by the name of a device; no name means the host),

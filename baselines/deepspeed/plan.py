@@ -4,7 +4,7 @@ Claim: ZeRO shards states, checkpointing keeps one tensor a layer, tiling shrink
 Source: Rajbhandari et al. 2020 (arXiv 1910.02054); Ren et al. 2021 (arXiv 2101.06840); Jacobs
 et al. 2023 (arXiv 2309.14509); Bekman et al. 2025 (arXiv 2506.13996); deepspeed 0.19.8.
 Deviations: ZeRO's stage and Ulysses are the layout's; partitioning is over one model-parallel rank
-here, so it frees nothing; the tiled loss is computed once, its backward beside its forward.
+here, so it frees nothing; the tiled loss is computed once, its backward with its forward.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.spec.layout import Layout
 from rematbench.workload import Model, PositiveInt
-from rematbench.worlds.packages.limits import Reason, Setup, holding, setup_of
+from rematbench.worlds.packages.limits import Reason, Setup, active_reasons, setup_of
 
 BUCKET_ELEMENTS = 500_000_000
 MLP_OPS = ("mlp_norm", "fc1", "act", "mul", "fc2")
@@ -52,7 +52,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan with the fates that the settings mean for the tensors that this stack saves."""
-        refused = holding(self.limits(setup_of(problem)))
+        refused = active_reasons(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
         kept = kept_activations(problem, base)
@@ -82,11 +82,11 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     offload_optimizer=offload[0],
                     offload_param=offload[1],
                 )
-                if offload[0] >= optimizer and not holding(_policy(made, setup_of(problem))):
+                if offload[0] >= optimizer and not active_reasons(_policy(made, setup_of(problem))):
                     yield made
 
     @classmethod
-    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+    def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
         """The facts of a problem that no configuration says, whatever the policy."""
         code = (
             problem.layout.ulysses > 1,
@@ -94,7 +94,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "sequence_parallel_size alone exchanges nothing",
         )
         graphs = (problem.system.cuda_graphs, "CUDA graphs: DeepSpeed captures none in training")
-        return holding([*_job(setup_of(problem)), code, graphs])
+        return active_reasons([*_job(setup_of(problem)), code, graphs])
 
     def limits(self, setup: Setup) -> list[Reason]:
         """What DeepSpeed, or this baseline of it, does not run or runs wrongly, in every world."""

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baselines.common.contract import Rank, RankAnswer
+from baselines.common.interface import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
-from baselines.deepspeed.options import accepted, check, policy_of, read
+from baselines.deepspeed.configuration import check, policy_of, read, require_accepted
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.torch.batch import Batch
@@ -24,7 +24,7 @@ else:
     os.environ["DS_ACCELERATOR"] = "cuda"
 
 from baselines.deepspeed import engine as ds
-from baselines.deepspeed import fake
+from baselines.deepspeed import fake_engine
 
 if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU the question tries every compiler
     from deepspeed.ops import __compatible_ops__
@@ -52,7 +52,7 @@ def refuse(job: PackageJob) -> None:
     """Raise NotRunnable by the guards, before any process starts."""
     check(job, _policy(job))
     if job.options:
-        accepted(read(job.options))
+        require_accepted(read(job.options))
     if job.device == "cpu":
         _preload()
 
@@ -147,7 +147,7 @@ class Trainer:
 def trace(job: PackageJob) -> RankAnswer:
     """The bytes of one rank on fake tensors, through the same engine."""
     with ds.memories(job, _policy(job), real=False) as memories:
-        answer = fake.trace(job, _policy(job), memories)
+        answer = fake_engine.trace(job, _policy(job), memories)
     answer.shim = (*memories.shim, *answer.shim)
     answer.label = f"{_label(job, answer.shim)} (fake tensors)"
     answer.kernels = {**_kernels(job), **answer.kernels}

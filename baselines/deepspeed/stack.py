@@ -1,13 +1,13 @@
-"""Tensors that the plain torch model of baselines/deepspeed keeps beside the operator table.
+"""Tensors that the plain torch model of baselines/deepspeed keeps beyond the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
 
 from functools import partial
 
-from baselines.deepspeed import weights, zero_peaks
+from baselines.deepspeed import zero_peaks, zero_sizes
 from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.weights import ZERO_2, ZERO_3
+from baselines.deepspeed.zero_sizes import ZERO_2, ZERO_3
 from rematbench.costs.operators.ops import Part
 from rematbench.engine.program.program import RankProgram
 from rematbench.problem import Problem
@@ -23,7 +23,7 @@ NORMS: tuple[tuple[str, Part], ...] = (
 
 
 def stack(policy: DeepSpeed, problem: Problem) -> Stack:
-    """The tensors kept beside the table: norms' statistics, repeated KV heads, shared tables."""
+    """The tensors kept beyond the table: norms' statistics, repeated KV heads, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
@@ -40,7 +40,7 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     if problem.layout.zero_stage == ZERO_3:
         once |= _zero_3(policy, problem)
     elif policy.offload_optimizer:
-        largest = max(one.elements for one in weights.parameters(model))
+        largest = max(one.elements for one in zero_sizes.parameters(model))
         once["a gradient on its way to the host"] = s.element_bytes * largest
     norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
     repeated = Extra(
@@ -74,7 +74,7 @@ def _states(problem: Problem) -> dict[str, int]:
 
 
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of the activations and of what ZeRO holds beside them under a plan, in bytes."""
+    """The peak of the activations and of what ZeRO holds besides them under a plan, in bytes."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - made_on_the_way(policy, problem)
 
@@ -88,11 +88,11 @@ def made_on_the_way(policy: DeepSpeed, problem: Problem) -> int:
     return problem.system.grad_bytes * -(-problem.workload.model.parameters // ranks)
 
 
-def _sizes(policy: DeepSpeed, problem: Problem) -> weights.Sizes:
+def _sizes(policy: DeepSpeed, problem: Problem) -> zero_sizes.Sizes:
     work, lay = problem.workload, problem.layout
     element = shapes(work, lay, problem.system).element_bytes
     made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
-    return weights.Sizes(
+    return zero_sizes.Sizes(
         element=element,
         reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
         ranks=lay.dp,
@@ -100,20 +100,20 @@ def _sizes(policy: DeepSpeed, problem: Problem) -> weights.Sizes:
         offloaded=policy.offload_optimizer,
         stage=lay.zero_stage,
         overlap=policy.overlap_comm,
-        away=policy.offload_param,
-        remade=policy.checkpointing != "none" and policy.mlp_tiles > 1,
+        params_on_host=policy.offload_param,
+        tiles_rebuilt=policy.checkpointing != "none" and policy.mlp_tiles > 1,
     )
 
 
 def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
     """Bytes that ZeRO 3 never frees."""
     made = _sizes(policy, problem)
-    small = weights.small_elements(problem.workload.model)
-    away = problem.layout.dp > 1 or policy.offload_param  # gathered beside this rank's part
+    small = zero_sizes.small_elements(problem.workload.model)
+    away = problem.layout.dp > 1 or policy.offload_param  # gathered besides this rank's part
     gathered = small if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,
-        f"parameters of {weights.KEPT_WHOLE} elements at most": made.element * gathered,
+        f"parameters of {zero_sizes.KEPT_WHOLE} elements at most": made.element * gathered,
     }
 
 

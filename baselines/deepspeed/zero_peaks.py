@@ -1,4 +1,5 @@
-"""Memory of a rank under ZeRO during a step, weight by weight, beside the operator table and plan.
+"""Memory of a rank under ZeRO during a step, weight by weight, beyond the operator table and the
+plan.
 
 A weight's gradient exists when the backward of its operator is over. `reducing` says what DeepSpeed
 then holds of the gradient, `whole` which parameters are whole under ZeRO 3. So a peak is at the
@@ -9,8 +10,8 @@ rebuilds its tiles in its backward, one at a time, also in a layer that is recom
 
 from collections import Counter
 
-from baselines.deepspeed import reducing, weights, whole
-from baselines.deepspeed.weights import ZERO_3, Sizes, Weight
+from baselines.deepspeed import zero_gradients, zero_sizes, zero_weights
+from baselines.deepspeed.zero_sizes import ZERO_3, Sizes, Weight
 from rematbench.engine.program.action import HOST, Action, Kind
 from rematbench.engine.program.program import RankProgram
 from rematbench.workload import Model
@@ -47,7 +48,7 @@ class Alive:
         if not key[2].endswith((HOST, *OWN)):
             self._known[key] = nbytes
             self.nbytes += nbytes
-            tiled = self.sizes.remade and kind == Kind.RECOMPUTE and "%" in key[2]
+            tiled = self.sizes.tiles_rebuilt and kind == Kind.RECOMPUTE and "%" in key[2]
             if tiled and _variable(key[2]) in TILED:
                 self._tile.append(key)
 
@@ -59,14 +60,14 @@ class Alive:
                 kept = [key for key in self._tile if key in self._known]
                 self._remade |= {key: self._known[key] for key in kept}
                 self._tile = []
-                self.gone(kept)
+                self.freed(kept)
             self._tile_ends = action.op == LAST
         if action.kind == Kind.BACKWARD_INPUT and action.op == LAST:
             tile = {alloc.name.partition("%")[2] for alloc in action.allocs}
             for key in [key for key in self._remade if key[2].partition("%")[2] in tile]:
                 self.born(key, self._remade.pop(key), action.kind)
 
-    def gone(self, keys: list[Key]) -> None:
+    def freed(self, keys: list[Key]) -> None:
         """Free the tensors with these keys."""
         self.nbytes -= sum(self._known.pop(key, 0) for key in keys)
 
@@ -76,7 +77,7 @@ def _variable(tensor: str) -> str:
 
 
 def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
-    """The rank's largest sum of activations and of what ZeRO holds beside states: bytes."""
+    """The rank's largest sum of activations and of what ZeRO holds besides states: bytes."""
     last = max(step.micro_batch for step in rank.steps)
     walk = _Walk(model, sizes, rank)
     for action, micro_batch, chunk in rank.actions():
@@ -91,13 +92,13 @@ def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
 
 def module_order(model: Model, rank: RankProgram) -> list[Weight | None]:
     """The modules of the first micro-batch, with their weights, in the order in which they run."""
-    of = weights.by_operator(model)
+    of = zero_sizes.by_operator(model)
     found: list[Weight | None] = []
     for action, micro_batch, _ in rank.actions():
         forward = direction(action)
         if micro_batch == 0 and forward is not None:
             weighed = of.get((action.part, action.op), ())
-            found += whole.modules(action.op, weighed, forward=forward)
+            found += zero_weights.modules(action.op, weighed, forward=forward)
     return found
 
 
@@ -108,15 +109,15 @@ class _Walk:
         self.model, self.sizes = model, sizes
         self.peak = 0
         self.alive = Alive(sizes)
-        self.reducer = reducing.reducer(model, sizes, self._seen)
-        self._of = weights.by_operator(model)
+        self.reducer = zero_gradients.reducer(model, sizes, self._note)
+        self._of = zero_sizes.by_operator(model)
         first = [action for action, micro_batch, _ in rank.actions() if micro_batch == 0]
         self._backward = [
             self._of.get((action.part, action.op), ())
             for action in first
             if direction(action) is False
         ]
-        gathers = sizes.stage == ZERO_3 and (sizes.ranks > 1 or sizes.away)
+        gathers = sizes.stage == ZERO_3 and (sizes.ranks > 1 or sizes.params_on_host)
         self._order = module_order(model, rank) if gathers else []
         self._ended: tuple[Weight, ...] = ()
         self._start()
@@ -124,7 +125,7 @@ class _Walk:
     def _start(self) -> None:
         """Start a micro-batch: no weight is whole yet, and no tile of an operator has run."""
         self._tiles = Counter(self._backward)
-        self._whole = whole.Whole(self._order, self.sizes)
+        self._whole = zero_weights.Whole(self._order, self.sizes)
         self._over = False
 
     def at(self, action: Action) -> None:
@@ -136,21 +137,21 @@ class _Walk:
                 self._start()
             weighed = self._of.get((action.part, action.op), ())
             self._ended = () if forward else weighed
-            run = whole.modules(action.op, weighed, forward=forward)
+            run = zero_weights.modules(action.op, weighed, forward=forward)
             for weight in run if forward else run[:1]:
                 self._whole.module()
-                self._seen(action.scratch)
+                self._note(action.scratch)
                 if forward and weight is not None:
                     self._whole.release(weight)
-        self._seen(action.scratch)
+        self._note(action.scratch)
 
-    def _seen(self, beside: int) -> None:
+    def _note(self, extra: int) -> None:
         gathered = self.sizes.element * self._whole.elements
-        self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + beside)
+        self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + extra)
 
     def dead(self, keys: list[Key]) -> None:
         """Free tensors; after an operator's operands come the gradients of its weights."""
-        self.alive.gone(keys)
+        self.alive.freed(keys)
         if keys:
             self._end()
 
@@ -163,12 +164,12 @@ class _Walk:
             self._over = True
 
     def _gradients(self, ended: "tuple[Weight, ...]") -> None:
-        """Account for the gradients of an operator's weights, one after another. A table's module
-        has no input gradient, so it keeps its weight to the end."""
+        """Account for the gradients of an operator's weights, one after another. A table's
+        module has no input gradient, so it keeps its weight to the end."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)
-        later = weights.matrices(ended)[1:]
+        later = zero_sizes.matrices(ended)[1:]
         for weight in ended:
             if weight in later:
                 self._whole.module()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from msgspec.structs import replace
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.megatron_core.plan import (
     MegatronCore,
     OffloadModule,
@@ -22,7 +22,7 @@ from rematbench.spec.layout import Layout
 from rematbench.worlds.records.record import RunSpec
 
 NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")
-SAID = (
+SETTINGS = (
     "recompute", "method", "num_layers", "modules", "offload_modules", "bias_activation_fusion",
 )  # fmt: skip
 """The settings of a policy that arguments say; arguments cannot say its other settings."""
@@ -61,10 +61,10 @@ def parse(text: str) -> dict[str, list[str]]:
 def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
     """The policy that the arguments say, for the guards. NotRunnable for arguments that have no
     meaning here or that say another job."""
-    given = parse(text)
-    _agree(given, run)
+    arguments = parse(text)
+    _agree(arguments, run)
     for name, allowed in CHOICES.items():
-        wrong = [word for word in given.get(name, ()) if word not in allowed]
+        wrong = [word for word in arguments.get(name, ()) if word not in allowed]
         if wrong:
             listing = ", ".join(allowed)
             raise NotRunnable(
@@ -72,26 +72,28 @@ def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
             )
     for name, other in NEEDED.items():
         switch, *value = other.split()
-        if name in given and (switch not in given or (value and given[switch] != value)):
+        if name in arguments and (
+            switch not in arguments or (value and arguments[switch] != value)
+        ):
             raise NotRunnable(
                 f"megatron_core: --{_dashed(name)} does nothing without --{_dashed(other)}"
             )
-    first = {name: words[0] for name, words in given.items() if words}
+    first = {name: words[0] for name, words in arguments.items() if words}
     fusion = fusion_argument(run.model)
     return replace(
         policy,
         recompute=first.get("recompute_granularity", "none"),
         method=first.get("recompute_method", "uniform"),
         num_layers=_whole("recompute_num_layers", first.get("recompute_num_layers", "1")),
-        modules=tuple(given.get("recompute_modules", ("core_attn",))),
-        offload_modules=tuple(given.get("offload_modules", ())),
-        bias_activation_fusion=bool(fusion) and _underscored(fusion) not in given,
+        modules=tuple(arguments.get("recompute_modules", ("core_attn",))),
+        offload_modules=tuple(arguments.get("offload_modules", ())),
+        bias_activation_fusion=bool(fusion) and _underscored(fusion) not in arguments,
     )
 
 
-def fields(text: str, run: RunSpec, own: dict[str, Any]) -> dict[str, Any]:
-    """The fields of TransformerConfig that the arguments set, beside `own`, which the job has
-    fixed. NotRunnable for an argument that says another job."""
+def fields(text: str, run: RunSpec, job_fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of TransformerConfig that the arguments set, besides
+    `job_fields`, which the job decides. NotRunnable for an argument that says another job."""
     from megatron.core.transformer import TransformerConfig  # noqa: PLC0415  # after the shim
 
     hints = typing.get_type_hints(TransformerConfig)
@@ -104,19 +106,19 @@ def fields(text: str, run: RunSpec, own: dict[str, Any]) -> dict[str, Any]:
         if name not in known:
             raise NotRunnable(f"megatron_core: --{_dashed(name)} is not known here")
         value = _value(name, words, hints[name])
-        if name in own and value != own[name]:
+        if name in job_fields and value != job_fields[name]:
             said = " ".join(("--" + _dashed(name), *words))
-            raise NotRunnable(f"megatron_core: {said}, the job has {own[name]}")
+            raise NotRunnable(f"megatron_core: {said}, the job has {job_fields[name]}")
         found[name] = value
     return found
 
 
 class Fixed(NamedTuple):
-    """The value of an argument that the job has fixed. `wanted`: the job's value (None: not given;
+    """The value of an argument that the job has fixed. `value`: the job's value (None: not given;
     a switch: the empty word). `default`: Megatron-LM's value without the argument. `why`: the
     reason for the job's value. `also`: other words with the same meaning."""
 
-    wanted: str | None
+    value: str | None
     default: str | None = None
     why: str = ""
     also: tuple[str, ...] = ()
@@ -153,16 +155,16 @@ def _shared(lay: Layout) -> str:
     return f"tp {lay.tp} with{'' if lay.sequence_parallel else 'out'} sequence parallelism"
 
 
-def _agree(given: dict[str, list[str]], run: RunSpec) -> None:
+def _agree(arguments: dict[str, list[str]], run: RunSpec) -> None:
     """Raise NotRunnable for the first argument, given or missing, that says another job."""
     fixed = _fixed(run)
-    for name in sorted(fixed, key=lambda name: name not in given):
+    for name in sorted(fixed, key=lambda name: name not in arguments):
         argument, one = f"--{_dashed(name)}", fixed[name]
-        said = " ".join(given[name]) if name in given else one.default
-        if said == one.wanted or said in one.also:
+        said = " ".join(arguments[name]) if name in arguments else one.default
+        if said == one.value or said in one.also:
             continue
-        words = f"{argument} {said}".rstrip() if name in given else f"{argument} is missing"
-        raise NotRunnable(f"megatron_core: {words}, the job has {one.why or one.wanted}")
+        words = f"{argument} {said}".rstrip() if name in arguments else f"{argument} is missing"
+        raise NotRunnable(f"megatron_core: {words}, the job has {one.why or one.value}")
 
 
 def _whole(name: str, word: str) -> int:

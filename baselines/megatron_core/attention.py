@@ -1,4 +1,4 @@
-"""Tensors of core attention that Megatron-core holds beside the operator table.
+"""Tensors of core attention that Megatron-core holds beyond the operator table.
 
 The attention is Megatron-core's own with materialised scores, or ours under context parallelism
 (layers.GatheredAttention).
@@ -92,9 +92,9 @@ def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
 
 
 def _absent(policy: MegatronCore, problem: Problem) -> int:
-    """Bytes a row that a plan has beside the four gradients of scores and that Megatron-core lacks.
-    They are the gradients of q and k (the gradient of v exists, once per query head), and v's own
-    storage and the gradient of the output, unless a checkpointed function holds these."""
+    """Bytes a row that a plan has besides the four gradients of scores and that Megatron-core
+    lacks. They are the gradients of q and k (the gradient of v exists, once per query head), and
+    v's own storage and the gradient of the output, unless a checkpointed function holds these."""
     s = shapes(problem.workload, problem.layout, problem.system)
     grouped = s.kv_width < s.q_width
     later = 2 * s.kv_width  # of q and k, without what v has more once per query head (q - kv)

@@ -9,7 +9,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
@@ -33,7 +33,9 @@ def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConf
         return TransformerConfig(**(own | given))
     except (ValueError, AssertionError, TypeError) as error:
         said = " ".join(str(error).split())
-        raise NotRunnable(f"megatron_core: it says {said or type(error).__name__}") from error
+        raise NotRunnable(
+            f"megatron_core: its configuration refuses this: {said or type(error).__name__}"
+        ) from error
 
 
 def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:

@@ -4,10 +4,10 @@ import importlib.util
 
 import msgspec
 
-from baselines.common.contract import NotRunnable
-from baselines.megatron_core.arguments import SAID
+from baselines.common.interface import NotRunnable
+from baselines.megatron_core.arguments import SETTINGS
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.worlds.packages.limits import Reason, overruled, setup_of
+from rematbench.worlds.packages.limits import Reason, overridden, setup_of
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 
@@ -27,10 +27,10 @@ def check(job: PackageJob, policy: MegatronCore) -> None:
 
 
 def _options(job: PackageJob, policy: MegatronCore) -> list[Reason]:
-    """Settings given beside options, where the options say another policy."""
+    """Settings given with options, where the options say another policy."""
     named = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
-    beside = overruled(named, policy, SAID) if job.options else ""
-    return [(bool(beside), beside)]
+    conflict = overridden(named, policy, SETTINGS) if job.options else ""
+    return [(bool(conflict), conflict)]
 
 
 def has_transformer_engine(job: PackageJob) -> bool:

@@ -30,7 +30,7 @@ from rematbench.plan import (
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.workload import Model, PositiveInt
-from rematbench.worlds.packages.limits import Reason, Setup, holding, setup_of
+from rematbench.worlds.packages.limits import Reason, Setup, active_reasons, setup_of
 
 T = TypeVar("T")
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
@@ -96,7 +96,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan with the fates that the settings mean for the tensors that this stack saves."""
-        refused = holding(self.limits(setup_of(problem)))
+        refused = active_reasons(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
         plan = replace(base, orders=_orders(problem))
@@ -122,17 +122,17 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         moves = _subsets(get_args(OffloadModule))
         found += [made(recompute="selective", modules=modules) for modules in sets]
         found += [made(offload_modules=modules) for modules in moves]
-        yield from (policy for policy in found if not holding(_policy(policy, setup)))
+        yield from (policy for policy in found if not active_reasons(_policy(policy, setup)))
 
     @classmethod
-    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+    def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
         """The facts of a problem that no option says, whatever the policy."""
         setup = setup_of(problem)
         hosted = (
             problem.system.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
-        return holding([*_model(setup), *_layout(setup), hosted])
+        return active_reasons([*_model(setup), *_layout(setup), hosted])
 
     def limits(self, setup: Setup) -> list[Reason]:
         """What 0.16.1 refuses late, runs wrongly or never finishes, in every world."""

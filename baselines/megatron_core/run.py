@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baselines.common.contract import Rank, RankAnswer
+from baselines.common.interface import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.common.weights import assemble, model_specs, norms
@@ -25,9 +25,9 @@ from rematbench.worlds.torch.batch import MicroBatch
 
 def stack() -> dict[str, str]:
     """The packages and their versions."""
-    beside = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
+    engines = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
     found = {name: version(name) for name in ("megatron-core", "torch")}
-    for name in beside:
+    for name in engines:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -61,7 +61,7 @@ def environment(job: PackageJob) -> dict[str, str]:
     One hardware queue: kernels then start in the order of their issue, and a collective before the
     GEMM that it overlaps with. A rank compiles its few small kernels on one thread: ranks, and the
     runs of an agreement, do so side by side. For offloading also TransformerEngine's older
-    implementation, which Megatron-LM asks for beside its own.
+    implementation, which Megatron-LM uses besides its own.
     """
     if job.device != "cuda":
         return {}
@@ -84,7 +84,7 @@ def execute(job: PackageJob, rank: Rank) -> RankAnswer:
         parts = _shimmed(True)
     elif not has_transformer_engine(job):
         parts = shim.install_missing_names()
-    from baselines.megatron_core import step as engine  # noqa: PLC0415  # after the shim
+    from baselines.megatron_core import rank_engine as engine  # noqa: PLC0415  # after the shim
 
     rig = engine.build(job, _policy(job), engine.join_groups(job), device)
     rig.fill()
@@ -147,9 +147,9 @@ class Trainer:
 def trace(job: PackageJob) -> RankAnswer:
     """The bytes of one rank on fake tensors, through the same schedules."""
     parts = _shimmed(False)
-    from baselines.megatron_core import fake  # noqa: PLC0415  # after the shim
+    from baselines.megatron_core import fake_schedules  # noqa: PLC0415  # after the shim
 
-    answer: RankAnswer = fake.trace(job, _policy(job))
+    answer: RankAnswer = fake_schedules.trace(job, _policy(job))
     run = job.run
     dropped = run.model.dropout > 0 and run.attention == "flash" and run.layout.cp == 1
     answer.label = f"{_label(parts, 'cpu')} (fake tensors)"

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from baselines.common.meter import as_kernel
 from baselines.common.norm import rms_norm
-from rematbench.worlds.torch.groups import settled
+from rematbench.worlds.torch.groups import run_and_release
 
 CPU = torch.device("cpu")
 
@@ -208,7 +208,7 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
         group = options.get("group") or dist.group.WORLD
         if dist.get_backend(group) == "fake" or _is_noted(group):
             return plain(*tensors, async_op=async_op, **options)
-        settled(partial(plain, **options), *tensors)
+        run_and_release(partial(plain, **options), *tensors)
         return _Done() if async_op else None
 
     return call

@@ -1,4 +1,4 @@
-"""Tensors that Megatron-core 0.16.1 without TransformerEngine keeps beside the operator table.
+"""Tensors that Megatron-core 0.16.1 without TransformerEngine keeps beyond the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
@@ -15,7 +15,7 @@ from rematbench.worlds.packages.stack import Extra, Stack
 
 
 def stack(policy: MegatronCore, problem: Problem) -> Stack:
-    """The tensors that Megatron-core without TransformerEngine keeps beside the operator table."""
+    """The tensors that Megatron-core without TransformerEngine keeps beyond the operator table."""
     s = shapes(problem.workload, problem.layout, problem.system)
     return Stack(
         extras=(
@@ -221,9 +221,9 @@ def _labels(problem: Problem) -> Extra:
 
 
 def _sums(problem: Problem) -> tuple[Extra, ...]:
-    """Gradients of weights, each alive beside the buffer that it is then added to. The gradient of
-    a bias exists at the same time for qkv only: other biases are added by operators of their own.
-    Positions are added to the embedding in the same way."""
+    """Gradients of weights, each alive together with the buffer that it is then added to. The
+    gradient of a bias exists at the same time for qkv only: other biases are added by operators of
+    their own. Positions are added to the embedding in the same way."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     apart = {"proj": model.proj_bias * model.hidden, "fc2": model.mlp_bias * model.hidden}

@@ -13,9 +13,9 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.transformers.families import config_of
-from baselines.transformers.step import Kernel, Seen, Setup, run
+from baselines.transformers.traced_step import Kernel, Seen, Setup, run
 from rematbench.host.files import write_atomically
 from rematbench.worlds.records.record import Provenance, provenance
 

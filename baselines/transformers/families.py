@@ -1,19 +1,36 @@
-"""The model families of Transformers that are traced, each by its own class and config."""
+"""The settings of a traced run of Transformers, and the model families that are traced, each by its
+own class and config.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+from msgspec import Struct
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from baselines.common.contract import NotRunnable
-from baselines.transformers.policy import FAMILIES
+from baselines.common.interface import NotRunnable
 from rematbench.workload import Model
+
+Family = Literal["gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+
+
+class Transformers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a traced run. `family`: Transformers' model_type. `checkpointing`: gradient
+    checkpointing of every layer. `holds_output`: the training loop keeps the model's output until
+    the backward is over."""
+
+    name: ClassVar[str] = "transformers"
+    family: Family = "llama"
+    checkpointing: bool = False
+    holds_output: bool = False
+
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
 class _Keys(NamedTuple):
-    """The keys of a family's config beside the keys that all families share."""
+    """The keys of a family's config besides the keys that all families share."""
 
     made: Callable[[Model], dict[str, Any]]
     said: tuple[str, ...]

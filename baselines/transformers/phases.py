@@ -58,20 +58,20 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
             )
         return tuple(found)
 
-    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
+    def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         known = storage._cdata in self._known
-        super()._see(storage, host=host)
+        super()._register(storage, host=host)
         if not known and storage._cdata in self._known:
             self._births[storage._cdata] = len(self._events)
             self._events.append((self.phase, len(self._events), storage.nbytes()))
 
-    def _forget(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         if key in self._known:
             birth = self._births.pop(key)
             self._events.append((self.phase, birth, -self._events[birth][2]))
-        super()._forget(key)
+        super()._remove(key)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def update_size(self, storage: torch.UntypedStorage) -> None:
         """Fail: Transformers resizes no storage in a step, and this meter would miss a change."""
         raise AssertionError(f"a storage was resized to {storage.nbytes()} bytes")
 

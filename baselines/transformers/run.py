@@ -6,10 +6,9 @@ from typing import Literal, cast
 import msgspec
 from transformers import PreTrainedConfig
 
-from baselines.common.contract import NotRunnable, Rank, RankAnswer
-from baselines.transformers.families import config_of_model, model_class
-from baselines.transformers.policy import Transformers
-from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
+from baselines.common.interface import NotRunnable, Rank, RankAnswer
+from baselines.transformers.families import Transformers, config_of_model, model_class
+from baselines.transformers.traced_step import DTYPES, Kernel, Seen, Setup, run
 from rematbench.spec.system import AttentionChoice
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
@@ -38,8 +37,8 @@ def refuse(job: PackageJob) -> None:
     config_of_model(asked.model, _policy(asked).family)
 
 
-def _policy(asked: RunSpec) -> Transformers:
-    return msgspec.convert(asked.parameters["transformers"], Transformers)
+def _policy(spec: RunSpec) -> Transformers:
+    return msgspec.convert(spec.parameters["transformers"], Transformers)
 
 
 def environment(job: PackageJob) -> dict[str, str]:
@@ -81,5 +80,5 @@ def _kernel(config: PreTrainedConfig, attention: AttentionChoice) -> Kernel:
     return "sdpa" if model_class(config)._supports_sdpa else "flash_attention_2"
 
 
-def _states(seen: Seen) -> int:
-    return (1 + MOMENTS) * seen.parameter_bytes + seen.gradient_bytes
+def _states(traced: Seen) -> int:
+    return (1 + MOMENTS) * traced.parameter_bytes + traced.gradient_bytes

@@ -124,7 +124,7 @@ class Recorder:
         """The bytes of the kept storages."""
         return sum(kept.nbytes for kept in self._found.values())
 
-    def forget(self) -> list[Kept]:
+    def release(self) -> list[Kept]:
         """Release the storages; the result is what was kept, equal entries of layers merged."""
         self._alive.clear()
         counts: dict[Kept, int] = {}

@@ -21,10 +21,10 @@ from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
-from rematbench.worlds.packages.stack import StackProblem, activation_peak, packaged
+from rematbench.worlds.packages.stack import StackProblem, activation_peak, package_problem
 from rematbench.worlds.records.record import Record
 from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.processes import execute_cases
 from tests.problems import problem, remade
 from tests.worlds.torch.cases import TINY as TWO_LAYERS
 from tests.worlds.torch.cases import TINY_GPT as TWO_LAYERS_GPT
@@ -169,7 +169,7 @@ def assert_equal(asked: Asked, ran: Ran, tolerance: float) -> None:
 
 def weighed(method: Composition, problem: Problem, stage: int = 0) -> RankBytes:
     """Bytes of a rank under a baseline's policy as its package holds them."""
-    here = packaged(method, problem)
+    here = package_problem(method, problem)
     assert isinstance(here, StackProblem)
     plan = method.plan(here)
     assert isinstance(plan, Plan)

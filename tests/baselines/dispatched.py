@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rematbench.worlds.torch.mode import Mode
+from rematbench.worlds.torch.dispatch import DispatchMode
 
 NO_KERNEL = {
     *("view", "_unsafe_view", "transpose", "t", "permute", "expand", "detach", "slice", "select"),
@@ -15,7 +15,7 @@ NO_KERNEL = {
 """Views, room without values, and a question."""
 
 
-class Launches(Mode):
+class Launches(DispatchMode):
     """Counts by phase, kernels and collectives apart.  What runs inside an autograd graph is
     backward (so is what Megatron's own backward of a linear asks for), all else is `phase`."""
 

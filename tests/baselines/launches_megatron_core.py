@@ -18,7 +18,7 @@ from msgspec.structs import replace  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from baselines.megatron_core import fake, step  # noqa: E402
+from baselines.megatron_core import fake_schedules, rank_engine  # noqa: E402
 from baselines.megatron_core.plan import MegatronCore  # noqa: E402
 from rematbench.worlds.packages.process import job, policy  # noqa: E402
 from tests.baselines.cases import GPT, TINY, Asked, deep  # noqa: E402
@@ -33,13 +33,13 @@ def launches(model: str, attention: str, num_layers: int) -> Counter[str]:
     asked = job(given, policy("megatron_core", {}), steps=1)
     asked = replace(asked, run=replace(asked.run, world="traced"))
     dist.init_process_group("fake", rank=0, world_size=asked.run.layout.gpus, store=FakeStore())
-    place = step.join_groups(asked)
+    place = rank_engine.join_groups(asked)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        rig = step.build(asked, MegatronCore(), place, torch.device("cpu"))
-        batches = fake._batches(asked.run)[:1]
+        rig = rank_engine.build(asked, MegatronCore(), place, torch.device("cpu"))
+        batches = fake_schedules._batches(asked.run)[:1]
         with Launches() as counted:
-            step.run_step(rig, batches)
-    step.leave_groups()
+            rank_engine.run_step(rig, batches)
+    rank_engine.leave_groups()
     dist.destroy_process_group()
     return counted.found
 

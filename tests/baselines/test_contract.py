@@ -85,8 +85,8 @@ def test_a_problem_that_no_option_says_has_its_reasons(name: str, where: str) ->
     """One line each; without them there is a policy that is planned."""
     p, own = made(where), baselines()[name].cls
     plans = [candidate.plan(p, p.base_plan) for candidate in own.candidates(p)]
-    assert own.unsaid(p) or not any(isinstance(plan, Unsupported) for plan in plans)
-    assert all(reason and "\n" not in reason for reason in own.unsaid(p))
+    assert own.inexpressible(p) or not any(isinstance(plan, Unsupported) for plan in plans)
+    assert all(reason and "\n" not in reason for reason in own.inexpressible(p))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -69,7 +69,7 @@ REFUSED = [
 ]
 OWN = DeepSpeed().flags(asked_problem(Asked("one")))
 OPTIONS = [
-    ("{", "are no JSON object with zero_optimization (Input data was truncated"),
+    ("{", "are not a JSON object with zero_optimization (Input data was truncated"),
     ("[1]", "got `array`"),
     ("{}", "got `null`"),
     (OWN.replace('"overlap_comm": false', '"overlap_comm": "no idea"'), "overlap_comm 'no idea'"),

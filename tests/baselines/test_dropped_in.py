@@ -57,7 +57,7 @@ class Toy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         yield cls()
 
     @classmethod
-    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+    def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
         """Nothing."""
         return ()
 
@@ -67,7 +67,7 @@ class Toy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 '''
 RUN = """import torch
 import torch.distributed as dist
-from baselines.common.contract import NotRunnable, RankAnswer
+from baselines.common.interface import NotRunnable, RankAnswer
 
 
 def stack():

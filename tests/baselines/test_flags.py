@@ -17,7 +17,7 @@ from rematbench.worlds.packages.process import PackageJob, baselines, policy, ru
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
 from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.processes import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of
@@ -167,7 +167,11 @@ def test_megatron_core_under_the_printed_arguments(method: str) -> None:
 def test_arguments_of_another_job_are_refused() -> None:
     needs("megatron.core")
     words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]
-    words += ["--hidden-size 32, the job has 64", "x: expected a number", "it says "]
+    words += [
+        "--hidden-size 32, the job has 64",
+        "x: expected a number",
+        "its configuration refuses this: ",
+    ]
     for record, said in zip(ran("megatron_core")[WRONG], words, strict=True):
         assert record.status == "unsupported"
         assert said in record.reason
@@ -219,7 +223,9 @@ def test_what_of_a_problem_no_option_says_is_named(baseline: str, asked: Asked, 
     plan = policy(baseline).plan(problem)
     code = baseline == "deepspeed" and asked.layout == "ulysses2"  # runs, but is not printed
     assert isinstance(plan, Unsupported) != code
-    assert "Ulysses" in words or any(words in r for r in baselines()[baseline].cls.unsaid(problem))
+    assert "Ulysses" in words or any(
+        words in r for r in baselines()[baseline].cls.inexpressible(problem)
+    )
 
 
 def test_attention_and_fusion_are_printed() -> None:

@@ -14,14 +14,14 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from torch import Tensor
 
-from baselines.common import driver, gpu, training
-from baselines.common.contract import NotRunnable, RankAnswer
+from baselines.common import driver, resources, training
+from baselines.common.driver import write_record_of
+from baselines.common.interface import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
-from baselines.common.records import write
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import read_record
-from rematbench.worlds.torch.failures import NotFinite
+from rematbench.worlds.torch.case import NotFinite
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
 from tests.installed import needs
 
@@ -114,8 +114,8 @@ def test_too_few_gpus_are_refused(seen: int, why: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     asked = asked_job("megatron_core", Asked("tp2"), device="cuda")
     with pytest.raises(NotRunnable, match=why):
-        gpu.require(asked, 2)
-    gpu.require(asked_job("megatron_core", Asked("tp2")), 2)
+        resources.require_gpus(asked, 2)
+    resources.require_gpus(asked_job("megatron_core", Asked("tp2")), 2)
 
 
 def test_a_rank_takes_its_gpu_and_what_the_package_wants_around_it(
@@ -124,7 +124,7 @@ def test_a_rank_takes_its_gpu_and_what_the_package_wants_around_it(
     threads: list[int] = []
     off: list[bool] = []
     monkeypatch.setenv("LOCAL_RANK", "7")  # of a launcher that shows each process one GPU
-    monkeypatch.setattr(gpu, "choose_device", torch.device)
+    monkeypatch.setattr(resources, "choose_device", torch.device)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -137,7 +137,7 @@ def test_a_rank_takes_its_gpu_and_what_the_package_wants_around_it(
     moving = Asked("one", {"offload_modules": ["core_attn"]})
     settings = run.environment(asked_job("megatron_core", moving, device="cuda"))
     assert settings["NVTE_CPU_OFFLOAD_V1"] == "1"
-    device = gpu.take(3, 8, {**settings, "MINE": "other"})
+    device = resources.take_gpu(3, 8, {**settings, "MINE": "other"})
     assert (device.index, os.environ["LOCAL_RANK"], threads, off) == (3, "3", [3], [False, False])
     assert (os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], os.environ["MINE"]) == ("1", "kept")
 
@@ -146,7 +146,7 @@ def test_a_record_of_gpus_has_seconds_and_the_allocators_peaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H800")
-    monkeypatch.setattr(gpu, "stack", lambda: {"cuda": "12.8", "nccl": "2.27.5"})
+    monkeypatch.setattr(resources, "cuda_versions", lambda: {"cuda": "12.8", "nccl": "2.27.5"})
     asked = asked_job("megatron_core", Asked("tp2"), device="cuda", warmup=1)
     from baselines.megatron_core import run  # noqa: PLC0415  # imports torch only
 
@@ -154,7 +154,7 @@ def test_a_record_of_gpus_has_seconds_and_the_allocators_peaks(
         RankAnswer(label="megatron-core", step_s=[s, s], allocated_bytes=7, reserved_bytes=8)
         for s in (0.5, 0.25)
     ]
-    write(run, asked, tmp_path / "0.json", "ok", "", answers)
+    write_record_of(run, asked, tmp_path / "0.json", "ok", "", answers)
     record = read_record(tmp_path / "0.json")
     seen, engine = record.measured, record.engine
     assert (engine.device, engine.backend, seen.warmup_steps) == ("NVIDIA H800", "nccl", 3)

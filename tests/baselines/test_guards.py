@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, get_args
 import pytest
 from msgspec.structs import replace
 
-from baselines.common.contract import NotRunnable
-from baselines.common.memory import check_memory
-from baselines.deepspeed import options as deepspeed
+from baselines.common.interface import NotRunnable
+from baselines.common.resources import require_memory
+from baselines.deepspeed import configuration as deepspeed
 from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
@@ -170,10 +170,10 @@ def test_a_machine_does_not_start_what_it_cannot_hold() -> None:
     """Weights and gradients of every rank; a traced job has none."""
     large = changed("megatron_core", Broken("", model={"num_layers": 80, "hidden": 262144}))
     with pytest.raises(NotRunnable, match=r"1 ranks of .* hold at least [\d,.]+ GiB .* are free"):
-        check_memory(large)
-    check_memory(replace(large, run=replace(large.run, world="traced")))
-    check_memory(replace(large, device="cuda"))
-    check_memory(asked_job("megatron_core", Asked("tp2-dp2")))
+        require_memory(large)
+    require_memory(replace(large, run=replace(large.run, world="traced")))
+    require_memory(replace(large, device="cuda"))
+    require_memory(asked_job("megatron_core", Asked("tp2-dp2")))
 
 
 def test_what_breaks_no_guard_passes() -> None:

@@ -127,9 +127,9 @@ def of_transformers(family: str, attention: str) -> dict[str, float]:
     pytest.importorskip("transformers")
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
-    from baselines.transformers import kernels  # noqa: PLC0415
+    from baselines.transformers import flash_shim  # noqa: PLC0415
     from baselines.transformers.families import config_of_model  # noqa: PLC0415
-    from baselines.transformers.step import Setup, build  # noqa: PLC0415
+    from baselines.transformers.traced_step import Setup, build  # noqa: PLC0415
 
     def whole(num_layers: int) -> Counter[str]:
         model = replace(FAMILIES[family], num_layers=num_layers, qk_norm=False, norm_offset=False)
@@ -137,7 +137,7 @@ def of_transformers(family: str, attention: str) -> dict[str, float]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             made = build(config_of_model(model, family), Setup(**setup))
             ids = torch.zeros(2, 24, dtype=torch.int64)
-            with kernels.installed(attention, fake=True):
+            with flash_shim.installed(attention, fake=True):
                 made(input_ids=ids, labels=ids).loss.backward()
                 with Launches() as seen:
                     made(input_ids=ids, labels=ids).loss.backward()

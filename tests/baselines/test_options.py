@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from baselines.common.contract import NotRunnable
-from baselines.deepspeed.options import policy_of as configured
+from baselines.common.interface import NotRunnable
+from baselines.deepspeed.configuration import policy_of as configured
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.megatron_core.arguments import parse, policy_of
 from baselines.megatron_core.plan import MegatronCore

@@ -9,14 +9,14 @@ from torch import Tensor
 pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
 
 from baselines.common.meter import Meter
-from baselines.deepspeed.places import DEVICE, HOST, Accelerator, apart, moves
+from baselines.deepspeed.places import DEVICE, HOST, Accelerator, moves, separate_places
 
 NAMES = ("to", "cpu", "device")
 
 
 @pytest.fixture
 def places() -> Iterator[object]:
-    with apart(real=True) as on_host:
+    with separate_places(real=True) as on_host:
         yield on_host
 
 
@@ -82,7 +82,7 @@ def test_a_backward_knows_places_too() -> None:
 
 
 def test_bytes_are_counted_where_they_are() -> None:
-    with apart(real=True) as on_host:
+    with separate_places(real=True) as on_host:
         meter = Meter(on_host)
         kept = [torch.ones(8, device=DEVICE), torch.ones(2)]
         assert meter.homes(kept) == (32, 8)
@@ -99,7 +99,7 @@ def test_bytes_are_counted_where_they_are() -> None:
 def test_nothing_stays_when_it_ends() -> None:
     before = {name: getattr(Tensor, name) for name in NAMES}
     factories, record = torch.zeros, Tensor.record_stream
-    with pytest.raises(ZeroDivisionError), apart(real=True):
+    with pytest.raises(ZeroDivisionError), separate_places(real=True):
         torch.zeros(1 // (torch.zeros is factories))
     assert {name: getattr(Tensor, name) for name in NAMES} == before
     assert not set(NAMES) & set(vars(Tensor))

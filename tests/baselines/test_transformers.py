@@ -17,12 +17,11 @@ from tests.problems import LLAMA
 
 pytest.importorskip("transformers")
 
-from baselines.common.contract import NotRunnable
-from baselines.transformers import kernels
-from baselines.transformers.families import config_of, config_of_model
-from baselines.transformers.policy import FAMILIES
+from baselines.common.interface import NotRunnable
+from baselines.transformers import flash_shim
+from baselines.transformers.families import FAMILIES, config_of, config_of_model
 from baselines.transformers.run import refuse, stack
-from baselines.transformers.step import Seen, Setup, run
+from baselines.transformers.traced_step import Seen, Setup, run
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 24
@@ -128,7 +127,7 @@ def test_the_flash_kernel_computes_what_torch_computes() -> None:
     parts = [torch.randn(2, heads, 9, 8, requires_grad=True) for heads in (4, 2, 2)]
     settings: dict[str, Any] = {"is_causal": True, "scale": 0.3, "enable_gqa": True}
     wanted = torch.nn.functional.scaled_dot_product_attention(*parts, **settings)
-    found = kernels.attend(*parts, **settings)
+    found = flash_shim.attend(*parts, **settings)
     torch.testing.assert_close(found, wanted)
     seed = torch.randn_like(wanted)
     expected = torch.autograd.grad(wanted, parts, seed)
@@ -225,10 +224,10 @@ def test_scores_made_in_the_backward_under_sdpa_fail() -> None:
     def attend(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
         return RecomputedScores.apply(q, k, v)  # type: ignore[no-untyped-call]
 
-    ((owner, name, _),) = kernels._PARTS["flash"]
-    parts = {**kernels._PARTS, "flash": ((owner, name, attend),)}
+    ((owner, name, _),) = flash_shim._PARTS["flash"]
+    parts = {**flash_shim._PARTS, "flash": ((owner, name, attend),)}
     with (
-        patch.object(kernels, "_PARTS", parts),
+        patch.object(flash_shim, "_PARTS", parts),
         pytest.raises(NotRunnable, match=r"a tensor of .*seq_len x seq_len"),
     ):
         run(tiny("llama"), Setup(seq_len=ROWS))

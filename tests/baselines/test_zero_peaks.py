@@ -7,15 +7,15 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from baselines.deepspeed import reducing, zero_peaks
-from baselines.deepspeed.weights import (
+from baselines.deepspeed import zero_gradients, zero_peaks
+from baselines.deepspeed.zero_sizes import (
     Sizes,
     Weight,
     by_operator,
     head_weight,
     parameters,
 )
-from baselines.deepspeed.whole import Whole, modules
+from baselines.deepspeed.zero_weights import Whole, modules
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import RankProgram
 from rematbench.plan import Plan
@@ -180,7 +180,7 @@ def test_weights_that_come_together_are_there_twice_until_the_last_is_wanted() -
     assert seen == [500, 1000, 1000, 500]
 
 
-class Bucket(reducing.Zero3):
+class Bucket(zero_gradients.Zero3):
     """ZeRO 3's, which writes down what is reduced at once."""
 
     def reduce(self, beside: int) -> None:
@@ -207,7 +207,7 @@ def test_gradients_are_held_as_the_stage_says(stage: int, overlap: bool) -> None
     seen: list[int] = []
     size = LLAMA.parameters
     sizes = Sizes(2, 2, 2, size, stage=stage, overlap=overlap)
-    held = reducing.reducer(LLAMA, sizes, lambda beside: seen.append(held.held + beside))
+    held = zero_gradients.reducer(LLAMA, sizes, lambda beside: seen.append(held.held + beside))
     mine = sum(weight.elements for weight in held.order if weight.offset < size // 2)
     held.last = False
     for weight in reversed(parameters(LLAMA)):
@@ -227,7 +227,9 @@ def test_gradients_are_held_as_the_stage_says(stage: int, overlap: bool) -> None
 def test_a_tied_projections_gradient_waits_for_the_embeddings() -> None:
     """And their sum is a tensor of its own."""
     seen: list[int] = []
-    held = reducing.reducer(TIED, Sizes(2, 2, 2, 1), lambda beside: seen.append(held.held + beside))
+    held = zero_gradients.reducer(
+        TIED, Sizes(2, 2, 2, 1), lambda beside: seen.append(held.held + beside)
+    )
     (head,), (*_, table) = (
         by_operator(TIED)[key] for key in (("H", "lm_head"), ("E", "embedding"))
     )

@@ -25,8 +25,8 @@ from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model, load_system
 from rematbench.spec.paths import data_dir
 from rematbench.workload import Workload
-from rematbench.worlds.records.cell import cells
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import cells
 from tests.typed import typed
 from tests.workflow.checkout import GUIDES
 from tests.wrong_inputs import ROW

@@ -11,9 +11,9 @@ from rematbench.cli.app import command_line
 from rematbench.worlds import executed, package, traced, trained
 from rematbench.worlds import reruns as world
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.records.cell import recorded_cell
 from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
-from rematbench.worlds.reruns import run_again
+from rematbench.worlds.records.suite_cells import recorded_cell
+from rematbench.worlds.reruns import rerun_record
 from tests.problems import all_methods
 
 APP = command_line()
@@ -105,7 +105,7 @@ def test_a_published_record_is_its_authors(tmp_path: Path) -> None:
     record = read_record(simulated(tmp_path / "run.json", "keep_all"))
     spec = replace(record.spec, world="published")
     with pytest.raises(RecordError, match="only its authors"):
-        run_again(replace(record, spec=spec), lambda: pytest.fail("planned"), all_methods())
+        rerun_record(replace(record, spec=spec), lambda: pytest.fail("planned"), all_methods())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_world_is_told_what_the_record_knows(
     monkeypatch.setattr(module, "run", run)
     registry = all_methods()
     cell = recorded_cell(name, record, registry)
-    assert run_again(record, lambda: cell, registry) == record
+    assert rerun_record(record, lambda: cell, registry) == record
     assert asked["cell"].method.parameters == record.spec.parameters
     how = asked["words"][0]
     assert all(
@@ -147,7 +147,7 @@ def test_a_package_takes_its_job_from_the_record(monkeypatch: pytest.MonkeyPatch
     )
     for path in ("traced/baselines/k22b-selective", "executed/agreement/megatron_core-tp2-fp32"):
         record = read_record(MEASURED / f"{path}.json")
-        assert run_again(record, lambda: pytest.fail("planned"), all_methods()) == record
+        assert rerun_record(record, lambda: pytest.fail("planned"), all_methods()) == record
     (name, traced_job), (_, executed_job) = jobs
     assert (name, traced_job.rank, traced_job.run.world) == ("megatron_core", 0, "traced")
     assert traced_job.run.parameters["megatron_core"]["recompute"] == "selective"
@@ -160,5 +160,5 @@ def test_the_executors_own_run_of_the_agreement_is_executed_alone(
     record = read_record(MEASURED / "executed/agreement/executor-one-fp32.json")
     monkeypatch.setattr(world, "executor_record", lambda problem, device, steps: (device, steps))
     registry = all_methods()
-    made = run_again(record, lambda: recorded_cell("one", record, registry), registry)
+    made = rerun_record(record, lambda: recorded_cell("one", record, registry), registry)
     assert made == ("cpu", 2)

@@ -17,10 +17,10 @@ from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.host.gpu_state import GpuState
 from rematbench.measure.torch.turns import Turns
+from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.first_rank import Alone
-from rematbench.worlds.torch.model import NotExecutable
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.rank_model import NotExecutable
+from rematbench.worlds.torch.single_rank import FirstStageGroups
 from tests.worlds.torch import cases
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def test_turns_of_a_rank_alone_and_of_another_model_share_no_weights() -> None:
 def test_what_needs_peers_does_not_run_alone() -> None:
     problem = cases.case("tp2-pp2", "keep").problem
     with pytest.raises(NotExecutable, match="without tensor, context or data peers"):
-        Alone(problem.layout, problem.system.rank_order)
+        FirstStageGroups(problem.layout, problem.system.rank_order)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -14,7 +14,7 @@ from rematbench.measure.parts import checks, run
 from rematbench.measure.parts.checks import Finding, Ran, findings
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed
-from rematbench.worlds.executed import How, outcome_of, run_cells
+from rematbench.worlds.executed import How, compared_outcome, run_cells
 from rematbench.worlds.records.measured import Comparison, Measured, largest
 from rematbench.worlds.records.record import Record, keep_record, read_record, write_record
 from tests.measure.test_measure_gpu import CELLS, suite
@@ -122,10 +122,10 @@ def comparison(**errors: float) -> Comparison:
 @pytest.mark.parametrize("what", ["gradient_error", "loss_error", "first_gradient_error"])
 @pytest.mark.parametrize("error", [math.nan, math.inf])
 def test_an_error_that_is_no_number_fails_its_record(what: str, error: float) -> None:
-    status, reason, seen = outcome_of(Measured(), comparison(**{what: error}))
+    status, reason, seen = compared_outcome(Measured(), comparison(**{what: error}))
     words = f"nan: NotFinite: against keep_all {what.replace('_', ' ')} {error}"
     assert (status, reason, seen) == ("failed", words, None)
-    status, reason, seen = outcome_of(Measured(), comparison())
+    status, reason, seen = compared_outcome(Measured(), comparison())
     assert (status, reason) == ("ok", "")
     assert seen is not None
     assert seen.comparison == comparison()

@@ -32,8 +32,8 @@ from rematbench.paper.tables.gpu_runtime import checks_table
 from rematbench.plan import Plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.record import Provenance, RecordError
+from rematbench.worlds.records.suite_cells import Cell
 from tests.campaigns import suite_text, tiny
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -29,7 +29,7 @@ def test_a_timed_step_is_the_step_and_counts_every_action_with_work() -> None:
     timed = Turns(CPU, GpuState).executor(case.problem, case.plan, TimedExecutor)
     plain = Turns(CPU, GpuState).executor(case.problem, case.plan)
     assert isinstance(timed, TimedExecutor)
-    whole, taken = timed.step_taken()
+    whole, taken = timed.timed_step()
     plain.run_step()
     assert float(timed.loss) == float(plain.loss)
     program = lower(case.plan, case.problem).ranks[0]
@@ -41,7 +41,7 @@ def test_a_timed_step_is_the_step_and_counts_every_action_with_work() -> None:
     assert sum(map(len, keys.values())) == len(issued)
     assert {key.stream for key in keys} == {"compute", "d2h", "h2d"}
     assert {key.unit for key in keys if key.op == "fc1"} == {"L"}
-    again = by_key(timed.step_taken()[1])
+    again = by_key(timed.timed_step()[1])
     assert {key: len(own) for key, own in again.items()} == {k: len(v) for k, v in keys.items()}
     assert between(1.0, 1.5) == 0.5
 

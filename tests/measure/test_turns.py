@@ -16,6 +16,7 @@ from rematbench.host.gpu_state import GpuState
 from rematbench.measure.parts.rates import gap, measure_rates
 from rematbench.measure.records import Rate, read_lines
 from rematbench.measure.torch import repeats, turns
+from rematbench.measure.torch.probe_rates import LONG_FLOP, Rates
 from rematbench.measure.torch.probes import (
     Place,
     Probe,
@@ -23,13 +24,12 @@ from rematbench.measure.torch.probes import (
     layer_probes,
     sustained,
 )
-from rematbench.measure.torch.rates import LONG_FLOP, Rates
 from rematbench.paper.tables.gpu import rates_table
 from rematbench.worlds.records.record import Provenance
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from tests.campaigns import suite_text, tiny
 from tests.worlds.torch import cases
 
@@ -112,7 +112,7 @@ def test_a_turns_weights_are_drawn_by_the_device(monkeypatch: pytest.MonkeyPatch
     made = turns.RankModel
 
     def noted(*given: Any, **known: Any) -> RankModel:
-        asked.append(known["drawn_here"])
+        asked.append(known["device_weights"])
         return made(*given, **known)
 
     monkeypatch.setattr(turns, "RankModel", noted)
@@ -171,9 +171,9 @@ def test_what_does_not_run_loses_nothing_of_the_rest() -> None:
 def test_repeats_end_when_they_are_steady_or_the_time_is_over() -> None:
     later = time.monotonic() + 60
     steady = iter([9.0, *[1.0] * 100])  # the first warms up
-    assert repeats.repeated(lambda: next(steady), later) == [1.0] * repeats.LEAST
+    assert repeats.repeated(lambda: next(steady), later) == [1.0] * repeats.MIN_REPEATS
     wild = iter(float(n % 7 + 1) for n in range(1000))
-    assert len(repeats.repeated(lambda: next(wild), later)) == repeats.MOST
+    assert len(repeats.repeated(lambda: next(wild), later)) == repeats.MAX_REPEATS
     assert len(repeats.repeated(lambda: 1.0, time.monotonic() - 1)) == 1
     assert repeats.spread_of([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
 

@@ -11,8 +11,8 @@ import torch
 from rematbench.engine.program.action import Action, Kind
 from rematbench.host.gpu_state import GpuState
 from rematbench.measure.torch.turns import Turns
+from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.tracker import Tracker
 from tests.worlds.torch import cases
 
 

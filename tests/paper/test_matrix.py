@@ -101,10 +101,10 @@ def test_mistakes_in_a_declaration_are_one_line() -> None:
     spec = small(baseline="nobody", seq_lens=(5000,))
     assert spec.problems() == [
         "baseline: no arm 'nobody'",
-        "tokens_per_step 4194304 is no multiple of seq_len 5000",
+        "tokens_per_step 4194304 is not a multiple of seq_len 5000",
     ]
     with pytest.raises(ConfigError, match="no 'gpt'"):
-        small().only(["gpt"], [])
+        small().restricted(["gpt"], [])
 
 
 def test_one_layout_in_one_table_and_none_better_in_the_other(ran: list[Line]) -> None:

@@ -19,9 +19,9 @@ from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.launch import execute_cases
-from rematbench.worlds.torch.model import RankModel
-from rematbench.worlds.torch.trace import fake_job, rank_at
+from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.single_rank import fake_job, stage_rank
 from tests.problems import LLAMA, make_problem
 
 WIDE = replace(
@@ -41,7 +41,7 @@ WORKSPACE = 32 << 20
 def state_sizes(problem: Problem, plan: Plan, stage: int, program: RankProgram) -> tuple[int, ...]:
     """Bytes of every storage that a rank holds for good."""
     lay, order = problem.layout, problem.system.rank_order
-    rank, device = rank_at(lay, order, stage), torch.device("meta")
+    rank, device = stage_rank(lay, order, stage), torch.device("meta")
     with fake_job(rank, lay.gpus), device:
         groups = Groups(lay, order, rank)
         model = RankModel(problem, plan, groups.place, device, seed=0)

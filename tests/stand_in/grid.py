@@ -4,8 +4,8 @@ not.  `python -m tests.stand_in.grid LAYOUT [first]`"""
 import sys
 
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.launch import execute_cases
-from rematbench.worlds.torch.trace import trace_rank
+from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.single_rank import trace_rank
 from tests.worlds.torch import cases, grid, laws
 
 

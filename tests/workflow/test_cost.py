@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.workflow import checkout, run, table, write
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.worlds.slurm.cells import CampaignSuite
+from rematbench.worlds.slurm.campaign import CampaignSuite
 from tests.workflow.checkout import ROOT
 
 LIMIT_S = 60

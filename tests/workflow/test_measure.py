@@ -38,8 +38,8 @@ variants:
 FINISH = """
 from pathlib import Path
 from rematbench.plugins.discover import discover
-from rematbench.worlds.slurm.records import CellRecord, encode
-from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.cell_records import CellRecord, encode
+from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
 from rematbench.worlds.records.store import Store
 made = Campaign(load_campaign_suite(Path("config/measure.yaml")), discover())
 store = Store(Path("results/measure/cells"))

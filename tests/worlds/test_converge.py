@@ -13,9 +13,9 @@ from rematbench.host.console import CommandError
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.records.cell import Cell, cells
 from rematbench.worlds.records.suite import load_suite
-from rematbench.worlds.trained import chosen
+from rematbench.worlds.records.suite_cells import Cell, cells
+from rematbench.worlds.trained import select_cells
 from tests.problems import all_methods
 
 SUITE = data_dir("config") / "convergence.yaml"
@@ -23,7 +23,7 @@ SUITE = data_dir("config") / "convergence.yaml"
 
 @cache
 def of_the_suite() -> tuple[list[Cell], list[str]]:
-    return chosen(cells(load_suite(SUITE), []))
+    return select_cells(cells(load_suite(SUITE), []))
 
 
 def test_every_method_is_trained_once_and_keep_all_everywhere() -> None:
@@ -60,7 +60,7 @@ def test_a_line_a_problem_says_what_is_left_out_and_why() -> None:
 
 
 def test_a_cell_that_is_asked_for_by_name_is_trained_where_it_is_asked_for() -> None:
-    (cell,), lines = chosen(cells(load_suite(SUITE), [], ["bytes-pp4.full_recompute"]))
+    (cell,), lines = select_cells(cells(load_suite(SUITE), [], ["bytes-pp4.full_recompute"]))
     assert cell.name == "bytes-pp4.full_recompute.0"
     assert lines == []
 

@@ -22,7 +22,7 @@ CHANGED = {
     "engine/lowering/emit_rebuild.py": True,
     "solve/swap.py": True,  # only methods import it
     "cli/run.py": None,  # one of the two commands
-    "worlds/slurm/queue.py": False,
+    "worlds/slurm/slurm_queue.py": False,
     "paper/tables/scores.py": False,
     "paper/tables/matrix.py": False,
     "paper/html.py": False,
@@ -69,7 +69,7 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
         ("tables", "evidence/published/sheets.py"),
         ("tables", "paper/tables/matrix.py"),
         ("report", "paper/html.py"),
-        ("cells", "worlds/slurm/rows.py"),
+        ("cells", "worlds/slurm/campaign_rows.py"),
         ("verify", "worlds/torch/arithmetic.py"),  # imported inside a function
         ("study", "paper/studies/answers.py"),
         ("points", "worlds/packages/process.py"),

@@ -10,13 +10,13 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import evaluate, program_bytes
 from rematbench.plan import Plan
-from rematbench.worlds.numbers import as_run
-from rematbench.worlds.records.cell import Cell, cell_names, cells
 from rematbench.worlds.records.measured import RankMeasured
 from rematbench.worlds.records.record import Record, plan_hash, read_record
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import Cell, cell_names, cells
 from rematbench.worlds.reruns import CURVE_BOUND
-from rematbench.worlds.trained import chosen
+from rematbench.worlds.run_records import as_executed
+from rematbench.worlds.trained import select_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "results" / "measured"
@@ -101,7 +101,7 @@ def test_a_record_of_the_current_plan_has_the_current_ledger(path: Path) -> None
         assert found.spec.method not in ALWAYS, stale
         return
     program = lower(cell.plan, cell.problem)
-    run = as_run(cell.problem)
+    run = as_executed(cell.problem)
     simulated = program_bytes(run, cell.plan, lower(cell.plan, run))
     for rank in found.measured.ranks[:1]:
         expected = max(device for device, _ in live_bytes(program.ranks[rank.pp].actions()))
@@ -179,7 +179,7 @@ CURVES = sorted((MEASURED / "convergence").glob("*.json"))
 @cache
 def trained() -> dict[str, Cell]:
     suite = load_suite(ROOT / "config" / "convergence.yaml")
-    return {cell.name: cell for cell in chosen(cells(suite, []))[0]}
+    return {cell.name: cell for cell in select_cells(cells(suite, []))[0]}
 
 
 def test_every_curve_of_the_suite_is_committed() -> None:

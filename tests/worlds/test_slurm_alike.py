@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rematbench.worlds.records.measured import Measured
-from rematbench.worlds.slurm import rows
-from rematbench.worlds.slurm.rows import ALIKE
+from rematbench.worlds.slurm import campaign_rows
+from rematbench.worlds.slurm.campaign_rows import REFERENCE_COLUMNS
 
 OURS, MEGATRON = "rematbench 1.0", "megatron-core 0.16.1"
 RAN = Measured(losses=(8.0, 7.0), gradient_norms=(2.0, 1.5))
 PACKAGE = replace(RAN, losses=(8.008, 6.0))
-BLANK = dict.fromkeys(ALIKE, "")
+BLANK = dict.fromkeys(REFERENCE_COLUMNS, "")
 
 
 class CellRan(NamedTuple):
@@ -29,7 +29,7 @@ class CellRan(NamedTuple):
 def alike(cells: Sequence[CellRan | None]) -> list[dict[str, Any]]:
     """The columns of every cell, of which some did not run."""
     waiting = {"problem": "one", "keeps_all": "", "engine": OURS}
-    return rows.alike(
+    return campaign_rows.reference_columns(
         [cell._asdict() if cell else waiting for cell in cells],
         [cell.found if cell else None for cell in cells],
     )

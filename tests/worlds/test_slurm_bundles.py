@@ -6,7 +6,7 @@ import pytest
 
 from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError
-from rematbench.worlds.slurm.cells import Campaign
+from rematbench.worlds.slurm.campaign import Campaign
 from rematbench.worlds.slurm.launch import torchrun
 from rematbench.worlds.slurm.settings import load_center
 from rematbench.worlds.slurm.submissions import executed_resources

@@ -12,9 +12,9 @@ from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm import cells as cells_module
-from rematbench.worlds.slurm.cells import Campaign, CampaignCell
-from rematbench.worlds.slurm.rows import cell_rows, number_rows
+from rematbench.worlds.slurm import campaign as cells_module
+from rematbench.worlds.slurm.campaign import Campaign, CampaignCell
+from rematbench.worlds.slurm.campaign_rows import cell_rows, number_rows
 from tests.campaigns import ROOT, campaign
 
 FULL = {"method": "megatron_core", "settings": {"recompute": "full"}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import snakemake_executor_plugin_slurm as plugin
 
-from rematbench.worlds.slurm.queue import wrap_executor
+from rematbench.worlds.slurm.slurm_queue import wrap_executor
 
 
 class Fake:

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
-from rematbench.worlds.slurm import queue
-from rematbench.worlds.slurm.queue import QueuedJob, Unreachable
+from rematbench.worlds.slurm import slurm_queue
+from rematbench.worlds.slurm.slurm_queue import QueuedJob, Unreachable
 
 APP = command_line()
 
@@ -46,7 +46,7 @@ def slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     (tmp_path / "Snakefile").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(queue, "POLL_S", 0.05)
+    monkeypatch.setattr(slurm_queue, "POLL_S", 0.05)
 
     def make(script: str) -> Path:
         (tmp_path / "bin").mkdir()
@@ -99,8 +99,8 @@ def test_patience_is_of_one_silence(
             raise answer
         return answer
 
-    monkeypatch.setattr(queue, "queued_jobs", look)
+    monkeypatch.setattr(slurm_queue, "queued_jobs", look)
     said: list[str] = []
-    queue.settle_jobs(tmp_path, cancel=False, patience_s=0.2, say=said.append)
+    slurm_queue.settle_jobs(tmp_path, cancel=False, patience_s=0.2, say=said.append)
     assert said[0].startswith("job 7 of an earlier run is running")
     assert next(looks, "none left") == "none left"

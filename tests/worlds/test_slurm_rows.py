@@ -12,13 +12,19 @@ from rematbench.cli.real import speed_text, timing
 from rematbench.costs.flops import model_flop_per_token
 from rematbench.evaluate.result import evaluate_method
 from rematbench.spec.load import load_cluster
-from rematbench.worlds.records.measured import OF_CUDA, Engine, Measured, RankMeasured
+from rematbench.worlds.records.measured import (
+    OF_CUDA,
+    Engine,
+    Measured,
+    RankMeasured,
+    has_peak_of,
+    measured_speed,
+)
 from rematbench.worlds.records.record import make_record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import Campaign
-from rematbench.worlds.slurm.records import CellRecord, encode, is_final
-from rematbench.worlds.slurm.rows import COLUMNS, engine_of, number_rows
-from rematbench.worlds.speed import has_peak_of, measured_speed
+from rematbench.worlds.slurm.campaign import Campaign
+from rematbench.worlds.slurm.campaign_rows import COLUMNS, engine_of, number_rows
+from rematbench.worlds.slurm.cell_records import CellRecord, encode, is_final
 from tests.campaigns import campaign
 from tests.problems import all_methods
 

@@ -10,8 +10,8 @@ import pytest
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.store import Store
 from rematbench.worlds.slurm import runner as runner_module
+from rematbench.worlds.slurm.cell_records import MAX_ATTEMPTS, decode, is_final, remove_records
 from rematbench.worlds.slurm.launch import last_words
-from rematbench.worlds.slurm.records import MAX_ATTEMPTS, decode, forget, is_final
 from rematbench.worlds.slurm.runner import Runner
 from tests.campaigns import campaign, center_file
 
@@ -176,17 +176,17 @@ def test_what_is_forgotten_is_run_again(bundles: Bundles, tmp_path: Path) -> Non
     for method, end in (("keep_all", "broken"), ("full_recompute", "ok")):
         bundles.run(end, method)
         (ended / f"{method}.1x2.0.json").touch()
-    assert forget(made, store, tmp_path, statuses=["timeout"]) == {}
+    assert remove_records(made, store, tmp_path, statuses=["timeout"]) == {}
     other = ["one.full_recompute.0"]
-    assert forget(made, store, tmp_path, statuses=["failed"], names=other) == {}
+    assert remove_records(made, store, tmp_path, statuses=["failed"], names=other) == {}
     assert (tmp_path / "executed.csv").exists()
-    gone = forget(made, store, tmp_path, statuses=["failed"])
+    gone = remove_records(made, store, tmp_path, statuses=["failed"])
     assert gone == {"one.keep_all.0": "failed"}
     assert not (tmp_path / "executed.csv").exists()
     assert [path.name for path in ended.iterdir()] == ["full_recompute.1x2.0.json"]
     (record,), _ = bundles.run("ok")
     assert (record.status, record.attempts) == ("ok", 1)
-    with pytest.raises(CommandError, match="'fail' is no status; did you mean 'failed'"):
-        forget(made, store, tmp_path, statuses=["fail"])
-    with pytest.raises(CommandError, match="'one' is no cell"):
-        forget(made, store, tmp_path, statuses=["failed"], names=["one"])
+    with pytest.raises(CommandError, match="unknown status 'fail'; did you mean 'failed'"):
+        remove_records(made, store, tmp_path, statuses=["fail"])
+    with pytest.raises(CommandError, match="unknown cell 'one'"):
+        remove_records(made, store, tmp_path, statuses=["failed"], names=["one"])

@@ -29,11 +29,10 @@ from rematbench.host.console import CommandError, align_left, console, gib, grid
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.worlds import package
-from rematbench.worlds.packages.process import baselines, own_system, policy
-from rematbench.worlds.packages.stack import packaged
-from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.packages.process import baselines, package_system, policy
+from rematbench.worlds.packages.stack import package_problem
+from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
 from rematbench.worlds.records.record import Record, encode_record, make_record, write_record
-from rematbench.worlds.speed import measured_speed
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -60,7 +59,7 @@ def of_baseline(options: RunOptions) -> Request:
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
     if problem["system"] == DEFAULT_SYSTEM:
-        problem["system"] = own_system(options.method, DEFAULT_SYSTEM)
+        problem["system"] = package_system(options.method, DEFAULT_SYSTEM)
     plain_options = RunOptions(
         **{**vars(options), "method": IDENTITY, "settings": None, "problem": problem},
     )
@@ -89,7 +88,7 @@ def predict_baseline(
     """
     need_file("--out", out)
     made = of_baseline(run)
-    here = packaged(made.method, made.problem)
+    here = package_problem(made.method, made.problem)
     result = evaluate_method(here, made.method)
     record = make_record(result, made.method, made.problem)
     if out is not None:

@@ -16,11 +16,11 @@ from rematbench.host.console import CommandError, align_left, console, grid, pla
 from rematbench.host.table import write_sheet
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import Campaign, load_campaign_suite
-from rematbench.worlds.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
-from rematbench.worlds.slurm.records import forget, is_final
-from rematbench.worlds.slurm.rows import cell_rows, number_rows
+from rematbench.worlds.slurm.campaign import Campaign, load_campaign_suite
+from rematbench.worlds.slurm.campaign_rows import cell_rows, number_rows
+from rematbench.worlds.slurm.cell_records import is_final, remove_records
 from rematbench.worlds.slurm.runner import Runner, finish
+from rematbench.worlds.slurm.slurm_queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
 STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]
@@ -129,7 +129,7 @@ def retry(
     campaign = _campaign(suite, cluster, methods)
     held = Store(store, job_alive=job_alive, is_final=is_final)
     results = store.resolve().parent
-    found = forget(campaign, held, results, statuses=status or ["failed"], names=cell or ())
+    found = remove_records(campaign, held, results, statuses=status or ["failed"], names=cell or ())
     for name, was in found.items():
         typer.echo(f"{name}: was {was}, will be run again")
     typer.echo(f"{len(found)} of {len(campaign.cells)} cells to run again")

@@ -23,8 +23,8 @@ from rematbench.cli.targets import Json, Out, need_file
 from rematbench.plugins.discover import discover
 from rematbench.worlds import executed
 from rematbench.worlds.executed import How
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import TIMED_STEPS
+from rematbench.worlds.records.suite_cells import Cell
 
 SEQ_LEN = 128
 Device = Literal["cpu", "cuda"]
@@ -66,7 +66,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     asked = request(_with_defaults(run))
     given = None
     if is_launched(rank, world_size, (address, port), asked.problem.layout.gpus):
-        given = processes.Given(rank or 0, world_size or 1, local_rank, address, port)
+        given = processes.LauncherPlace(rank or 0, world_size or 1, local_rank, address, port)
     kind = processes.device_kind(device or "")
     need_gpu(kind)
     cell = cell_of(asked)

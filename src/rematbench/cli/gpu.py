@@ -34,7 +34,7 @@ from rematbench.paper.tables.gpu_searched import (
     searched_table,
 )
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.records.cell import problem_of
+from rematbench.worlds.records.suite_cells import problem_of
 
 SuiteFile = Annotated[
     Path | None, Option(metavar="SUITE.yaml", help="Problems (default: of each part in config/).")

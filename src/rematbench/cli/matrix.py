@@ -52,7 +52,7 @@ def matrix(
         -o results/paper/matrix/llama3-8b.csv
     """
     need_file("-o", output)
-    spec, registry = declared(suite).only(model or (), seq_len or ()), discover()
+    spec, registry = declared(suite).restricted(model or (), seq_len or ()), discover()
     answers = read_sheet(cells, ANSWERED) if cells else []
     lines = []
     began = time.process_time()

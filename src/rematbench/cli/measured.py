@@ -10,9 +10,9 @@ from rematbench.cli.real import as_committed, need_torch
 from rematbench.cli.targets import Compare, Methods, Only, Output, SuiteFile, need_folder
 from rematbench.host.console import CommandError
 from rematbench.worlds import executed, traced, trained
-from rematbench.worlds.records.cell import cells
 from rematbench.worlds.records.record import keep_record
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import cells
 
 
 def measure(
@@ -67,7 +67,7 @@ def converge(
     """
     need_torch()
     need_folder("-o", output)
-    found, left_out = trained.chosen(cells(load_suite(suite), [], only or []))
+    found, left_out = trained.select_cells(cells(load_suite(suite), [], only or []))
     for line in left_out:
         typer.echo(line)
     if not found:

@@ -70,7 +70,7 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
     wrong = 0
     for path in paths:
         try:
-            record, lines = verify(path, lambda _, old: package.again(old))
+            record, lines = verify(path, lambda _, old: package.rerun(old))
         except NotInstalled as error:
             typer.echo(f"{path.stem}: not traced again: {error}")
             continue

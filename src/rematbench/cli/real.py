@@ -16,12 +16,11 @@ from rematbench.cli.options import Request
 from rematbench.cli.show import heading, method_line
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.ranks import NO_RENDEZVOUS
-from rematbench.worlds.numbers import RUNTIME
-from rematbench.worlds.records.cell import Cell
-from rematbench.worlds.records.measured import Comparison, Measured
+from rematbench.worlds.records.measured import Comparison, Measured, MeasuredSpeed, measured_speed
 from rematbench.worlds.records.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.records.suite_cells import Cell
 from rematbench.worlds.reruns import verify
-from rematbench.worlds.speed import MeasuredSpeed, measured_speed
+from rematbench.worlds.run_records import RUNTIME
 
 TORCH = "2.10"
 NO_TORCH = (
@@ -44,9 +43,9 @@ def need_gpu(device: str) -> None:
 
 def gpus_here() -> int:
     """The number of GPUs that torch can use on this machine."""
-    from rematbench.worlds.torch.devices import gpus_seen  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.devices import gpu_count  # noqa: PLC0415  # torch is optional
 
-    return gpus_seen()
+    return gpu_count()
 
 
 def has_gpu() -> bool:

@@ -23,7 +23,7 @@ from rematbench.host.table import write_sheet
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import AttentionChoice, Home
 from rematbench.workload import Precision
-from rematbench.worlds.packages.process import own_system
+from rematbench.worlds.packages.process import package_system
 
 Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
 STEP_S = 1.0
@@ -115,7 +115,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain))
     if explain is not None and not all(1 <= place <= top for place in explain):
         raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
-    stack = own_system(engine, system) if system == DEFAULT_SYSTEM else system
+    stack = package_system(engine, system) if system == DEFAULT_SYSTEM else system
     spec = ProblemSpec(
         model=model, cluster=cluster, system=stack, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,

@@ -70,7 +70,7 @@ def search_cells(
     Example:
       rematbench search-cells config/paper.yaml --model llama3-8b -o cells.csv
     """
-    spec = declared(suite).only(model or (), seq_len or ())
+    spec = declared(suite).restricted(model or (), seq_len or ())
     _write(output, best_lines(spec, within=within / 100, processes=processes), "gap")
 
 

@@ -45,7 +45,7 @@ from rematbench.plugins.registry import IDENTITY
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.record import read_record
-from rematbench.worlds.records.reopen import replay
+from rematbench.worlds.records.replay import replay
 from rematbench.worlds.records.suite import labels, load_suite
 
 EXECUTED = ("problem", "engine", "method", "status", "record_key")

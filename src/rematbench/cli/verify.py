@@ -12,9 +12,9 @@ from rematbench.cli.targets import Methods, need_file, need_folder
 from rematbench.host.files import write_atomically
 from rematbench.plugins.discover import discover
 from rematbench.worlds import traced
-from rematbench.worlds.records.cell import Cell, only_cell, recorded_cell
 from rematbench.worlds.records.record import Record, keep_record, read_record
-from rematbench.worlds.reruns import run_again
+from rematbench.worlds.records.suite_cells import Cell, recorded_cell, single_cell
+from rematbench.worlds.reruns import rerun_record
 from rematbench.worlds.reruns import verify as verified
 
 
@@ -53,11 +53,11 @@ def verify(
         def cell() -> Cell:
             if suite is None:
                 return recorded_cell(name, record, registry, cluster)
-            return only_cell(suite, name, methods or [])
+            return single_cell(suite, name, methods or [])
 
         key = (name, record.run_id)  # keep_all's curve is made once for all that compare with it
         if key not in made:
-            made[key] = run_again(record, cell, registry)
+            made[key] = rerun_record(record, cell, registry)
         return made[key]
 
     for path in records:
@@ -90,9 +90,9 @@ def retrace(
     if importlib.util.find_spec("torch") is None:
         line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
     else:
-        asked = only_cell(suite, cell)
+        asked = single_cell(suite, cell)
         path = committed / f"{cell}.json"
-        record, lines = verified(path, lambda _, old: traced.again(old, asked))
+        record, lines = verified(path, lambda _, old: traced.rerun(old, asked))
         for line in lines:
             typer.echo(f"{cell}: {line}", err=True)
         if lines:

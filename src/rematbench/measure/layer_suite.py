@@ -10,8 +10,8 @@ from rematbench.measure.hand_written import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.spec.configfile import ConfigError, require_known
-from rematbench.worlds.records.cell import Cell, cells, is_wanted
 from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite
+from rematbench.worlds.records.suite_cells import Cell, cells, is_selected
 
 
 class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,12 +79,12 @@ def by_hand_names(suite: LayerSuite) -> dict[str, str]:
 
 def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
     """The planned cells of the suite; `only`: of these problems, or these cells."""
-    names = [name for name in _planned(suite) if is_wanted(name, only)]
+    names = [name for name in _planned(suite) if is_selected(name, only)]
     found = cells(suite, [], names) if names else []
     keep_all = discover().resolve(IDENTITY, {})
     specs = {spec.name: spec for spec in suite.problems}
     for name, at, one in _by_hand(suite):
-        if is_wanted(name, only):
+        if is_selected(name, only):
             problem = specs[at].problem()
             found.append(HandCell(name, problem, keep_all, problem.base_plan, means=one.means))
     if not found:

@@ -14,12 +14,12 @@ class Machine:
     """One device: its name and versions, and its state now."""
 
     def __init__(self, device: Device) -> None:
-        from rematbench.worlds.torch.devices import name_for_smi  # noqa: PLC0415  # torch is optional
+        from rematbench.worlds.torch.devices import smi_name  # noqa: PLC0415  # torch is optional
         from rematbench.worlds.torch.processes import versions  # noqa: PLC0415
 
         self.versions = versions(device)
         self.name = self.versions["device"]
-        self.smi = name_for_smi() if device == "cuda" else ""
+        self.smi = smi_name() if device == "cuda" else ""
 
     def state(self) -> GpuState:
         """The GPU's state now; empty on a CPU."""

@@ -22,9 +22,9 @@ from rematbench.measure.layer_suite import HandCell
 from rematbench.measure.records import Prediction, Searched, append_line, read_lines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.records.cell import Cell, problem_of
 from rematbench.worlds.records.digests import code_digest
 from rematbench.worlds.records.record import plan_hash, provenance, run_spec
+from rematbench.worlds.records.suite_cells import Cell, problem_of
 
 PREDICTED = "predictions.jsonl"
 PREDICTIONS = {"layers": PREDICTED, "searched": "searched.jsonl"}

@@ -159,23 +159,23 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
     return wrong
 
 
-def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
+def executor_record(target: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
     """The record of the project's executor on one process, with all activations kept."""
     from rematbench.worlds.torch import processes as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
-    from rematbench.worlds.torch.launch import execute_cases  # noqa: PLC0415
+    from rematbench.worlds.torch.processes import execute_cases  # noqa: PLC0415
 
     case = Case(
         name=EXECUTOR,
-        problem=made,
-        plan=made.base_plan,
+        problem=target,
+        plan=target.base_plan,
         steps=steps,
         measure=False,
         device=device,
         timed_steps=0,
     )
     (result,) = execute_cases([case])
-    spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
+    spec = run_spec(target, discover().resolve(IDENTITY, {}), "executed")
     versions = torch_job.versions(device)
     engine = Engine(
         label="rematbench executor",

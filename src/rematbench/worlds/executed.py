@@ -12,22 +12,27 @@ from rematbench.host.console import CommandError
 from rematbench.host.ranks import record_status
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
-from rematbench.worlds.launched import leave
-from rematbench.worlds.numbers import activation_bytes, compared, measured, measured_record
-from rematbench.worlds.records.cell import Cell, problem_of
 from rematbench.worlds.records.measured import Comparison, Measured
 from rematbench.worlds.records.record import Record, write_record
+from rematbench.worlds.records.suite_cells import Cell, problem_of
+from rematbench.worlds.run_records import (
+    activation_bytes,
+    compared,
+    measured,
+    measured_record,
+    write_rank_record,
+)
 
 if TYPE_CHECKING:
     from rematbench.worlds.torch.case import Case, Result
-    from rematbench.worlds.torch.processes import Given
+    from rematbench.worlds.torch.processes import LauncherPlace
 
 
 class How(msgspec.Struct, frozen=True, kw_only=True):
     """How cells are executed.  `compare`: each cell is compared with another cell on the same
     batches, so gradients are kept and kernels are deterministic.  `norms`: gradient norms are
-    recorded.  `timed_steps`: steps that are timed after the observed `steps`.  `drawn_here`: the
-    device draws the weights (fast), with bits of its own.  `linear`: an update is linear in the
+    recorded.  `timed_steps`: steps that are timed after the observed `steps`.  `device_weights`:
+    the device draws the weights (fast), with bits of its own.  `linear`: an update is linear in the
     gradient, so that later steps stay comparable."""
 
     device: str = "cpu"
@@ -35,43 +40,43 @@ class How(msgspec.Struct, frozen=True, kw_only=True):
     compare: bool = True
     norms: bool = True
     timed_steps: int = 0
-    drawn_here: bool = False
+    device_weights: bool = False
     linear: bool = False
 
 
 def run(
     cell: Cell,
     how: How,
-    other: Cell | None = None,
+    reference: Cell | None = None,
     *,
     timeout_s: float,
-    place: "Given | None" = None,
+    place: "LauncherPlace | None" = None,
     out: Path | None = None,
 ) -> Record | None:
-    """The record of a cell, compared with the losses and gradients of `other` where given.  Where
-    only `other` fails, the cell's record has the failure of `other`.
+    """The record of a cell, compared with the losses and gradients of `reference` where
+    given.  Where only `reference` fails, the cell's record has the failure of `reference`.
 
     `place`: this process is a rank that a launcher started.  The record is then written to `out`;
     a rank without a record returns None.
     """
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
-    both = [cell, *([other] if other else [])]
-    reason = next((one.plan.reason for one in both if isinstance(one.plan, Unsupported)), "")
-    cases = [] if reason else [_case(one, how) for one in both]
-    reason = reason or next(filter(None, map(processes.refused, cases)), "")
+    cells = [cell, *([reference] if reference else [])]
+    reason = next((one.plan.reason for one in cells if isinstance(one.plan, Unsupported)), "")
+    cases = [] if reason else [_case(one, how) for one in cells]
+    reason = reason or next(filter(None, map(processes.refusal, cases)), "")
     if reason:
         record = _record(cell, ("unsupported", reason, None), (), how)
         if place is not None and out is not None:
             write_record(record, out)
         return record
     if place is not None:
-        return _as_rank(both, cases, place, timeout_s, out, how)
+        return _as_rank(cells, cases, place, timeout_s, out, how)
     hosts = (cell.problem.layout.gpus,)
-    return _strictly(both, processes.run_own(cases, timeout_s), hosts, how)
+    return _strictly(cells, processes.run_spawned(cases, timeout_s), hosts, how)
 
 
-def again(record: Record, cell: Cell, registry: Registry) -> Record:
+def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
     """The record of a new run of an executed record, in processes of this machine, with the
     record's number of steps and compared with the method that the record names."""
     found = record.measured or Measured()
@@ -93,7 +98,7 @@ def again(record: Record, cell: Cell, registry: Registry) -> Record:
 
 
 def run_cells(
-    found: Sequence[Cell], timeout_s: float, how: How | None = None
+    cells: Sequence[Cell], timeout_s: float, how: How | None = None
 ) -> Iterator[tuple[Cell, Record]]:
     """Every cell with its record, in one launch per world size.  With `how.compare` each cell is
     compared with keep_all on the same problem and batches; where keep_all fails, the cell's record
@@ -101,14 +106,16 @@ def run_cells(
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 
     how = how or How()
-    for size in sorted({cell.problem.layout.gpus for cell in found}):
-        same = [cell for cell in found if cell.problem.layout.gpus == size]
+    for size in sorted({cell.problem.layout.gpus for cell in cells}):
+        same = [cell for cell in cells if cell.problem.layout.gpus == size]
         bases = {cell.name: _keep_all(cell) for cell in same} if how.compare else {}
         cases: dict[str, Case] = {}
         for one in (one for cell in same for one in (bases.get(cell.name), cell)):
             if one is not None and one.name not in cases and isinstance(one.plan, Plan):
                 cases[one.name] = _case(one, how)
-        results = dict(zip(cases, processes.run_own(list(cases.values()), timeout_s), strict=True))
+        results = dict(
+            zip(cases, processes.run_spawned(list(cases.values()), timeout_s), strict=True)
+        )
         for cell in same:
             base = bases.get(cell.name)
             other = results.get(base.name) if base else None
@@ -140,72 +147,74 @@ def _case(cell: Cell, how: How) -> "Case":
         deterministic=how.compare,
         timed_steps=how.timed_steps,
         activation_bytes=activation_bytes(cell.problem, cell.plan),
-        drawn_here=how.drawn_here,
+        device_weights=how.device_weights,
         optimizer=LINEAR if how.linear else AdamW(),
     )
 
 
 def _as_rank(
-    both: list[Cell],
+    cells: list[Cell],
     cases: "list[Case]",
-    place: "Given",
+    place: "LauncherPlace",
     timeout_s: float,
     out: Path | None,
     how: How,
 ) -> Record | None:
-    """The record of a rank that a launcher started.  A rank that fails writes its error beside
+    """The record of a rank that a launcher started.  A rank that fails writes its error next to
     `out` before it ends: rank 0 sees only a broken connection."""
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
-    from rematbench.worlds.torch.failures import failure  # noqa: PLC0415
+    from rematbench.worlds.torch.case import failure  # noqa: PLC0415
 
     started = time.time()
     try:
-        results, hosts = processes.run_given(cases, place, timeout_s)
+        results, hosts = processes.run_launched(cases, place, timeout_s)
     except Exception as error:
         if out is not None:
             lost = (*record_status(*failure(error)), None)
-            leave(_record(both[0], lost, (), how), out, place.rank, started)
-        if isinstance(error, processes.NotMet):
+            write_rank_record(_record(cells[0], lost, (), how), out, place.rank, started)
+        if isinstance(error, processes.RendezvousError):
             raise CommandError(str(error)) from error
         raise
     if not results:
         return None
-    record = _strictly(both, results, hosts, how)
-    return leave(record, out, place.rank, started) if out is not None else record
+    record = _strictly(cells, results, hosts, how)
+    return write_rank_record(record, out, place.rank, started) if out is not None else record
 
 
 def _strictly(
-    both: list[Cell], results: "list[Result]", hosts: tuple[int, ...], how: How
+    cells: list[Cell], results: "list[Result]", hosts: tuple[int, ...], how: How
 ) -> Record:
-    """The record of the first of `both` cells, compared with the second where given; with the
+    """The record of the first of `cells`, compared with the second where given; with the
     failure of the first result that failed."""
     broken = next((result for result in results if result.status != "ok"), results[0])
-    other = results[1] if len(both) > 1 else None
-    outcome = _outcome(both[0], broken, other, both[-1].name)
-    return _record(both[0], outcome, hosts, how)
+    reference = results[1] if len(cells) > 1 else None
+    outcome = _outcome(cells[0], broken, reference, cells[-1].name)
+    return _record(cells[0], outcome, hosts, how)
 
 
 def _outcome(
-    cell: Cell, result: "Result | None", other: "Result | None", against: str
+    cell: Cell, result: "Result | None", reference: "Result | None", against: str
 ) -> tuple[Status, str, Measured | None]:
-    """The status, reason and numbers of a cell, compared with `other` where given."""
+    """The status, reason and numbers of a cell, compared with `reference` where given."""
     if isinstance(cell.plan, Unsupported):
         return "unsupported", cell.plan.reason, None
     assert result is not None
     if result.status != "ok":
         return (*record_status(result.status, result.reason), None)
     found = measured(cell.problem, cell.plan, result)
-    if other is None:
+    if reference is None:
         return "ok", "", found
-    return outcome_of(found, compared(cell.problem, result, other, against))
+    return compared_outcome(found, compared(cell.problem, result, reference, against))
 
 
-def outcome_of(found: Measured, other: Comparison) -> tuple[Status, str, Measured | None]:
+def compared_outcome(
+    measured_run: Measured, comparison: Comparison
+) -> tuple[Status, str, Measured | None]:
     """The status, reason and numbers of a compared run.  A NaN or infinite error fails the run, as
     such a loss does."""
-    if other.not_finite:
-        return (*record_status("nan", other.not_finite), None)
-    return "ok", "", msgspec.structs.replace(found, comparison=other)
+    if comparison.not_finite:
+        return (*record_status("nan", comparison.not_finite), None)
+    return "ok", "", msgspec.structs.replace(measured_run, comparison=comparison)
 
 
 def _record(

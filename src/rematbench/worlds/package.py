@@ -8,10 +8,10 @@ from rematbench.evaluate.evaluation import fullest
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.worlds.launched import leave
 from rematbench.worlds.packages.process import PackageJob, job, run_jobs, run_rank
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import Record
+from rematbench.worlds.run_records import write_rank_record
 
 Option = int | float | bool | str
 LIMIT_S = 600.0
@@ -25,7 +25,7 @@ def run(
     return record
 
 
-def again(record: Record) -> Record:
+def rerun(record: Record) -> Record:
     """The record of a new run of a baseline's record: the job is made from the record alone.
     (`--options` of a run are in no record.)"""
     seen, engine = record.measured or Measured(), record.engine
@@ -56,11 +56,11 @@ def run_as_rank(
     problem: Problem, method: Composition, rank: int, out: Path | None, **options: Option
 ) -> Record | None:
     """Execute a job as a rank that a launcher started.  Returns rank 0's record, or the record of
-    this rank's failure, whose error is then written beside `out`; None on another rank that ended
+    this rank's failure, whose error is then written next to `out`; None on another rank that ended
     well."""
     started = time.time()
     record = run_rank(method.name, _job(problem, method, "executed", **options))
-    return leave(record, out, rank, started) if record and out is not None else record
+    return write_rank_record(record, out, rank, started) if record and out is not None else record
 
 
 def _job(

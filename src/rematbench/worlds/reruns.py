@@ -15,13 +15,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from rematbench.evaluate.result import evaluate_method
 from rematbench.plugins.registry import Registry
-from rematbench.worlds import executed, package, simulated, traced, trained
+from rematbench.worlds import executed, package, traced, trained
 from rematbench.worlds.agreement import executor_record
 from rematbench.worlds.packages.process import Device, baselines
-from rematbench.worlds.records.cell import Cell, base_name
 from rematbench.worlds.records.measured import BOUNDS, Engine, Measured
-from rematbench.worlds.records.record import Record, RecordError, read_record
+from rematbench.worlds.records.record import Record, RecordError, make_record, read_record
+from rematbench.worlds.records.suite_cells import Cell, base_name
 
 CURVE_BOUND = 1e-4
 """Largest relative difference between the losses of two training runs: rounding grows over hundreds
@@ -35,17 +36,17 @@ INPUTS = ("cluster", "system", "calibration")
 RAN = ("label", "shim", "kernels", "backend")
 
 
-def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
+def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
     """The record of a new run of a record file's job, and its differences from the file's record.
-    `again` makes the new record of a (name, record): it runs the job, or reads a record that was
+    `rerun` makes the new record of a (name, record): it runs the job, or reads a record that was
     made before.  For a loss curve it is also called for keep_all's curve, where that file exists
-    beside the curve's."""
+    in the curve's folder."""
     old = read_record(path)
-    new, base = again(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
+    new, base = rerun(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
     if not (is_curve(old) and base.is_file()):
         return new, differences(new, old)
     known = read_record(base)
-    return new, differences(new, old, (again(base.stem, known), known))
+    return new, differences(new, old, (rerun(base.stem, known), known))
 
 
 def is_curve(record: Record) -> bool:
@@ -55,33 +56,33 @@ def is_curve(record: Record) -> bool:
 
 
 def differences(
-    again: Record, committed: Record, bases: tuple[Record, Record] | None = None
+    rerun: Record, committed: Record, bases: tuple[Record, Record] | None = None
 ) -> list[str]:
     """A line for each difference: the field, its new value, its committed value.  Where there is
     any, a last line names the inputs of the run that have changed.  `bases`: keep_all's new and
     committed curves, to compare loss curves with."""
-    found = list(_scalars(again, committed, ("status", "reason", "plan_hash", *SIMULATED)))
-    found += _of_ranks(again.ranks, committed.ranks)
-    found += _of_engine(again.engine, committed.engine)
-    new, old = again.measured, committed.measured
+    found = list(_scalars(rerun, committed, ("status", "reason", "plan_hash", *SIMULATED)))
+    found += _of_ranks(rerun.ranks, committed.ranks)
+    found += _of_engine(rerun.engine, committed.engine)
+    new, old = rerun.measured, committed.measured
     if new is None or old is None:
         found += [] if new == old else ["only one of the two has measured numbers"]
     elif is_curve(committed):
-        found += _of_curve(again, committed, bases)
+        found += _of_curve(rerun, committed, bases)
     else:
-        bound = BOUNDS[again.spec.precision]
-        exchanges = again.engine and again.world == "executed" and again.spec.layout.gpus > 1
+        bound = BOUNDS[rerun.spec.precision]
+        exchanges = rerun.engine and rerun.world == "executed" and rerun.spec.layout.gpus > 1
         loose = (*OF_THE_GPU, *(OF_GLOO if exchanges else ()))
         found += _scalars(new, old, ("steps", "warmup_steps"))
         found += _of_ranks(new.ranks, old.ranks, loose)
         found += _of_steps(new, old, ("losses", "gradient_norms"), bound)
         found += _of_verdict(new, old)
-    changed = [what for what in INPUTS if _input(again, what) != _input(committed, what)]
+    changed = [what for what in INPUTS if _input(rerun, what) != _input(committed, what)]
     return [*found, f"changed since: {', '.join(changed)}"] if found and changed else found
 
 
-def _input(record: Record, what: str) -> str:
-    return str(getattr(record.spec, f"{what}_hash"))
+def _input(record: Record, kind: str) -> str:
+    return str(getattr(record.spec, f"{kind}_hash"))
 
 
 def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
@@ -92,21 +93,21 @@ def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
 
 
 def _of_curve(
-    again: Record, committed: Record, bases: tuple[Record, Record] | None
+    rerun: Record, committed: Record, bases: tuple[Record, Record] | None
 ) -> Iterator[str]:
     """Differences of two loss curves: the number of steps, whether the curve equals keep_all's bit
     by bit, its distance from keep_all's, and, where both runs read the same text, from the
     committed curve."""
-    a, b = _losses(again), _losses(committed)
+    a, b = _losses(rerun), _losses(committed)
     now, then = map(_losses, bases) if bases else (a, b)
     if not len(a) == len(b) == len(now) == len(then):
         yield f"{len(a)} steps, committed {len(b)}"
         return
     if (a == now) != (b == then):
         yield f"bitwise keep_all's: {a == now}, committed {b == then}"
-    same = again.provenance.text == committed.provenance.text
+    same = rerun.provenance.text == committed.provenance.text
     if not (same or bases):
-        yield "losses are of another text, and there is no curve of keep_all's to hold them to"
+        yield "losses are of another text, and keep_all has no curve to compare them with"
     for name, other in {"keep_all's": now, "the committed one's": b if same else a}.items():
         gap = max(abs(x - y) / abs(y) for x, y in zip(a, other, strict=True))
         if not gap <= CURVE_BOUND:
@@ -121,12 +122,12 @@ def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         now, then = getattr(a, name), getattr(b, name)
         if now != then:
-            yield f"{name} {_said(now, then)}"
+            yield f"{name} {_difference(now, then)}"
 
 
-def _said(now: object, then: object) -> str:
-    """A new value and the committed one in words.  Of two structs or mappings, or of two sequences
-    of one length, the first place that differs is said, and how many differ."""
+def _difference(now: object, then: object) -> str:
+    """A new value and the committed value in words.  Of two structs, mappings or sequences of one
+    length, the text has the first place that differs and the number of such places."""
     if isinstance(now, Struct) and isinstance(then, Struct):
         now, then = (msgspec.structs.asdict(value) for value in (now, then))
     if isinstance(now, dict) and isinstance(then, dict):
@@ -138,7 +139,7 @@ def _said(now: object, then: object) -> str:
     apart = {place: pair for place, pair in places.items() if pair[0] != pair[1]}
     place, pair = next(iter(apart.items()))
     more = f" ({len(apart)} of {len(places)} differ)" if len(apart) > 1 else ""
-    return f"{place} {_said(*pair)}{more}"
+    return f"{place} {_difference(*pair)}{more}"
 
 
 def _of_ranks(
@@ -176,22 +177,22 @@ def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
     yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
 
 
-def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
+def rerun_record(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
     """The record of a new run.  `cell_of` makes the record's cell where our executor or simulator
     runs it.  RecordError for a published record."""
     if record.spec.method in baselines():
-        return package.again(record)
+        return package.rerun(record)
     if record.world == "published":
         text = f"run {record.run_id} is published: only its authors can run it again"
         raise RecordError(text)
     cell = cell_of()
     if record.world == "simulated":
-        return simulated.run(cell)
+        return make_record(evaluate_method(cell.problem, cell.method, cell.base), cell.method)
     if record.world == "traced":
-        return traced.again(record, cell)
+        return traced.rerun(record, cell)
     if record.engine is not None and record.measured is not None:
         device: Device = "cpu" if record.engine.device == "cpu" else "cuda"
         return executor_record(cell.problem, device, record.measured.steps)
     if is_curve(record):
-        return trained.again(record, cell)
-    return executed.again(record, cell, registry)
+        return trained.rerun(record, cell)
+    return executed.rerun(record, cell, registry)

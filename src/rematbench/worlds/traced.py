@@ -5,13 +5,13 @@ from typing import Any
 from rematbench.evaluate.evaluation import fullest
 from rematbench.evaluate.result import Status
 from rematbench.plan import Unsupported
-from rematbench.worlds.numbers import measured_ranks, measured_record
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import Record
+from rematbench.worlds.records.suite_cells import Cell
+from rematbench.worlds.run_records import measured_ranks, measured_record
 
 
-def again(record: Record, cell: Cell) -> Record:
+def rerun(record: Record, cell: Cell) -> Record:
     """The record of a new trace of the pipeline rank that a traced record names."""
     return run(cell, record.measured.ranks[0].pp if record.measured else None)
 
@@ -20,9 +20,9 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     """The record of the traced pipeline rank `stage` (None: the one with the largest simulated
     peak)."""
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
-    from rematbench.worlds.torch.model import NotExecutable  # noqa: PLC0415
+    from rematbench.worlds.torch.rank_model import NotExecutable  # noqa: PLC0415
+    from rematbench.worlds.torch.single_rank import stage_rank, trace_rank  # noqa: PLC0415
     from rematbench.worlds.torch.storages import ExecutionError  # noqa: PLC0415
-    from rematbench.worlds.torch.trace import rank_at, trace_rank  # noqa: PLC0415
 
     where: dict[str, Any] = {**processes.versions("cpu"), "device": "meta"}
     problem, plan = cell.problem, cell.plan
@@ -32,7 +32,7 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     try:
         stage = fullest(problem, plan) if stage is None else stage
         result = trace_rank(problem, plan, stage)
-        first = rank_at(problem.layout, problem.system.rank_order, stage)
+        first = stage_rank(problem.layout, problem.system.rank_order, stage)
         ranks = measured_ranks(problem, plan, [result], 1, first)
         outcome = ("ok", "", Measured(ranks=ranks))
     except NotExecutable as error:

@@ -8,28 +8,28 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.host.ranks import record_status
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.numbers import activation_bytes, measured_record
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import LEARNING_RATE, Measured
 from rematbench.worlds.records.record import Record
+from rematbench.worlds.records.suite_cells import Cell
+from rematbench.worlds.run_records import activation_bytes, measured_record
 
 TEXT_BYTES = 4 << 20
 
 
-def again(record: Record, cell: Cell) -> Record:
+def rerun(record: Record, cell: Cell) -> Record:
     """The record of a new training run with the number of steps of a record."""
     assert record.measured is not None
     return run(cell, record.measured.steps)
 
 
-def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+def select_cells(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
     """The cells to train: keep_all on every problem, and every other method and variant on the
     first problem where its program is not keep_all's.  Beside them a line per problem that names
     the cells left out and why."""
     trained: list[Cell] = []
     where: dict[str, str] = {}
     left_out: dict[str, dict[str, list[str]]] = {}
-    for cell in found:
+    for cell in cells:
         problem, name = cell.name.split(".", maxsplit=1)
         reason = f"trained on {where[name]}" if name in where else _without_work(cell)
         if reason:
@@ -75,7 +75,7 @@ def run(cell: Cell, steps: int) -> Record:
         optimizer=AdamW(lr=LEARNING_RATE),
         activation_bytes=activation_bytes(cell.problem, cell.plan),
     )
-    (result,) = processes.run_own([case], 3600.0)
+    (result,) = processes.run_spawned([case], 3600.0)
     found = None
     if result.status == "ok":
         found = Measured(losses=tuple(result.losses))

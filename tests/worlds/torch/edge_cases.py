@@ -15,14 +15,14 @@ from torch import Tensor
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
-from rematbench.measure.torch import rates
-from rematbench.worlds.torch import trace
+from rematbench.measure.torch import probe_rates
+from rematbench.worlds.torch import single_rank
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.exchanges import used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.messages import used_channels
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
 from tests.worlds.torch import cases, test_host_update, test_in_backward
@@ -131,8 +131,8 @@ def on_a_cpu() -> str:
         return sent[-1]
 
     problem = case.problem
-    rank = trace.rank_at(problem.layout, problem.system.rank_order, 1)
-    with trace.fake_job(rank, 2), pytest.MonkeyPatch.context() as patch:
+    rank = single_rank.stage_rank(problem.layout, problem.system.rank_order, 1)
+    with single_rank.fake_job(rank, 2), pytest.MonkeyPatch.context() as patch:
         groups = Groups(problem.layout, problem.system.rank_order, rank)
         groups.buffered = True
         patch.setattr(dist, "isend", send)
@@ -161,7 +161,7 @@ def waiting_from_elsewhere() -> str:
         streams, data = CudaStreams(DEVICE), torch.zeros(8, device=DEVICE)
         streams.begin()
         mark = Mark(None)
-        mark.works = [dist.irecv(data, 0, group=run, tag=0)]  # type: ignore[arg-type,list-item]
+        mark.messages = [dist.irecv(data, 0, group=run, tag=0)]  # type: ignore[arg-type,list-item]
         with streams.on("d2h"):
             streams.wait("compute", mark)
         with streams.on("compute"):
@@ -173,7 +173,7 @@ def waiting_from_elsewhere() -> str:
 def timed_steps() -> str:
     """Seconds of a step, by events that must have been recorded and reached."""
     case = case_of("one keep")
-    with trace.fake_job(0, 1), pytest.MonkeyPatch.context() as patch, recording(patch):
+    with single_rank.fake_job(0, 1), pytest.MonkeyPatch.context() as patch, recording(patch):
         executor = executor_of(case, 0, 0)
         seconds = executor.streams.clock()
         executor.issue_step()
@@ -191,7 +191,7 @@ def timed_copies() -> str:
         a, host = torch.ones(8, 8, device=DEVICE), torch.empty(8, 8)
         work = {"compute": lambda: a @ a, "d2h": lambda: host.copy_(a, non_blocking=True)}
         stop = streams.clock()
-        rates.at_once(streams, work, {"compute": 1, "d2h": 1})
+        probe_rates.at_once(streams, work, {"compute": 1, "d2h": 1})
         seconds = stop()
         own = {stream.name for stream in streams.streams.values()}  # type: ignore[attr-defined]
         ran = {name for used in recorder.used.values() for name in used.touched}
@@ -206,7 +206,7 @@ def opened_channels() -> str:
     case = case_of("pp2 keep")
     lay, order = case.problem.layout, case.problem.system.rank_order
     used = used_channels(lower(case.plan, case.problem), lay)
-    with trace.fake_job(0, lay.gpus), pytest.MonkeyPatch.context() as patch:
+    with single_rank.fake_job(0, lay.gpus), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         with recording(patch) as recorder:
             Groups(lay, order, 0).connect(DEVICE, used)

@@ -29,12 +29,12 @@ from tests.worlds.torch.test_faults import edited
 SOURCE = Path(rematbench.__file__).parent
 TORCH = ("worlds", "measure")
 """Rooms with a folder torch."""
-CONTEXTS = frozenset({"on", "room", "_room"})
+CONTEXTS = frozenset({"on", "storage_pool", "_output_pool"})
 CALLS = frozenset({
-    "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "mark", "lend",
-    "begin", "flush", "attach", "barrier", "finish", "reach", "result",
+    "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "mark", "share",
+    "begin", "flush", "attach", "barrier", "finish", "result",
 })  # fmt: skip
-"""Names of what orders (or, `room`, lets memory be used again at once)."""
+"""Names of what orders (or, `storage_pool`, lets memory be used again at once)."""
 
 
 class Edge(NamedTuple):
@@ -86,9 +86,9 @@ def _calls(path: Path, names: frozenset[str]) -> dict[Edge, ast.Call]:
 
 @cache
 def of_runtime() -> tuple[Edge, ...]:
-    """Of the rooms with torch, but for threads (which stand in for streams in tests)."""
+    """Of the rooms with torch."""
     files = sorted(path for room in TORCH for path in (SOURCE / room / "torch").glob("*.py"))
-    found = [_calls(path, CALLS | CONTEXTS) for path in files if path.stem != "threads"]
+    found = [_calls(path, CALLS | CONTEXTS) for path in files]
     every = (edge for calls in found for edge in calls)
     return tuple(edge for edge in every if "tracker" not in edge.words)  # it counts bytes
 

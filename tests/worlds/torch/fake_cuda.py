@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.worlds.torch import parameters, trace
+from rematbench.worlds.torch import parameters, single_rank
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.dispatch import Tracker
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Key, Memory, Value
 from rematbench.worlds.torch.streams import UNORDERED, CudaStreams
-from rematbench.worlds.torch.tracker import Tracker
 from tests.worlds.torch.recorder import Recorder, recording
 
 DEVICE = torch.device("cuda", 0)
@@ -51,8 +51,8 @@ def run(
     """Two steps of a stage's first rank (`first`: up to the first fault)."""
     patch.setattr(parameters, "full_weight", unknown)
     lay = case.problem.layout
-    rank = trace.rank_at(lay, case.problem.system.rank_order, stage)
-    with trace.fake_job(rank, lay.gpus), recording(patch, first=first) as recorder:
+    rank = single_rank.stage_rank(lay, case.problem.system.rank_order, stage)
+    with single_rank.fake_job(rank, lay.gpus), recording(patch, first=first) as recorder:
         executor = executor_of(case, stage, rank)
         watch_pools(recorder, executor, patch)
         recorder.watching = True

@@ -14,9 +14,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.worlds.torch import worker
 from rematbench.worlds.torch.batch import Batch, make_batch
-from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.gather import combine
-from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.case import Case, Result, combine
+from rematbench.worlds.torch.processes import execute_cases
 from tests.worlds.torch import reference
 
 ROOT = Path(__file__).resolve().parents[2]

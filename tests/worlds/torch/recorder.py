@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from rematbench.worlds.torch import arithmetic, host_update, streams
-from rematbench.worlds.torch.mode import Mode
+from rematbench.worlds.torch import arithmetic, movers, streams
+from rematbench.worlds.torch.dispatch import DispatchMode
 
 Clock = dict[str, int]
 
@@ -142,7 +142,7 @@ class Found(Exception):
     """A fault, where nobody asks for a second one."""
 
 
-class Recorder(Mode):
+class Recorder(DispatchMode):
     """Watches operators on fake tensors; `faults` says what it found (`first`: it ends there)."""
 
     def __init__(self, *, first: bool = False) -> None:
@@ -306,8 +306,8 @@ class Recorder(Mode):
             dist, "irecv", lambda x, src, group, tag: self.message(x, group=group, write=True)
         )
         patch.setattr(torch.cuda, "Stream", self.stream)
-        patch.setattr(streams, "MADE", {})
-        patch.setattr(host_update, "ThreadPoolExecutor", partial(Thread, self))
+        patch.setattr(streams, "CUDA_STREAMS", {})
+        patch.setattr(movers, "ThreadPoolExecutor", partial(Thread, self))
         patch.setattr(torch.cuda, "set_stream", self.switch)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
         patch.setattr(arithmetic, "fused", lambda x: False)  # a build without CUDA has none

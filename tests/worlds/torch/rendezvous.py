@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from rematbench.engine.program.action import Kind, is_local
 from rematbench.engine.program.program import Program
 from rematbench.spec.layout import Layout
+from rematbench.worlds.torch.exchanges import message
 from rematbench.worlds.torch.groups import Channel
-from rematbench.worlds.torch.messages import message
 
 Comm = Callable[[Channel], Hashable]
 Place = tuple[int, Hashable]

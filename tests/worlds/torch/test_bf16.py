@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from rematbench.plan import Plan
 from rematbench.workload import Precision
-from rematbench.worlds.numbers import norm_error
-from rematbench.worlds.records.cell import Cell, cells
 from rematbench.worlds.records.measured import BOUNDS
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import Cell, cells
+from rematbench.worlds.run_records import norm_error
 from rematbench.worlds.torch.case import Case, Result
 from tests.problems import remade
 from tests.worlds.torch.laws import run_here

@@ -14,8 +14,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.program import Program
 from rematbench.worlds.torch.case import Case
+from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.groups import Channel, channels
-from rematbench.worlds.torch.messages import overtaken, used_channels
 from tests.worlds.torch import cases
 from tests.worlds.torch.rendezvous import Comm, Walk
 
@@ -32,7 +32,7 @@ def lowered(layout: str, plan: str, tied: bool) -> tuple[Case, Program]:
 @pytest.mark.parametrize("layout", PIPELINES)
 def test_every_message_meets_its_receiver(layout: str, plan: str, tied: bool) -> None:
     case, program = lowered(layout, plan, tied)
-    assert overtaken(program, case.problem.layout) == ""
+    assert reordered_channel(program, case.problem.layout) == ""
     assert Walk(program, case.problem.layout, lambda channel: channel).stuck() == []
 
 
@@ -78,7 +78,7 @@ def test_a_message_that_overtakes_another_is_named() -> None:
     a, b = receives[:2]
     steps[a], steps[b] = steps[b], steps[a]
     mixed = Program(ranks=(program.ranks[0], replace(rank, steps=tuple(steps))))
-    assert overtaken(mixed, case.problem.layout) == "stage 0 to 1 (f)"
+    assert reordered_channel(mixed, case.problem.layout) == "stage 0 to 1 (f)"
 
 
 def test_a_pipeline_has_two_rings_of_one_way_channels() -> None:

@@ -7,7 +7,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.worlds.numbers import compared, norm_error, without_gradient
+from rematbench.worlds.run_records import compared, norm_error, without_gradient
 from rematbench.worlds.torch.case import Result
 from tests.worlds.torch import cases
 from tests.worlds.torch.laws import run_here

@@ -11,7 +11,12 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.worlds.torch.devices import bind_near, empty_pinned, pin_exactly, set_segments
+from rematbench.worlds.torch.devices import (
+    bind_to_numa_node,
+    pin_requested_size,
+    release_pinned,
+    set_expandable_segments,
+)
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def test_a_rank_is_bound_to_the_cpus_of_its_gpus_node(
 ) -> None:
     found(monkeypatch, 0x1B)
     last = own_cpus[-1]
-    assert bind_near(torch.device("cuda", 0), system(tmp_path, 1, f"{last},100000")) == 1
+    assert bind_to_numa_node(torch.device("cuda", 0), system(tmp_path, 1, f"{last},100000")) == 1
     assert os.sched_getaffinity(0) == {last}
 
 
@@ -62,7 +67,7 @@ def test_nothing_is_bound_where_nothing_is_known_or_allowed(
     cpus: str,
 ) -> None:
     found(monkeypatch, bus)
-    bind_near(torch.device("cuda", 0), system(tmp_path, node, cpus))
+    bind_to_numa_node(torch.device("cuda", 0), system(tmp_path, node, cpus))
     assert sorted(os.sched_getaffinity(0)) == own_cpus
 
 
@@ -76,7 +81,7 @@ def test_a_torch_that_cannot_pin_exactly_runs_all_the_same(
         raise refusal(f"Unrecognized key in {words}")
 
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
-    pin_exactly()
+    pin_requested_size()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_what_was_set_of_the_allocator_stays_set(
     told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": given}}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
-    pin_exactly()
+    pin_requested_size()
     assert asked == said
 
 
@@ -114,12 +119,12 @@ def test_segments_grow_where_the_stack_says_so(
     told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": given}}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
-    set_segments(expandable=expandable)
+    set_expandable_segments(expandable=expandable)
     assert asked == said
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if said:
         with pytest.raises(RuntimeError, match="cannot set expandable_segments"):
-            set_segments(expandable=expandable)
+            set_expandable_segments(expandable=expandable)
 
 
 def test_segments_grow_where_torch_refused_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +140,8 @@ def test_segments_grow_where_torch_refused_another_setting(monkeypatch: pytest.M
     told = {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: told)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
-    pin_exactly()
-    set_segments(expandable=True)
+    pin_requested_size()
+    set_expandable_segments(expandable=True)
     assert asked == ["max_split_size_mb:64,expandable_segments:True"]
 
 
@@ -154,5 +159,5 @@ def test_pinned_memory_is_given_back_by_the_call_that_torch_has(
         )
     else:
         monkeypatch.delattr(torch.accelerator, "empty_host_cache", raising=False)
-    empty_pinned()
+    release_pinned()
     assert asked == ["public" if public else "own"]

@@ -9,11 +9,10 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.worlds.torch import draws, model, parameters, worker
-from rematbench.worlds.torch.draws import Draws, threads_for
+from rematbench.worlds.torch import parameters, rank_model, worker
 from rematbench.worlds.torch.groups import Coordinates
-from rematbench.worlds.torch.model import RankModel
-from rematbench.worlds.torch.parameters import ParameterSpec
+from rematbench.worlds.torch.parameters import Draws, ParameterSpec, drawing_threads
+from rematbench.worlds.torch.rank_model import RankModel
 from tests.worlds.torch import cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,7 +38,7 @@ def test_a_model_is_the_same_whoever_draws(layout: str, monkeypatch: pytest.Monk
         used.append(1)
         return took(self, spec)
 
-    monkeypatch.setattr(model.Draws, "take", noted)
+    monkeypatch.setattr(rank_model.Draws, "take", noted)
     other = RankModel(case.problem, case.plan, place, CPU, 7, threads=3).parameters
     assert len(used) == len(one) == len(other)
     assert list(one) == list(other)
@@ -53,7 +52,9 @@ def test_a_device_that_draws_has_weights_of_the_same_kind() -> None:
     case = cases.case("one", "keep", precision="bf16")
     place = Coordinates(tp=0, cp=0, dp=0, pp=0)
     one = RankModel(case.problem, case.plan, place, CPU, 7).parameters
-    other = RankModel(case.problem, case.plan, place, CPU, 7, threads=3, drawn_here=True).parameters
+    other = RankModel(
+        case.problem, case.plan, place, CPU, 7, threads=3, device_weights=True
+    ).parameters
     assert all(torch.equal(p.flat, other[name].flat) for name, p in one.items())
     spec = ParameterSpec("x", (3, 5), mean=2.0)
     assert parameters.full_weight(spec, 7, "cpu").dtype is torch.float64
@@ -81,7 +82,7 @@ def test_as_many_as_threads_are_drawn_at_once_and_no_more_lie_ready(
 def test_no_more_lies_ready_than_there_is_room_for(
     room: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draws, "READY_BYTES", room)
+    monkeypatch.setattr(parameters, "READY_BYTES", room)
     found = Draws(SPECS, 7, 4)
     for number, spec in enumerate(SPECS):
         assert len(found._ready) == min(most, len(SPECS) - number)
@@ -108,8 +109,8 @@ def test_a_gpu_has_its_share_of_the_processors(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert threads_for(CUDA) == threads
-    assert threads_for(CPU) == 1
+    assert drawing_threads(CUDA) == threads
+    assert drawing_threads(CPU) == 1
 
 
 def test_a_rank_asks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +123,7 @@ def test_a_rank_asks_for_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(threads)
         raise Made
 
-    monkeypatch.setattr(worker, "threads_for", lambda device: 5)
+    monkeypatch.setattr(worker, "drawing_threads", lambda device: 5)
     monkeypatch.setattr(worker, "RankModel", made)
     with pytest.raises(Made):
         worker.run_case(case, 0, CPU, {})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.worlds.torch import operators_attention
+from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.streams import CudaStreams
 from tests.worlds.torch import cases, grid
@@ -88,7 +88,7 @@ def faults(layout: str, plan: str, patch: pytest.MonkeyPatch, **changes: Any) ->
 
 def test_a_message_whose_handle_outlives_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's handle holds what it sends."""
-    monkeypatch.setattr(CudaStreams, "under_way", lambda streams, channel, work: work)
+    monkeypatch.setattr(CudaStreams, "pending", lambda streams, channel, work: work)
     with pytest.raises(AssertionError):
         check(cases.case("pp2", "keep", precision="bf16"), monkeypatch)
 
@@ -98,7 +98,7 @@ def test_a_blocking_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         index = torch.empty(len(order), dtype=torch.int64).to(DEVICE)
         return slices.index_select(1, index)
 
-    monkeypatch.setattr(operators_attention, "_in_order", by_index)
+    monkeypatch.setattr(operators, "_in_order", by_index)
     found = faults("cp2", "keep", monkeypatch)
     assert "aten::_to_copy holds up the host" in found
 

@@ -19,10 +19,9 @@ from rematbench.engine.program.action import Action, Alloc, Kind
 from rematbench.engine.program.program import Block, Program
 from rematbench.host.ranks import KILLED
 from rematbench.worlds.torch import attention_backends, batch, devices, movers, worker
-from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.gather import combine
-from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.case import Case, Result, combine
 from rematbench.worlds.torch.parameters import AdamW
+from rematbench.worlds.torch.processes import execute_cases
 from rematbench.worlds.torch.storages import ExecutionError, Value
 from tests.worlds.torch import cases, laws
 from tests.worlds.torch.cases import TINY_GPT

@@ -1,4 +1,4 @@
-"""What a job on GPUs does around its steps: settings, failures, peaks, timed steps.  No GPU."""
+"""What a job on GPUs does around its steps: settings, case, peaks, timed steps.  No GPU."""
 
 import subprocess
 import sys
@@ -15,10 +15,10 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.host import ranks
-from rematbench.worlds.torch import failures, launch, parameters, processes, trace, worker
-from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch import parameters, processes, single_rank, worker
+from rematbench.worlds.torch.case import Case, Result, failure
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.processes import Given
+from rematbench.worlds.torch.processes import LauncherPlace
 from rematbench.worlds.torch.storages import ExecutionError
 from tests.worlds.torch import cases
 from tests.worlds.torch.recorder import recording
@@ -51,8 +51,8 @@ subprocess.run(["sh", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS $CUBLAS_WORKSPACE
 def test_memory_that_is_out_has_a_status_of_its_own(error: Exception) -> None:
     wrapped = ExecutionError("F0.0 L0.qkv")
     wrapped.__cause__ = error
-    assert failures.failure(error)[0] == failures.failure(wrapped)[0] == "oom"
-    assert failures.failure(RuntimeError("CUDA error: an illegal memory access"))[0] == "failed"
+    assert failure(error)[0] == failure(wrapped)[0] == "oom"
+    assert failure(RuntimeError("CUDA error: an illegal memory access"))[0] == "failed"
 
 
 def test_a_rank_that_failed_but_hangs_is_ended(
@@ -64,7 +64,7 @@ def test_a_rank_that_failed_but_hangs_is_ended(
     start = time.monotonic()
     failure = ranks.watch(alive, tmp_path, 60.0)
     assert time.monotonic() - start < 10.0
-    assert launch._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
+    assert processes._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_how_a_process_ended_is_said(tmp_path: Path, code: int, status: str, wor
 
 
 def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Result], list[str]]:
-    """run_given of as many cases on rank 0 of a launcher's, and how it let go of its groups."""
+    """run_launched of as many cases on rank 0 of a launcher's, and how it let go of its groups."""
     left: list[str] = []
     waiting = iter(statuses)
 
@@ -86,7 +86,7 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
         return Result(name=case.name, status=next(waiting))
 
     patch.setattr(processes, "choose_device", lambda kind, rank: DEVICE)
-    patch.setattr(processes, "_one", one)
+    patch.setattr(processes, "_run_case", one)
     patch.setattr(processes, "_gathered", lambda own, given, talk: [own])
     distributed = processes.dist
     patch.setattr(distributed, "init_process_group", lambda *_, **__: None)
@@ -95,9 +95,9 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
     patch.setattr(
         distributed.distributed_c10d, "_abort_process_group", lambda: left.append("aborted")
     )
-    given = Given(rank=0, world_size=2, local_rank=0, address="localhost", port=1)
+    given = LauncherPlace(rank=0, world_size=2, local_rank=0, address="localhost", port=1)
     many = [cases.case("tp2", "keep") for _ in statuses]
-    return processes.run_given(many, given, 1.0)[0], left
+    return processes.run_launched(many, given, 1.0)[0], left
 
 
 def test_after_a_failure_no_further_case_runs_and_communicators_are_aborted(
@@ -144,9 +144,9 @@ def on_fake_gpu(case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, list[str], 
     patch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
     patch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(f"same bits {on}"))
     patch.setattr(worker, "_batch", batch)
-    patch.setattr(worker, "threads_for", lambda device: 1)  # fake tensors are a thread's own
+    patch.setattr(worker, "drawing_threads", lambda device: 1)  # fake tensors are a thread's own
     patch.setattr(Executor, "run_step", step)
-    with trace.fake_job(0, lay.gpus), recording(patch) as recorder:
+    with single_rank.fake_job(0, lay.gpus), recording(patch) as recorder:
         result = worker.run_case(case, 0, DEVICE, {})
     return result, recorder.faults, asked
 

@@ -16,11 +16,11 @@ from rematbench.workload import Precision
 from rematbench.worlds.torch import worker
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.launch import execute_cases
-from rematbench.worlds.torch.model import RankModel
 from rematbench.worlds.torch.parameters import Parameter
-from rematbench.worlds.torch.threads import ThreadStreams
+from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_model import RankModel
 from tests.worlds.torch import cases, grid, laws
+from tests.worlds.torch.threads import ThreadStreams
 
 STEPS = 3
 
@@ -50,8 +50,6 @@ def weights(given: Case, delay_s: float = 0.0) -> Iterator[list[torch.Tensor]]:
         worker._load(given, executor, step)
         executor.run_step()
         yield [parameter.flat.clone() for parameter in model.parameters.values()]
-    if streams is not None:
-        streams.close()
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

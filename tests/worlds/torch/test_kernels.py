@@ -14,7 +14,7 @@ from torch._decomp import get_decompositions
 from rematbench.host.gpu_state import GpuState
 from rematbench.measure.torch.turns import Turns
 from rematbench.worlds.torch import arithmetic
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.dispatch import Tracker
 from tests.worlds.torch import cases
 
 aten = torch.ops.aten

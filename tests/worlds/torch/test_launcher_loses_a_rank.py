@@ -112,7 +112,7 @@ def test_who_meets_nobody_says_so_in_one_line_and_a_record(
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     for key, value in {**place, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(processes, "LOOK_UP_S", 0.0)
+    monkeypatch.setattr(processes, "LOOKUP_S", 0.0)
     out = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["rematbench", *WORDS, "--timeout", "1", "--out", str(out)])
     with pytest.raises(SystemExit) as exit_:

@@ -14,8 +14,8 @@ from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import NotExecutable, RankModel
 from rematbench.worlds.torch.parameters import AdamW
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel
 from tests.worlds.torch import cases
 from tests.worlds.torch.cases import TINY_GPT
 

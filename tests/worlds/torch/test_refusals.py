@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from rematbench.spec.layout import LayoutError
 from rematbench.workload import Workload
 from rematbench.worlds.torch.batch import make_batch, micro_batches
-from rematbench.worlds.torch.failures import NotFinite, failure
+from rematbench.worlds.torch.case import NotFinite, failure
 from rematbench.worlds.torch.groups import Coordinates
-from rematbench.worlds.torch.model import NotExecutable, require_executable
+from rematbench.worlds.torch.rank_model import NotExecutable, require_executable
 from tests.worlds.torch import cases
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from rematbench.cli.verify import retrace
 from rematbench.worlds import traced
-from rematbench.worlds.records.cell import cells
 from rematbench.worlds.records.record import read_record, write_record
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import cells
 from tests.campaigns import suite_text, tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ import torch
 
 from rematbench.spec.layout import Layout
 from rematbench.workload import Precision
-from rematbench.worlds.numbers import norm_error
+from rematbench.worlds.run_records import norm_error
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.parameters import AdamW, Parameter
 from tests.problems import make_problem

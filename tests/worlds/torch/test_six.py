@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.trace import trace_rank
+from rematbench.worlds.torch.single_rank import trace_rank
 from tests.worlds.torch import grid, laws
 
 LAYOUTS = ("pp3-ulysses2", "pp4-vpp2-ulysses2")

@@ -17,7 +17,7 @@ from rematbench.worlds.torch.streams import CudaStreams
 def test_executors_of_one_process_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives out 32 in turn: were they new each time, one's compute would be another's."""
     made: list[object] = []
-    monkeypatch.setattr(streams, "MADE", {})
+    monkeypatch.setattr(streams, "CUDA_STREAMS", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or len(made))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
@@ -26,8 +26,8 @@ def test_executors_of_one_process_share_its_streams(monkeypatch: pytest.MonkeyPa
     for _ in range(10):
         own = CudaStreams(torch.device("cuda", 0))
         for channel in ("forward", "backward"):
-            own.under_way(channel, work)
-            own.under_way(channel, work)
+            own.pending(channel, work)
+            own.pending(channel, work)
     assert len(made) == len(own.streams) + 2
     CudaStreams(torch.device("cuda", 1))
     assert len(made) == 2 * len(own.streams) + 2

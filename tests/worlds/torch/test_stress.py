@@ -1,12 +1,12 @@
 """No race under random delays of copies and collectives, and a removed wait is found.
 
-Streams are threads (rematbench.worlds.torch.threads), so that what a program does not order really
+Streams are threads (tests.worlds.torch.threads), so that what a program does not order really
 happens in any order; gradients are compared with the undelayed autograd model.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -14,12 +14,12 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
-from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.failures import NotFinite
-from rematbench.worlds.torch.launch import execute_cases
+from rematbench.worlds.torch.case import Case, NotFinite, Result
+from rematbench.worlds.torch.processes import execute_cases
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.laws import run_here
 from tests.worlds.torch.test_faults import Edit, edited, no_wait
+from tests.worlds.torch.threads import ThreadStreams
 
 DELAY_S = 2e-3
 LONG_S = 2e-2
@@ -29,7 +29,11 @@ PLANS = ("offload", "offload-layers", "offload-slots", "skeletal")
 def delayed(case: Case, seed: int, delay_s: float = DELAY_S) -> Case:
     """The case with streams as threads; one step, so that many repetitions are cheap."""
     name = f"{case.name} #{seed}"
-    return replace(case, name=name, delay_s=delay_s, delay_seed=1000 * seed, steps=1)
+    return replace(case, name=name, streams=partial(threads, 1000 * seed, delay_s), steps=1)
+
+
+def threads(seed: int, delay_s: float, rank: int) -> ThreadStreams:
+    return ThreadStreams(seed + rank, delay_s)
 
 
 def events(case: Case, wanted: Callable[[Action], bool]) -> set[str]:

@@ -15,10 +15,10 @@ from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_model, load_system, names
-from rematbench.worlds.numbers import measured_ranks
+from rematbench.worlds.run_records import measured_ranks
 from rematbench.worlds.torch.case import Case, RankResult
-from rematbench.worlds.torch.model import NotExecutable, require_executable
-from rematbench.worlds.torch.trace import trace_rank
+from rematbench.worlds.torch.rank_model import NotExecutable, require_executable
+from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import ANY_LAYOUT, FULL, make_problem, rule
 from tests.worlds.torch import cases, grid, laws
 

@@ -8,10 +8,10 @@ import torch
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
-from rematbench.worlds.torch import arithmetic, meta, worker
+from rematbench.worlds.torch import arithmetic, dispatch, worker
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.model import NotExecutable
-from rematbench.worlds.torch.trace import trace_rank
+from rematbench.worlds.torch.rank_model import NotExecutable
+from rematbench.worlds.torch.single_rank import trace_rank
 from tests.worlds.torch import cases, grid
 from tests.worlds.torch.cases import TINY_GPT
 
@@ -83,7 +83,7 @@ def test_a_tensor_that_outlives_its_action_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_remembered_shapes_tell_apart_what_differs() -> None:
     """Strides, dtypes, keywords and the type of a number are part of a call."""
-    with torch.device("meta"), meta.MetaMode():
+    with torch.device("meta"), dispatch.MetaMode():
         x = torch.empty(4, 6)
         for _ in range(2):  # made, then remembered
             assert (x + 1).dtype == torch.float32

@@ -7,10 +7,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.worlds.torch import movers
-from rematbench.worlds.torch.meta import MetaMode
-from rematbench.worlds.torch.mode import Mode
-from rematbench.worlds.torch.trace import trace_rank
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.dispatch import DispatchMode, MetaMode, Tracker
+from rematbench.worlds.torch.single_rank import trace_rank
 from tests.worlds.torch import cases
 
 
@@ -40,7 +38,7 @@ def test_what_a_copy_takes_on_the_device_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("mode", [Tracker, MetaMode])
-def test_no_operator_asks_for_torchs_compiler(mode: type[Mode]) -> None:
+def test_no_operator_asks_for_torchs_compiler(mode: type[DispatchMode]) -> None:
     """Torch would wrap the method in one that imports it, at two CPU seconds a rank."""
     assert not hasattr(mode.__torch_dispatch__, "__wrapped__")
 

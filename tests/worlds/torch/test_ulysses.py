@@ -7,7 +7,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from torch import Tensor
 
-from rematbench.worlds.torch import ulysses
+from rematbench.worlds.torch import exchanges
 from rematbench.worlds.torch.groups import Group
 from tests.problems import problem
 
@@ -34,7 +34,7 @@ def exchanged(rows: list[Tensor]) -> list[Tensor]:
     """Every rank's order of heads from every rank's order of rows."""
     peers = Peers(len(rows))
     for own in rows:
-        ulysses.to_heads(own.new_empty(0), own, peers, WIDTH)  # type: ignore[arg-type]
+        exchanges.rows_to_heads(own.new_empty(0), own, peers, WIDTH)  # type: ignore[arg-type]
     return [
         peers.parts_of(rank).view(len(rows) * rows[0].shape[0], -1) for rank in range(len(rows))
     ]
@@ -71,7 +71,7 @@ def test_the_way_back_is_the_transpose(heads: int) -> None:
     back = []
     for rank in range(RANKS):
         out = torch.empty_like(rows[rank])
-        ulysses.to_rows(out, grads[rank], Answer(RANKS, rank, None), WIDTH)
+        exchanges.heads_to_rows(out, grads[rank], Answer(RANKS, rank, None), WIDTH)
         back.append(out)
     forth = sum(float((a * b).sum()) for a, b in zip(there, grads, strict=True))
     assert sum(float((a * b).sum()) for a, b in zip(rows, back, strict=True)) == pytest.approx(

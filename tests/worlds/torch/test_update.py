@@ -9,8 +9,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.worlds.executed import How, _case, run_cells
-from rematbench.worlds.records.cell import cells
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import cells
 from rematbench.worlds.torch import parameters
 from rematbench.worlds.torch.parameters import LINEAR, AdamW, Owner, ParameterSpec
 from tests.campaigns import suite_text, tiny

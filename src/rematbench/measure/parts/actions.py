@@ -18,10 +18,10 @@ from rematbench.measure.predictions import predict, refusal
 from rematbench.measure.records import STEP, Spent, append_line, one_line
 from rematbench.plan import Plan
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.records.cell import Cell
+from rematbench.worlds.records.suite_cells import Cell
 
 if TYPE_CHECKING:
-    from rematbench.measure.torch.action_seconds import Key, Taken
+    from rematbench.measure.torch.action_seconds import Key, TimedAction
     from rematbench.measure.torch.turns import Turns
 
 STEPS = 3
@@ -52,7 +52,7 @@ def measure_actions(
 
 def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
     """The lines of a cell; one with the reason where it fails or is not started."""
-    from rematbench.worlds.torch.failures import failure  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.case import failure  # noqa: PLC0415  # torch is optional
 
     about = machine.about(cell.problem.calibration)
     why = refusal(predict(cell), cell)
@@ -65,7 +65,7 @@ def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
         told = one_line(reason)
         return [Spent(cell=cell.name, kind=STEP, status=status, reason=told, **about)]
     finally:
-        turns.forget()
+        turns.release()
 
 
 def _usual(suite: LayerSuite) -> list[str]:
@@ -78,7 +78,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
 
     executor = turns.executor(cell.problem, plan, TimedExecutor)
     assert isinstance(executor, TimedExecutor)
-    seen = [executor.step_taken() for _ in range(1 + STEPS)][1:]  # the first warms up
+    seen = [executor.timed_step() for _ in range(1 + STEPS)][1:]  # the first warms up
     steps = [by_key(taken) for _, taken in seen]
     predicted = action_seconds(cell.problem, lower(plan, cell.problem))
     known = {"cell": cell.name, **machine.about(cell.problem.calibration)}
@@ -94,7 +94,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
     return [whole, *(Spent(**_spent(key, own, predicted), **known) for key, own in keys.items())]
 
 
-def _spent(key: "Key", steps: "list[list[Taken]]", predicted: Any) -> dict[str, Any]:
+def _spent(key: "Key", steps: "list[list[TimedAction]]", predicted: Any) -> dict[str, Any]:
     """The fields of a line: medians over steps of the sums over a step's actions."""
     sums = [math.fsum(one.seconds for one in step) for step in steps]
     wanted = math.fsum(predicted.timing(one.action, 0).seconds for one in steps[0])

@@ -26,8 +26,8 @@ from rematbench.measure.predictions import (
 from rematbench.measure.records import Turn, append_line, by_cell, one_line, read_lines
 from rematbench.plan import Plan
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.records.cell import Cell, problem_of
-from rematbench.worlds.speed import has_peak_of
+from rematbench.worlds.records.measured import has_peak_of
+from rematbench.worlds.records.suite_cells import Cell, problem_of
 
 FEWEST = 3
 """Turns of each method at least."""

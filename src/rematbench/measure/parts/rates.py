@@ -13,12 +13,12 @@ from rematbench.measure.records import Rate, append_line
 from rematbench.spec.load import load_cluster
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import Device
+from rematbench.worlds.records.measured import has_peak_of
 from rematbench.worlds.records.suite import NamedProblem, Suite, read_suite
-from rematbench.worlds.speed import has_peak_of
 
 if TYPE_CHECKING:
+    from rematbench.measure.torch.probe_rates import Timed
     from rematbench.measure.torch.probes import Probe
-    from rematbench.measure.torch.rates import Timed
 
 SEED = 7
 
@@ -46,7 +46,7 @@ def load_rates(path: Path) -> RateSuite:
 
 def measure_rates(path: Path, out: Path, device: Device, limit_s: float) -> None:
     """Time every probe of the suite `path` within `limit_s` seconds; a line of `out` for each."""
-    from rematbench.measure.torch.rates import Rates  # noqa: PLC0415
+    from rematbench.measure.torch.probe_rates import Rates  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
     until = time.monotonic() + limit_s
@@ -114,13 +114,13 @@ def device_cluster(suite: RateSuite, device: str) -> str:
 
 
 def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterator[Probe]":
+    from rematbench.measure.torch.probe_rates import copy_probes, launch_probes  # noqa: PLC0415
     from rematbench.measure.torch.probes import (  # noqa: PLC0415
         Place,
         attention_probes,
         layer_probes,
         sustained,
     )
-    from rematbench.measure.torch.rates import copy_probes, launch_probes  # noqa: PLC0415
 
     for spec in specs:
         yield from layer_probes(Place(spec.name, spec.problem(), device), compiled=suite.compiled)

@@ -23,9 +23,9 @@ from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.packages.process import Device, policy
-from rematbench.worlds.records.cell import Cell, cell_names, cells, problem_of
 from rematbench.worlds.records.record import RecordError, keep_record
 from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite_cells import Cell, cell_names, cells, problem_of
 from rematbench.worlds.slurm.launch import last_words, run_limited
 
 LIMITS = {"lossless": 200.0, "large": 260.0}
@@ -188,7 +188,7 @@ def _lossless(asked: GpuAsked) -> None:
 def _large(asked: GpuAsked) -> None:
     """Measure bytes and seconds of every method, one launch per method."""
     how = How(
-        device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, drawn_here=True
+        device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, device_weights=True
     )
     for cell in asked.cells("large"):
         _execute([cell], asked, 90.0, how)

@@ -34,7 +34,7 @@ from rematbench.spec.configfile import (
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import Device
-from rematbench.worlds.records.cell import Cell, is_wanted, planned_cell
+from rematbench.worlds.records.suite_cells import Cell, is_selected, planned_cell
 
 SHOWN = 200
 """Rows of an answer among which those of different compositions are looked for."""
@@ -149,7 +149,7 @@ def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
     found = []
     for line in lines_of(path):
         assert isinstance(line, Searched)
-        if is_wanted(line.cell, only):
+        if is_selected(line.cell, only):
             try:
                 found.append(_cell(line.cell, line.spec, line.method))
             except (ConfigError, MethodError) as error:

@@ -18,7 +18,7 @@ WITHOUT_WORK = (Kind.FREE, Kind.ALLOC, Kind.EVENT)
 Stamp = torch.cuda.Event | float
 
 
-class Taken(NamedTuple):
+class TimedAction(NamedTuple):
     """An action and its seconds."""
 
     action: Action
@@ -50,14 +50,14 @@ def between(start: Stamp, end: Stamp) -> float:
 class TimedExecutor(Executor):
     """An executor that reads a clock around every action."""
 
-    def step_taken(self) -> tuple[float, list[Taken]]:
+    def timed_step(self) -> tuple[float, list[TimedAction]]:
         """Run a step; its seconds, and its actions with theirs, as they were issued."""
         self.read: list[tuple[Action, Stamp, Stamp]] = []
         self.watch = Stopwatch(self.streams)
         stop = self.streams.clock()
         self.issue_step()
         whole = stop()  # waits for the device
-        return whole, [Taken(action, between(start, end)) for action, start, end in self.read]
+        return whole, [TimedAction(action, between(start, end)) for action, start, end in self.read]
 
     def _act(self, action: Action, micro_batch: int, chunk: int) -> None:
         if action.kind in WITHOUT_WORK:
@@ -78,11 +78,11 @@ class Key(NamedTuple):
     stream: str
 
 
-def by_key(taken: Iterable[Taken]) -> dict[Key, list[Taken]]:
+def by_key(actions: Iterable[TimedAction]) -> dict[Key, list[TimedAction]]:
     """Actions by what they count as."""
-    found: dict[Key, list[Taken]] = {}
-    for one in taken:
-        action = one.action
+    found: dict[Key, list[TimedAction]] = {}
+    for timed in actions:
+        action = timed.action
         key = Key(action.part[:1], action.op, action.kind.value, action.stream)
-        found.setdefault(key, []).append(one)
+        found.setdefault(key, []).append(timed)
     return found

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rematbench.measure.hand_written import Means
 from rematbench.worlds.torch import arithmetic
-from rematbench.worlds.torch.model import NotExecutable, RankModel
 from rematbench.worlds.torch.parameters import AdamW
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel
 
-SAME_KERNELS = [
+EXECUTOR_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
@@ -132,7 +132,7 @@ class PlainLoop:
         q, k = (self._rotated(y) for y in (q, k))
         q = q.view(batch, rows, heads, head_dim).transpose(1, 2)
         k, v = (y.view(batch, rows, kv_heads, head_dim).transpose(1, 2) for y in (k, v))
-        with sdpa_kernel(SAME_KERNELS):
+        with sdpa_kernel(EXECUTOR_KERNELS):
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=heads != kv_heads
             )

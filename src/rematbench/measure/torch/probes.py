@@ -23,7 +23,7 @@ from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.system import AttentionBackend
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.attention_backends import repeat
-from rematbench.worlds.torch.model import DTYPES
+from rematbench.worlds.torch.rank_model import DTYPES
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward_input", "backward_weight")
 Backend = AttentionBackend | Literal[""]
@@ -44,7 +44,7 @@ and fp32 scores, probabilities, their gradient): its memory is asked for before 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """One call to time.  `per`: how many pieces of work one call has; `room_bytes`: device bytes
-    that it needs beside its inputs, where these are many; `for_s`: seconds that the device repeats
+    that it needs besides its inputs, where these are many; `for_s`: seconds that the device repeats
     the call without a pause (0: until the seconds are steady, as in a short benchmark)."""
 
     what: str
@@ -153,20 +153,20 @@ def _entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-def _backward(made: Callable[[], Tensor], wanted: Sequence[Tensor]) -> Call:
+def _backward(graph: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Call:
     """A call of the backward of a graph that is kept."""
-    out = made()
+    out = graph()
     grad = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, wanted, grad, retain_graph=True)
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
 
 
-def _passes(run: Callable[[], Tensor], wanted: list[Tensor], *, forward: bool) -> Call:
+def _passes(run: Callable[[], Tensor], inputs: list[Tensor], *, forward: bool) -> Call:
     """The forward without a graph, or the backward alone."""
-    for tensor in wanted:
+    for tensor in inputs:
         tensor.requires_grad_()
     if forward:
         return torch.no_grad()(run)
-    return _backward(run, wanted)
+    return _backward(run, inputs)
 
 
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

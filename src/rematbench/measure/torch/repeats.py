@@ -10,20 +10,20 @@ import torch
 
 from rematbench.worlds.torch.streams import host_clock, make_streams, stamp
 
-LEAST, MOST = 7, 60
+MIN_REPEATS, MAX_REPEATS = 7, 60
 """Repeats: at least (where time is left), and at most."""
 STEADY = 0.01
 """Spread (interquartile range over median) at which repeats end."""
 SAMPLE_S = 1e-3
-"""A sample has as many calls as take about this long, at most MOST_CALLS."""
-MOST_CALLS = 100
+"""A sample has as many calls as take about this long, at most MAX_CALLS."""
+MAX_CALLS = 100
 BATCH_S = 0.05
-"""Seconds of a batch on a device that is kept busy; a batch has at most MOST_IN_BATCH calls, which
-fit a GPU's queue."""
-MOST_IN_BATCH = 400
+"""Seconds of a batch on a device that is kept busy; a batch has at most MAX_BATCH_CALLS calls,
+which fit a GPU's queue."""
+MAX_BATCH_CALLS = 400
 BLOCKER = 4096
 """Width of the square product that keeps the device busy while the host issues a sample."""
-MOST_BLOCKERS = 200
+MAX_BLOCKERS = 200
 
 Call = Callable[[], object]
 
@@ -53,16 +53,16 @@ class Repeats:
         issue_s = issued()
         self.wait()
         once = issued()
-        calls = max(1, min(MOST_CALLS, round(SAMPLE_S / once)))
+        calls = max(1, min(MAX_CALLS, round(SAMPLE_S / once)))
         if not self.cuda:
             return repeated(lambda: self._host(call, calls), until)
         need = math.ceil(1.5 * issue_s * calls / self.block_s)
-        return repeated(lambda: self._events(call, calls, min(MOST_BLOCKERS, need)), until)
+        return repeated(lambda: self._events(call, calls, min(MAX_BLOCKERS, need)), until)
 
     def of_busy_device(self, call: Call, for_s: float) -> list[float]:
         """Seconds of a call on a device that has done nothing else for half of `for_s` seconds, one
         for each batch of calls in the other half.  A batch is issued while the one before runs."""
-        calls = max(1, min(MOST_IN_BATCH, round(BATCH_S / max(self._events(call, 1, 0), 1e-6))))
+        calls = max(1, min(MAX_BATCH_CALLS, round(BATCH_S / max(self._events(call, 1, 0), 1e-6))))
         current = torch.cuda.current_stream(self.device)
         ends, begun = [stamp(current)], time.monotonic()
         while time.monotonic() - begun < for_s:
@@ -102,8 +102,8 @@ def repeated(sample: Callable[[], float], until: float) -> list[float]:
     first warms up)."""
     sample()
     found = [sample()]
-    while len(found) < MOST and time.monotonic() < until:
-        if len(found) >= LEAST and spread_of(found) < STEADY:
+    while len(found) < MAX_REPEATS and time.monotonic() < until:
+        if len(found) >= MIN_REPEATS and spread_of(found) < STEADY:
             break
         found.append(sample())
     return found

@@ -19,25 +19,30 @@ from rematbench.measure.torch.plain_step import PlainLoop
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.worlds.torch.batch import make_batch, micro_batches
-from rematbench.worlds.torch.devices import hold_to, pin_exactly, pinned_peak, set_segments
+from rematbench.worlds.torch.case import NotFinite, failure
+from rematbench.worlds.torch.devices import (
+    limit_memory,
+    pin_requested_size,
+    pinned_peak,
+    set_expandable_segments,
+)
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.failures import NotFinite, failure
-from rematbench.worlds.torch.first_rank import Alone
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.worlds.torch.parameters import AdamW, Parameter
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
+from rematbench.worlds.torch.single_rank import FirstStageGroups
 from rematbench.worlds.torch.streams import make_streams
-from rematbench.worlds.torch.worker import forget
+from rematbench.worlds.torch.worker import release_memory
 
 RULE = AdamW(lr=1e-4)
 SEED = 7
-MOST_STEPS = 5
+MAX_STEPS = 5
 TIMED_S = 1.0
-"""Seconds of timed steps of a turn: one step if it takes longer, at most MOST_STEPS.  More turns
+"""Seconds of timed steps of a turn: one step if it takes longer, at most MAX_STEPS.  More turns
 say more than more steps of a turn, because rounds differ by more than the steps of a turn do."""
 
 
-class Seen(NamedTuple):
+class TurnResult(NamedTuple):
     """A turn: seconds of its timed steps and of the host that issued them, seconds of the warm-up
     step, the allocators' peaks (0 on a CPU), and the GPU's state during the warm-up."""
 
@@ -60,43 +65,43 @@ class Turns:
         self.parameters: dict[str, Parameter] = {}
         self.whose: object = None
         if device.type == "cuda":
-            pin_exactly()
+            pin_requested_size()
 
     def turn(
         self, problem: Problem, plan: Plan, means: Means | None = None
     ) -> tuple[str, str, dict[str, Any]]:
-        """The status of a turn, the reason of a failure, and the fields of `Seen`.  `means`: the
-        step written by hand with these means of torch, in place of the plan's executor."""
+        """The status of a turn, the reason of a failure, and the fields of `TurnResult`.  `means`:
+        the step written by hand with these means of torch, in place of the plan's executor."""
         try:
             return "ok", "", self._turn(problem, plan, means)._asdict()
         except Exception as error:
             return *failure(error), {}
         finally:
-            self.forget()
+            self.release()
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the memory of executors that nobody holds; not the weights'."""
         if self.device.type == "cuda":
-            forget(self.device)
+            release_memory(self.device)
 
-    def _turn(self, problem: Problem, plan: Plan, means: Means | None) -> Seen:
+    def _turn(self, problem: Problem, plan: Plan, means: Means | None) -> TurnResult:
         run: Executor | PlainLoop
-        hold_to(self.device, problem.usable_bytes)
+        limit_memory(self.device, problem.usable_bytes)
         if self.device.type == "cuda":
-            set_segments(expandable=problem.system.expandable_segments)
+            set_expandable_segments(expandable=problem.system.expandable_segments)
         if means is None:
             run = self.executor(problem, plan)
             pinned = run.movers.host
         else:
             run, pinned = PlainLoop(self._model(problem, plan), RULE, means), None
-        self.forget()  # peaks of drawing weights are no part of training
+        self.release()  # peaks of drawing weights do not belong to training
         clock = make_streams(self.device).clock
         stop = clock()
         run.issue_step()
         state = self.state()  # while the device works
         warm_s = stop()
         steps, issued = [], []
-        for _ in range(max(1, min(MOST_STEPS, math.ceil(TIMED_S / warm_s)))):
+        for _ in range(max(1, min(MAX_STEPS, math.ceil(TIMED_S / warm_s)))):
             start, stop = time.perf_counter(), clock()
             run.issue_step()
             issued.append(time.perf_counter() - start)
@@ -104,7 +109,7 @@ class Turns:
         if not math.isfinite(float(run.loss)):
             raise NotFinite(f"the loss is {float(run.loss)}")
         peaks = self._peaks(pinned.pinned_bytes if pinned else 0)
-        return Seen(tuple(steps), tuple(issued), warm_s, *peaks, state)
+        return TurnResult(tuple(steps), tuple(issued), warm_s, *peaks, state)
 
     def executor(self, problem: Problem, plan: Plan, kind: type[Executor] = Executor) -> Executor:
         """The executor of a plan on the shared weights, with its batch; NotExecutable for a plan
@@ -122,7 +127,7 @@ class Turns:
         whose = (problem.workload.model, plan.partition[0])
         if whose != self.whose:
             self.whose, self.parameters = whose, {}
-            self.forget()
+            self.release()
         place = groups_of(problem).place
         model = RankModel(
             problem,
@@ -130,7 +135,7 @@ class Turns:
             place,
             self.device,
             SEED,
-            drawn_here=True,
+            device_weights=True,
             parameters=self.parameters,
         )
         self.parameters = model.parameters
@@ -152,4 +157,4 @@ class Turns:
 def groups_of(problem: Problem) -> Groups:
     """The groups of one rank, or of a pipeline's first rank without its neighbours."""
     layout, order = problem.layout, problem.system.rank_order
-    return Alone(layout, order) if layout.pp > 1 else Groups(layout, order, 0)
+    return FirstStageGroups(layout, order) if layout.pp > 1 else Groups(layout, order, 0)

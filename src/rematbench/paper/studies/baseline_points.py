@@ -20,7 +20,7 @@ from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec, degrees
 from rematbench.workload import NonNegativeInt
 from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
-from rematbench.worlds.packages.stack import StackProblem, activation_peak, packaged
+from rematbench.worlds.packages.stack import StackProblem, activation_peak, package_problem
 from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
@@ -149,7 +149,7 @@ def peak_bytes(point: Point, *, own: bool = False) -> int | str:
     plan.py, on the point's system or, with `own`, with the tensors of the package's stack;
     `unsupported` where there is no plan."""
     method = _method(point)
-    problem = packaged(method, point.problem) if own else point.problem
+    problem = package_problem(method, point.problem) if own else point.problem
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"

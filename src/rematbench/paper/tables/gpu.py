@@ -24,8 +24,8 @@ from rematbench.measure.predictions import PREDICTED
 from rematbench.measure.records import Prediction, Rate, Turn, by_cell, read_lines
 from rematbench.paper.tables.speed import seconds
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.records.cell import problem_of
-from rematbench.worlds.speed import measured_speed, same_gpu
+from rematbench.worlds.records.measured import measured_speed, same_gpu
+from rematbench.worlds.records.suite_cells import problem_of
 
 TIME_BAR, BYTES_BAR = 0.05, 0.005
 """Expected before any measurement: mean absolute errors of time and of allocated bytes (ours)."""

@@ -50,17 +50,17 @@ class Costs(Struct, frozen=True, kw_only=True):
 def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
     """What the plan `other` costs against `plan`; None where either cannot be lowered."""
     try:
-        mine, found = evaluate_plan(problem, plan), evaluate_plan(problem, other)
+        wanted, alternative = evaluate_plan(problem, plan), evaluate_plan(problem, other)
     except PlanError:
         return None
-    assert mine.evaluation is not None
-    assert found.evaluation is not None
-    assert found.verdict is not None
-    there, here = found.evaluation.peak_device_bytes, mine.evaluation.peak_device_bytes
+    assert wanted.evaluation is not None
+    assert alternative.evaluation is not None
+    assert alternative.verdict is not None
+    there, here = alternative.evaluation.peak_device_bytes, wanted.evaluation.peak_device_bytes
     return Costs(
         peak_bytes=max(there) - max(here),
-        step_share=found.evaluation.step_s / mine.evaluation.step_s - 1,
-        headroom_bytes=found.verdict.headroom_bytes,
+        step_share=alternative.evaluation.step_s / wanted.evaluation.step_s - 1,
+        headroom_bytes=alternative.verdict.headroom_bytes,
     )
 
 
@@ -69,12 +69,12 @@ def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
     the one with the fewest bytes of another fate.  `missing` of the answer also names what the
     baseline cannot express of the problem, whatever the policy."""
     wanted = fates(problem, plan)
-    unsaid: tuple[str, ...] = baselines()[baseline].cls.unsaid(problem)
+    inexpressible: tuple[str, ...] = baselines()[baseline].cls.inexpressible(problem)
     nearest: tuple[int, FlagsAnswer] | None = None
-    for candidate, made in offered(problem, baseline):
+    for candidate, made in candidate_plans(problem, baseline):
         found = fates(problem, made)
         otherwise = sum(_apart_bytes(fate, found.get(site)) for site, fate in wanted.items())
-        missing = (*_sites(wanted, found), *_rest(plan, made, any_moved(wanted)), *unsaid)
+        missing = (*_sites(wanted, found), *_rest(plan, made, offloads_any(wanted)), *inexpressible)
         answer = FlagsAnswer(
             baseline=baseline,
             settings={f: getattr(candidate, f) for f in candidate.__struct_fields__},
@@ -82,14 +82,14 @@ def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
             missing=missing,
             plan=made,
         )
-        if len(missing) == len(unsaid):
+        if len(missing) == len(inexpressible):
             return answer
         if nearest is None or otherwise < nearest[0]:
             nearest = otherwise, answer
-    return nearest[1] if nearest else FlagsAnswer(baseline=baseline, missing=unsaid)
+    return nearest[1] if nearest else FlagsAnswer(baseline=baseline, missing=inexpressible)
 
 
-def offered(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
+def candidate_plans(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
     """Every policy of a baseline that has a plan for the problem, with the plan."""
     for candidate in baselines()[baseline].cls.candidates(problem):
         made = candidate.plan(problem, problem.base_plan)
@@ -129,7 +129,7 @@ class Offers:
 
     def __init__(self, problem: Problem, name: str) -> None:
         self._problem = problem
-        self._rest = offered(problem, name)
+        self._rest = candidate_plans(problem, name)
         self._made: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
@@ -152,7 +152,7 @@ class Engines:
         self.offers: dict[str, Offers] = {}
         self.found: dict[bytes, tuple[str, ...]] = {}
         for name, entry in baselines().items():
-            if only in ("", name) and not entry.cls.unsaid(problem):
+            if only in ("", name) and not entry.cls.inexpressible(problem):
                 self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ class Engines:
             + (
                 "(`flags` prints its options)"
                 if name in self.offers
-                else f"(none here: {'; '.join(entry.cls.unsaid(self.problem))})"
+                else f"(none here: {'; '.join(entry.cls.inexpressible(self.problem))})"
             )
             for name, entry in baselines().items()
         ]
@@ -189,7 +189,7 @@ class Engines:
         if plan.partition != made.partition or first != other or _rest(plan, made, moved=False):
             return False
         wanted = fates(self.problem, plan)
-        return wanted == fates(self.problem, made) and not _rest(plan, made, any_moved(wanted))
+        return wanted == fates(self.problem, made) and not _rest(plan, made, offloads_any(wanted))
 
 
 def _first(problem: Problem, plan: Plan) -> Table:
@@ -197,17 +197,17 @@ def _first(problem: Problem, plan: Plan) -> Table:
     return _chunk_fates(problem, plan, 0, 0)
 
 
-def _apart_bytes(fate: Resolved, other: Resolved | None) -> int:
+def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
     """Bytes of a site that have another fate in another plan; 1 where only the way of rebuilding
     (`scope`, `whole`, `window`) differs."""
-    if other is None:
+    if counterpart is None:
         return fate.nbytes
     parts = ("keep_bytes", "offload_bytes", "recompute_bytes")
-    moved = sum(abs(getattr(fate, part) - getattr(other, part)) for part in parts) // 2
-    return moved or int(fate != other)
+    moved = sum(abs(getattr(fate, part) - getattr(counterpart, part)) for part in parts) // 2
+    return moved or int(fate != counterpart)
 
 
-def any_moved(table: Table) -> bool:
+def offloads_any(table: Table) -> bool:
     """Whether any site offloads a byte."""
     return any(fate.offload_bytes for fate in table.values())
 
@@ -239,11 +239,13 @@ def _words(fate: Resolved) -> str:
     return f"recomputed by {fate.scope if isinstance(fate.scope, str) else 'group'}{whole}"
 
 
-def _rest(plan: Plan, made: Plan, moved: bool) -> list[str]:
+def _rest(plan: Plan, candidate: Plan, moved: bool) -> list[str]:
     """A line for each difference of two plans outside their tables of fates; `moved`: whether
     transfers count, because some bytes are offloaded."""
-    lines = [f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(made, kind)]
-    if moved and plan.transfers != made.transfers:
+    lines = [
+        f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)
+    ]
+    if moved and plan.transfers != candidate.transfers:
         lines.append(f"copies per {plan.transfers.granularity} as the method times them")
     if any(rule.select.micro_batches is not None for rule in plan.rules):
         lines.append("fates that change between micro-batches")

@@ -25,25 +25,25 @@ class Setup(NamedTuple):
     attention: AttentionKind
 
 
-def setup_of(asked: Problem | RunSpec) -> Setup:
+def setup_of(request: Problem | RunSpec) -> Setup:
     """The setup of a problem to plan or of a run to start."""
-    work = asked.workload if isinstance(asked, Problem) else asked
-    kind: AttentionKind = "unfused" if asked.attention == "unfused" else "flash"
-    return Setup(work.model, asked.layout, work.seq_len, work.precision, kind)
+    work = request.workload if isinstance(request, Problem) else request
+    kind: AttentionKind = "unfused" if request.attention == "unfused" else "flash"
+    return Setup(work.model, request.layout, work.seq_len, work.precision, kind)
 
 
-def holding(reasons: Iterable[Reason]) -> tuple[str, ...]:
+def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
     """The texts of the reasons that hold."""
     return tuple(reason for holds, reason in reasons if holds)
 
 
-def overruled(policy: Struct, said: Struct, names: Iterable[str]) -> str:
-    """The settings, among `names`, that `policy` sets and the options `said` give another value,
+def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
+    """The settings, among `names`, that `policy` sets and `options` gives another value,
     in words; empty where there are none.  A setting at its default counts as not set."""
     defaults = {field.name: field.default for field in fields(policy)}
     words = [
-        f"{name} {getattr(policy, name)} is set, the options say {getattr(said, name)}"
+        f"{name} {getattr(policy, name)} is set, the options say {getattr(options, name)}"
         for name in names
-        if getattr(policy, name) not in (defaults[name], getattr(said, name))
+        if getattr(policy, name) not in (defaults[name], getattr(options, name))
     ]
     return "; ".join(words)

@@ -44,7 +44,7 @@ class NotInstalled(BaselineError):
     """The baseline's package, or torch, is not in this environment."""
 
 
-class NoAnswer(BaselineError):
+class ProcessTimeout(BaselineError):
     """The baseline's process was ended at its limit."""
 
 
@@ -54,7 +54,7 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     In `steps` steps losses, gradients and bytes are observed.  On GPUs `warmup` more steps follow,
     then `timed_steps` steps for their seconds alone, without any observation.  `rank` is the rank
     whose bytes a traced run follows.  `gradients`: the first step's whole gradients are written
-    beside the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` is for
+    next to the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` is for
     the job with all its ranks.  `options`: text that `flags` printed; it configures the package
     in place of the policy.
     """
@@ -100,7 +100,7 @@ def policy(name: str, settings: Mapping[str, Value] | None = None) -> Compositio
     return Composition((build(known[name], settings or {}),))
 
 
-def own_system(name: str, default: str) -> str:
+def package_system(name: str, default: str) -> str:
     """The stack of a baseline's package where it names one (`system`), else `default`."""
     entry = baselines().get(name)
     return getattr(entry.cls, "system", default) if entry else default
@@ -138,23 +138,23 @@ def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) 
     return records
 
 
-def run_rank(name: str, asked: PackageJob) -> Record | None:
+def run_rank(name: str, job: PackageJob) -> Record | None:
     """Run a job as the rank that a launcher started as this process.  Returns rank 0's record, or
     the record of this rank's failure; None on another rank where the job ended well or was
     refused."""
     with scratch() as place:
         try:
-            done = _run(name, [asked], place)
-        except NoAnswer as error:
-            return _failed(asked, "failed", f"timeout: {error}")
-        record = _record_of_rank(name, asked, done, place / "0.json")
+            done = _run(name, [job], place)
+        except ProcessTimeout as error:
+            return _failed(job, "failed", f"timeout: {error}")
+        record = _record_of_rank(name, job, done, place / "0.json")
     if record is not None:
         _show_failure(done.stderr, [record])
     return record
 
 
 def _record_of_rank(
-    name: str, asked: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
+    name: str, job: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
 ) -> Record | None:
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Record)
@@ -162,14 +162,14 @@ def _record_of_rank(
         return None
     killed = error_of_exit(done.returncode)
     if killed is not None:
-        return _failed(asked, *record_status(killed.status, killed.reason))
-    return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
+        return _failed(job, *record_status(killed.status, killed.reason))
+    return _failed(job, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 
-def _failed(asked: PackageJob, status: Status, reason: str) -> Record:
+def _failed(job: PackageJob, status: Status, reason: str) -> Record:
     return Record(
-        run_id=asked.run.run_id,
-        spec=asked.run,
+        run_id=job.run.run_id,
+        spec=job.run,
         status=status,
         reason=reason,
         provenance=provenance(),
@@ -177,7 +177,8 @@ def _failed(asked: PackageJob, status: Status, reason: str) -> Record:
 
 
 def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.CompletedProcess[str]":
-    """Run the baseline's process on jobs; its records are in `place`.  NoAnswer at its limit."""
+    """Run the baseline's process on jobs; its records are in `place`.  ProcessTimeout at the
+    limit."""
     place.mkdir(parents=True, exist_ok=True)
     _empty(place)
     (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
@@ -187,7 +188,7 @@ def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.Comp
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NoAnswer(f"{name}: no answer within {limit:g} s") from error
+        raise ProcessTimeout(f"{name}: no answer within {limit:g} s") from error
 
 
 def _show_failure(text: str, records: Sequence[Record]) -> None:

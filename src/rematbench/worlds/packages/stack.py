@@ -92,14 +92,14 @@ class Stack(Struct, frozen=True, kw_only=True):
         )
 
 
-NOTHING = Stack()
+EMPTY_STACK = Stack()
 
 
 @dataclass(frozen=True, eq=False)
 class StackProblem(Problem):
     """A problem whose operator tables have the extra tensors of a stack."""
 
-    stack: Stack = NOTHING
+    stack: Stack = EMPTY_STACK
 
     def _extended(self, table: OpTable) -> OpTable:
         extras = [extra for extra in self.stack.extras if extra.part == table.part]
@@ -158,7 +158,7 @@ def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
     return cast(Stack, module.stack(policy, problem)) if module else None
 
 
-def packaged(method: Composition, problem: Problem) -> Problem:
+def package_problem(method: Composition, problem: Problem) -> Problem:
     """The problem with the tensors of the package's stack, evaluated with the package's activation
     peaks; the problem unchanged where the baseline has no `stack.py` or the policy gives no
     plan."""
@@ -201,7 +201,7 @@ def activation_peak(
     return peak + sum(problem.stack.once.values())
 
 
-class Held(NamedTuple):
+class LayerTensor(NamedTuple):
     """One tensor of a layer: its bytes in the operator table and in a baseline's stack."""
 
     name: str
@@ -219,7 +219,7 @@ def _dtype(name: str, precision: str) -> str:
     return "fp32" if name == "lse" else precision
 
 
-def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
+def layer_tensors(problem: Problem, stack: Stack) -> Iterator[LayerTensor]:
     """The tensors that one layer saves for one micro-batch, by the operator table and in the stack;
     then the extra tensors that live only inside a forward or backward."""
     plain, here = problem.layer(0), stack.problem(problem).layer(0)
@@ -232,10 +232,10 @@ def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
         if sizes[0] > sizes[1]:
             why = "gate and product are one function, which saves its input only"
         tensor = plain.activations.get(name) or here.activations[name]
-        yield Held(name, dtype, tensor.rows, tensor.row_bytes, sizes[0], sizes[1], why)
+        yield LayerTensor(name, dtype, tensor.rows, tensor.row_bytes, sizes[0], sizes[1], why)
     for extra in extras.values():
         if not extra.saved_by:
             way = "forward" if extra.forward else "backward"
             why = f"in the {way} of {extra.made_by} only: {extra.why}"
             shape = extra.rows, extra.row_bytes
-            yield Held(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)
+            yield LayerTensor(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)

@@ -68,12 +68,12 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         own["global_batch"] = self.tokens_per_step // seq_len
         return ProblemSpec(**{**own, "seq_len": seq_len, **others})
 
-    def only(self, models: Collection[str], seq_lens: Collection[int]) -> "MatrixSpec":
+    def restricted(self, models: Collection[str], seq_lens: Collection[int]) -> "MatrixSpec":
         """The matrix of these models and lengths (empty: all); ConfigError for a value that the
         matrix does not declare."""
         works = {work.model: work for work in self.works}
-        _check_known("models", models, works)
-        _check_known("seq_lens", seq_lens, self.seq_lens)
+        _check_declared("models", models, works)
+        _check_declared("seq_lens", seq_lens, self.seq_lens)
         return replace(
             self,
             works=tuple(work for name, work in works.items() if not models or name in models),
@@ -81,7 +81,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
-        """The declared arms, then an arm for every discovered method that is no arm's method;
+        """The declared arms, then an arm for every discovered method that no arm names;
         ConfigError for an arm with the name of such a method."""
         plain = {arm.method for arm in self.arms}
         more = [name for name in registry.methods if name not in plain]
@@ -97,16 +97,18 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         found = [f"arms: name {name!r} is given twice" for name in twice]
         found += [f"baseline: no arm {self.baseline!r}"] if self.baseline not in names else []
         found += [
-            f"tokens_per_step {self.tokens_per_step} is no multiple of seq_len {length}"
+            f"tokens_per_step {self.tokens_per_step} is not a multiple of seq_len {length}"
             for length in self.seq_lens
             if self.tokens_per_step % length
         ]
         return found
 
 
-def _check_known(key: str, wanted: Iterable[object], known: Collection[object]) -> None:
-    for value in wanted:
-        if value not in known:
+def _check_declared(key: str, values: Iterable[object], declared: Collection[object]) -> None:
+    for value in values:
+        if value not in declared:
             raise ConfigError(
-                "", f"matrix: {key}", f"no {value!r} (known: {', '.join(map(str, known))})"
+                "",
+                f"matrix: {key}",
+                f"unknown value {value!r} (known: {', '.join(map(str, declared))})",
             )

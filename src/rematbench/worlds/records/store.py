@@ -134,7 +134,7 @@ class Store:
                 if lease.attempt > 1:
                     self._sweep(key)
                 return lease
-        self._forget(key)  # a process was killed after it wrote the record
+        self._remove_leases(key)  # a process was killed after it wrote the record
         return None
 
     def _create(self, key: str, attempt: int) -> Lease | None:
@@ -147,7 +147,7 @@ class Store:
             opened.write(msgspec.json.encode(self.holder))
         lease = Lease(key=key, attempt=attempt, path=path)
         if self.finished(key) is not None:  # finished after `claim` looked
-            self._forget(key)
+            self._remove_leases(key)
             return None
         self._held = lease
         self._beat()
@@ -159,11 +159,11 @@ class Store:
         self._held = None
         number, _ = self.latest(lease.key)
         if number != lease.attempt or self.finished(lease.key) is not None:
-            self.say(f"{lease.key}: taken over by another job, whose record stands")
+            self.say(f"{lease.key}: another job took the lease, and its record is kept")
             return False
         write_atomically(self.path(lease.key), data)
         if self.is_final(data):
-            self._forget(lease.key)
+            self._remove_leases(lease.key)
         else:
             self.release(lease)
         return True
@@ -199,7 +199,7 @@ class Store:
                 return False  # Slurm requeued this job: its earlier start has ended
             if holder.job_id and self.job_alive(holder.job_id) is False:
                 return False
-        return self._now() - touched < STALE_S
+        return self._file_system_time() - touched < STALE_S
 
     def describe(self, path: Path) -> str:
         """A clause that names the process that holds a lease."""
@@ -209,7 +209,7 @@ class Store:
         job = f"job {holder.job_id}, " if holder.job_id else ""
         return f"held by {job}process {holder.pid} on {holder.host}"
 
-    def _now(self) -> float:
+    def _file_system_time(self) -> float:
         """The present time of the file system's clock, which stamps the leases of all machines."""
         clock = self.folder / f".clock.{self.holder.host}.{self.holder.pid}"
         clock.touch()
@@ -217,7 +217,7 @@ class Store:
         clock.unlink(missing_ok=True)
         return now
 
-    def _forget(self, key: str) -> None:
+    def _remove_leases(self, key: str) -> None:
         """Remove a finished cell's leases, the last first, so that no number is skipped."""
         for number in range(self.latest(key)[0], 0, -1):
             self._lease(key, number).unlink(missing_ok=True)

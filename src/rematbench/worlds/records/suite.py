@@ -130,7 +130,7 @@ def run_bundle(
     known = bundles(suite, registry)
     if method not in known:
         hint = closest(method, known)
-        text = f"{method!r} is no bundle of this suite{hint} (known: {', '.join(known)})"
+        text = f"unknown bundle {method!r}{hint} (known: {', '.join(known)})"
         raise ConfigError("", "method", text)
     records = []
     for spec in suite.problems:

@@ -17,7 +17,7 @@ from msgspec import Struct
 GRACE_S = 10.0
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class LaunchResult(Struct, frozen=True, kw_only=True):
     """How a launch ended.  `code`: the exit code, None for a command that did not end by itself.
     `stderr`: the end of the output."""
 
@@ -51,7 +51,7 @@ def torchrun(words: Sequence[str], *, nodes: int, gpus_per_node: int, job_id: st
 
 def run_limited(
     words: Sequence[str], log: Path, limit_s: float, stopped: Callable[[], bool]
-) -> Ended:
+) -> LaunchResult:
     """Run a command in its own session until it ends, `limit_s` seconds have passed or `stopped()`
     is true; then end all its processes.  The output goes to `log`."""
     start = time.monotonic()
@@ -69,7 +69,7 @@ def run_limited(
         finally:
             _end(process)
     text = log.read_text(encoding="utf-8", errors="replace")
-    return Ended(code=code, stderr=text[-20_000:], seconds=time.monotonic() - start)
+    return LaunchResult(code=code, stderr=text[-20_000:], seconds=time.monotonic() - start)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

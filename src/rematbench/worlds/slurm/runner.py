@@ -2,8 +2,8 @@
 
 A cell that runs out of memory, crashes or reaches its time limit gets a record with that status,
 and the runner goes on with the next cell.  A job that is ended (preemption, scancel, the
-allocation's limit) exits with EXIT_AGAIN: finished cells stay finished, and the same command goes
-on with the unfinished cells.
+allocation's limit) exits with EXIT_UNFINISHED: finished cells stay finished, and the same command
+goes on with the unfinished cells.
 """
 
 import datetime
@@ -23,11 +23,11 @@ from rematbench.host.files import write_atomically
 from rematbench.host.ranks import KILLED, error_of_record, first_cause, read_errors
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.records.store import Lease, Store
-from rematbench.worlds.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
-from rematbench.worlds.slurm.launch import Ended, last_words, run_limited, torchrun
-from rematbench.worlds.slurm.records import MAX_ATTEMPTS, CellRecord, decode, encode
+from rematbench.worlds.slurm.campaign import Bundle, Campaign, CampaignCell, CellStatus
+from rematbench.worlds.slurm.cell_records import MAX_ATTEMPTS, CellRecord, decode, encode
+from rematbench.worlds.slurm.launch import LaunchResult, last_words, run_limited, torchrun
 
-EXIT_AGAIN = 75
+EXIT_UNFINISHED = 75
 """Exit code for a command that can go on when it is run again (EX_TEMPFAIL of sysexits.h)."""
 MARGIN_S = 30.0
 """Seconds at the end of an allocation that are left for writing records."""
@@ -101,7 +101,7 @@ class Runner:
             self.store.release(lease)
             return
         if lease.attempt > MAX_ATTEMPTS:
-            reason = f"{MAX_ATTEMPTS} jobs were lost under this cell, without a word of any"
+            reason = f"{MAX_ATTEMPTS} jobs ended without a record of this cell"
             made = self._record(cell, lease, "failed", reason)
         else:
             place = self.store.folder
@@ -126,7 +126,7 @@ class Runner:
         record = read_record(out) if out.exists() else None
         status: CellStatus
         if record is not None and record.status != "failed":
-            # no record is of a planner that was given up
+            # a record never has the status of an abandoned planner
             status, reason = cast(CellStatus, record.status), record.reason
         else:
             status, reason = self._why(ended, out, limit, record)
@@ -140,7 +140,7 @@ class Runner:
         )
 
     def _why(
-        self, ended: Ended, out: Path, limit: float, record: Record | None
+        self, ended: LaunchResult, out: Path, limit: float, record: Record | None
     ) -> tuple[CellStatus, str]:
         """The status and reason of a failed launch.  The errors of all ranks are read, because a
         failed record may have only rank 0's error."""
@@ -179,11 +179,11 @@ class Runner:
 
 def finish(runner: Runner, output: Path) -> None:
     """Run a bundle, write its manifest to `output` (key, status and reason of each record; the same
-    bytes on a second run) and print the number of cells by status.  Exits with EXIT_AGAIN where
-    cells are left unfinished."""
+    bytes on a second run) and print the number of cells by status.  Exits with EXIT_UNFINISHED
+    if cells are left unfinished."""
     records = runner.run()
     if records is None:
-        sys.exit(EXIT_AGAIN)
+        sys.exit(EXIT_UNFINISHED)
     rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
     write_atomically(output, msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
     counts = Counter(record.status for record in records)

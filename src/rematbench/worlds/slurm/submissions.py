@@ -6,7 +6,7 @@ from math import fsum
 
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import Bundle, Campaign, CampaignCell
+from rematbench.worlds.slurm.campaign import Bundle, Campaign, CampaignCell
 from rematbench.worlds.slurm.settings import Center
 
 Resources = dict[str, int | str | None]

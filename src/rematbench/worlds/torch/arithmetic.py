@@ -5,7 +5,7 @@ their statistics, activation functions their derivative. Statistics of bf16 tens
 fp32.
 
 On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which hold no memory
-beside their result. A CPU has no such kernels; there the operators are written out. Traces (meta
+besides their result. A CPU has no such kernels; there the operators are written out. Traces (meta
 tensors) stand for GPUs.
 """
 
@@ -22,7 +22,7 @@ PARTS = 8
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, losses and gradient sums beside this compute dtype."""
+    """The dtype of statistics, losses and gradient sums for this compute dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -137,7 +137,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
     pairs, out = x.view(rows, -1, 2, half), torch.empty_like(x)
     turned, a, b = out.view(pairs.shape), pairs[:, :, 0], pairs[:, :, 1]
     c, s = cos[:, None], -sin[:, None] if inverse else sin[:, None]
-    turned[:, :, 0] = (a * c).sub_(b * s)  # only two wide halves beside the result
+    turned[:, :, 0] = (a * c).sub_(b * s)  # only two wide halves besides the result
     turned[:, :, 1] = (b * c).add_(a * s)
     return out
 

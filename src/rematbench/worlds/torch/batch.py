@@ -11,7 +11,7 @@ from torch import Tensor
 from rematbench.spec.layout import Layout
 from rematbench.workload import Workload
 from rematbench.worlds.torch.arithmetic import IGNORED
-from rematbench.worlds.torch.failures import NotFinite
+from rematbench.worlds.torch.case import NotFinite
 from rematbench.worlds.torch.groups import Coordinates
 
 

@@ -1,18 +1,48 @@
-"""The data of a launch: cases to run, results of ranks, results of cases."""
+"""The data of a launch: cases to run, results of ranks, and the result of a case.
 
+A case's result sums the losses of the ranks and assembles gradients from their shards. An exception
+of a rank gives the job its status: out of memory, not a number, or failed.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from rematbench.engine.program.program import Program
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
 from rematbench.worlds.records.measured import TIMED_STEPS
-from rematbench.worlds.torch.groups import Coordinates
+from rematbench.worlds.torch.groups import Coordinates, state_rank
 from rematbench.worlds.torch.parameters import AdamW, ParameterSpec
+from rematbench.worlds.torch.streams import Streams
 
 Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",  # torch's CPU allocator
+    "CUDA error: out of memory",  # the driver: pinned memory, a context
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's buffers
+)
+"""Texts of RuntimeErrors that mean out of memory."""
+
+
+class NotFinite(ArithmeticError):
+    """A loss that is NaN or infinite."""
+
+
+def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]:
+    """The status and the reason of an error; an executor's error is judged by its cause."""
+    cause = error.__cause__ or error
+    full = any(words in str(cause) for words in OUT_OF_MEMORY_TEXTS)
+    reason = f"{type(error).__name__}: {error}"
+    if full or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+        return "oom", reason
+    return "nan" if isinstance(error, NotFinite) else "failed", reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +52,13 @@ class Case:
     `program` replaces the plan's own lowering if given; `ignored` is the share of labels that do
     not count; `measure` tracks bytes after every action; `shards` records gradient norms,
     `gradients` also keeps the gradients. With `text_bytes` the batches are that many bytes of the
-    standard library's sources in place of random tokens. With `delay_s` streams are threads, and
-    every copy and collective waits up to `delay_s` seconds (bytes are then not tracked).
+    standard library's sources in place of random tokens. `streams` makes the streams of a rank, in
+    place of the device's (bytes are then not tracked).
 
     On CUDA `timed_steps` further steps follow, for their seconds alone, and `deterministic` asks
     torch for kernels that give the same bits every time. `activation_bytes` are the activations of
     all processes at once, by the ledger: a case is not started on a host without memory for them.
-    `drawn_here`: the device draws the weights, whose bits are then those of its kind.
+    `device_weights`: the device draws the weights, whose bits are then those of its kind.
     """
 
     name: str
@@ -43,12 +73,11 @@ class Case:
     gradients: bool = False
     shards: bool = True
     text_bytes: int = 0
-    delay_s: float = 0.0
-    delay_seed: int = 0
+    streams: Callable[[int], Streams] | None = None
     timed_steps: int = TIMED_STEPS
     deterministic: bool = False
     activation_bytes: int = 0
-    drawn_here: bool = False
+    device_weights: bool = False
     optimizer: AdamW = field(default_factory=AdamW)
 
     @property
@@ -104,3 +133,81 @@ class Result:
     gradient_norms: list[dict[str, float]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     ranks: list[RankResult] = field(default_factory=list)
+
+
+def combine(case: Case, ranks: list[RankResult]) -> Result:
+    """The job's result from the results of all ranks. A gradient that is not finite makes the
+    result `nan`, as a loss does."""
+    steps = range(case.steps)
+    norms = [_norms(case, ranks, step) for step in steps] if case.shards else []
+    wrong = [
+        f"NotFinite: gradient of {name} in step {step} has the norm {norm}"
+        for step, of_step in enumerate(norms)
+        for name, norm in of_step.items()
+        if not math.isfinite(norm)
+    ]
+    if wrong:
+        return Result(name=case.name, status="nan", reason=wrong[0])
+    return Result(
+        name=case.name,
+        status="ok",
+        losses=[sum(r.losses[step] for r in ranks if r.place.tp == 0) for step in steps],
+        gradient_norms=norms,
+        gradients=[_gradients(case, ranks, step) for step in steps] if case.gradients else [],
+        ranks=ranks,
+    )
+
+
+def has_state_shards(layout: Layout) -> bool:
+    """Whether ZeRO spreads the state of each parameter over the state peers."""
+    return layout.zero_stage >= 1 and layout.state_shards > 1
+
+
+def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankResult]]:
+    """The ranks that together hold a parameter once: per tensor-parallel rank its shards."""
+    having = [r for r in ranks if name in r.gradients[0]]
+    stage = min(r.place.pp for r in having)
+    having = [r for r in having if r.place.pp == stage]
+    split = having[0].gradients[0][name].spec.split is not None
+    lay, order = case.problem.layout, case.problem.system.rank_order
+    holders = []
+    for tp in range(lay.tp if split else 1):
+        peers = [r for r in having if r.place.tp == tp]
+        peers.sort(key=lambda r: state_rank(lay, order, r.place))
+        holders.append(peers if has_state_shards(lay) else peers[:1])
+    return holders
+
+
+def _names(ranks: list[RankResult]) -> list[str]:
+    return sorted({name for rank in ranks for name in rank.gradients[0]})
+
+
+def _norms(case: Case, ranks: list[RankResult], step: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in _names(ranks):
+        held = [r for peers in _holders(case, ranks, name) for r in peers]
+        found[name] = sum(r.gradients[step][name].square_sum for r in held) ** 0.5
+    return found
+
+
+def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in _names(ranks):
+        parts = [
+            _whole([r.gradients[step][name] for r in peers])
+            for peers in _holders(case, ranks, name)
+        ]
+        spec = ranks[0].gradients[step].get(name) or next(
+            r.gradients[step][name] for r in ranks if name in r.gradients[step]
+        )
+        full = torch.cat(parts, spec.spec.split) if spec.spec.split is not None else parts[0]
+        found[name] = full[: spec.spec.shape[0]]  # without padded rows
+    return found
+
+
+def _whole(shards: list[GradientShard]) -> Tensor:
+    """The gradient of one tensor-parallel rank, from its ZeRO shards."""
+    values = [shard.values for shard in shards if shard.values is not None]
+    flat = torch.cat(values)
+    shape = torch.Size(shards[0].shape)
+    return flat[: shape.numel()].view(shape)

@@ -10,7 +10,7 @@ import torch
 from rematbench.host.memory import cpu_set
 
 
-def gpus_seen() -> int:
+def gpu_count() -> int:
     """How many GPUs torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -31,60 +31,60 @@ def prepare(kind: str) -> None:
         os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-EXACT_ABOVE = "pinned_max_cached_size_mb"
-SEGMENTS = "expandable_segments"
+PINNED_CACHE_KEY = "pinned_max_cached_size_mb"
+SEGMENTS_KEY = "expandable_segments"
 
 
 def allocator_settings() -> str:
     """The present settings of torch's allocators, from the environment or a call. Empty where torch
     does not report the settings."""
     try:
-        told = torch.cuda.memory._snapshot()["allocator_settings"]
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
     except (AttributeError, KeyError):
         return ""
-    return str(told.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return str(settings.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
-def pin_exactly() -> None:
+def pin_requested_size() -> None:
     """Make torch pin large blocks in the size asked for, where torch can.
 
     Otherwise torch pins the next power of two, up to twice what is offloaded. torch unpins such a
     block when it is freed, so only a pool that keeps its blocks gains.
     """
-    given = allocator_settings()
-    if EXACT_ABOVE not in given:
+    settings = allocator_settings()
+    if PINNED_CACHE_KEY not in settings:
         with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know the key
-            _set(given, f"{EXACT_ABOVE}:1")
+            _set(settings, f"{PINNED_CACHE_KEY}:1")
 
 
-def set_segments(*, expandable: bool) -> None:
+def set_expandable_segments(*, expandable: bool) -> None:
     """Let segments of torch's allocator grow, or not, as the stack says; RuntimeError where torch
     cannot.  What is allocated stays where it is."""
-    given = [word for word in allocator_settings().split(",") if word]
-    others = [word for word in given if not word.startswith(SEGMENTS)]
-    if not expandable and others == given:
+    settings = [word for word in allocator_settings().split(",") if word]
+    others = [word for word in settings if not word.startswith(SEGMENTS_KEY)]
+    if not expandable and others == settings:
         return
-    word = f"{SEGMENTS}:{expandable}"
+    word = f"{SEGMENTS_KEY}:{expandable}"
     try:
         done = _set(",".join(others), word)
-    except ValueError:  # torch 2.11 has what it refused among the settings given
-        known = (one for one in others if not one.startswith(EXACT_ABOVE))
+    except ValueError:  # torch 2.11 has what it refused among the present settings
+        known = (one for one in others if not one.startswith(PINNED_CACHE_KEY))
         done = _set(",".join(known), word)
     if not done:
-        raise RuntimeError(f"torch {torch.__version__} cannot set {SEGMENTS} in a process")
+        raise RuntimeError(f"torch {torch.__version__} cannot set {SEGMENTS_KEY} in a process")
 
 
-def _set(given: str, word: str) -> bool:
+def _set(settings: str, word: str) -> bool:
     """Add a setting of torch's allocators to those given, because a call resets all settings that
     it does not name; whether torch has the call."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if setting is None:
         return False
-    setting(",".join(one for one in (given, word) if one))
+    setting(",".join(one for one in (settings, word) if one))
     return True
 
 
-def empty_pinned() -> None:
+def release_pinned() -> None:
     """Return unused pinned memory to the host, where torch can."""
     own = getattr(torch._C, "_host_emptyCache", None)  # before 2.12
     give_back = getattr(torch.accelerator, "empty_host_cache", own)
@@ -99,7 +99,7 @@ def pinned_peak() -> int:
     return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
 
 
-def hold_to(device: torch.device, nbytes: int) -> None:
+def limit_memory(device: torch.device, nbytes: int) -> None:
     """Let torch's allocator reserve at most `nbytes` on a GPU, so that a job for a smaller device
     runs out of memory here where it does there."""
     if device.type == "cuda":
@@ -107,7 +107,7 @@ def hold_to(device: torch.device, nbytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
-def forget_peaks(device: torch.device | None = None) -> None:
+def reset_peaks(device: torch.device | None = None) -> None:
     """Reset the peaks of the allocators."""
     torch.cuda.reset_peak_memory_stats(device)
     if pinned_peak():
@@ -128,11 +128,11 @@ def choose_device(kind: str, rank: int) -> torch.device:
     require_gpus(kind, 1)
     device = torch.device(kind, rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    bind_near(device)
+    bind_to_numa_node(device)
     return device
 
 
-def name_for_smi() -> str:
+def smi_name() -> str:
     """The current GPU as nvidia-smi names it: by its UUID, or by its number where torch does not
     report the UUID."""
     number = torch.cuda.current_device()
@@ -147,7 +147,7 @@ def require_gpus(kind: str, ranks: int) -> None:
         raise RuntimeError(f"{ranks} ranks need a GPU each, and this host has {found}")
 
 
-def bind_near(device: torch.device, system: Path = Path("/sys")) -> int:
+def bind_to_numa_node(device: torch.device, system: Path = Path("/sys")) -> int:
     """Bind this process to the CPUs of its GPU's NUMA node, of those that it may use. The result is
     the number of the node, or -1 where the kernel (its `system` files) does not say."""
     found = torch.cuda.get_device_properties(device)

@@ -1,16 +1,52 @@
-"""The collectives of actions, on the storages of a rank."""
+"""Collectives and point-to-point messages of actions, on the storages of a rank.
 
+Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509) moves a tensor between two orders by all-to-all. In
+the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim). In
+the order of heads it has all rows with its part of the heads: (ranks rows) x (heads of a rank
+head_dim), the rows of rank 0 first. So a rank's row stands for the same row of every peer, and
+shares of rows mean the same in both orders. With fewer KV heads than ranks, each head goes to
+several ranks, and the gradients of its copies are summed.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.engine.program.action import Action, Kind, identity, is_gradient
-from rematbench.worlds.torch import ulysses
-from rematbench.worlds.torch.groups import Group, Groups
-from rematbench.worlds.torch.model import RankModel
+from rematbench.engine.program.program import Program
+from rematbench.spec.layout import Layout
+from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
-from rematbench.worlds.torch.streams import Streams
+from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
+
+
+def rows_to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
+    """Fill `out` in the order of heads from `rows` in the order of rows."""
+    split = rows.view(rows.shape[0], -1, head_dim)
+    if split.shape[1] < group.size:
+        split = split.repeat_interleave(group.size // split.shape[1], 1)
+    parts = split.reshape(rows.shape[0], group.size, -1).transpose(0, 1)
+    group.all_to_all(out, parts.contiguous())
+
+
+def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> None:
+    """Fill `out` in the order of rows from `heads` in the order of heads; sum copies of heads."""
+    parts = torch.empty_like(heads)
+    group.all_to_all(parts, heads)
+    rows = parts.view(group.size, out.shape[0], -1).transpose(0, 1)
+    kept = out.shape[1] // head_dim
+    if kept < group.size:
+        summed = rows.reshape(out.shape[0], kept, -1, head_dim).sum(2)
+        out.copy_(summed.view(out.shape))
+    else:
+        out.view(rows.shape).copy_(rows)
 
 
 class Exchanges:
@@ -26,11 +62,11 @@ class Exchanges:
         assert action.comm is not None
         return self.groups.by_name[action.comm.group]
 
-    def _room(self, *, stays: bool) -> AbstractContextManager[object]:
+    def _output_pool(self, *, stays: bool) -> AbstractContextManager[object]:
         """The context in which to allocate a collective's output. It is the memory pool of storages
         where the output stays, else the stream's own pool, for a tensor that is dropped once the
         collective is issued."""
-        return self.streams.room() if stays else nullcontext()
+        return self.streams.storage_pool() if stays else nullcontext()
 
     # -- activations ------------------------------------------------------------------------------
 
@@ -44,7 +80,7 @@ class Exchanges:
             self._gather_kv(action, span, group)
             return
         source = self.memory[span.key(action.reads[0])].rows(span.first, span.size)
-        with self.streams.room():
+        with self.streams.storage_pool():
             out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
         self.memory.put(span.key(action.allocs[0].name), Value(out, span.first, span.size))
@@ -54,13 +90,13 @@ class Exchanges:
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
-        move = ulysses.to_heads if to_heads else ulysses.to_rows
+        move = rows_to_heads if to_heads else heads_to_rows
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
             if to_heads:
                 shape = (sent.shape[0] * group.size, width // group.size)
-            with self._room(stays=target in {alloc.name for alloc in action.allocs}):
+            with self._output_pool(stays=target in {alloc.name for alloc in action.allocs}):
                 out = sent.new_empty(shape)
             work = partial(move, out, sent, group, head_dim)
             self.streams.run(action.stream, work, out)
@@ -92,7 +128,7 @@ class Exchanges:
     def _gather_kv(self, action: Action, span: Span, group: Group) -> None:
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
         pair = [self.memory[span.key(by_name[name])].data for name in ("k", "v")]
-        with self.streams.room():
+        with self.streams.storage_pool():
             out = pair[0].new_empty(2, group.size * pair[0].numel())
 
         def work() -> None:
@@ -112,7 +148,7 @@ class Exchanges:
             self._scatter_kv(action, span, group)
             return
         part = self.memory[span.key(action.reads[0])].data
-        with self._room(stays=bool(action.allocs)):
+        with self._output_pool(stays=bool(action.allocs)):
             own = part.new_empty(part.shape[0] // group.size, part.shape[1])
         for alloc in action.allocs:
             self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
@@ -135,7 +171,7 @@ class Exchanges:
         halves = self.memory[span.key(action.reads[0])].data.view(2, -1)
         rows = self.model.shapes.tokens
         for alloc, half in zip(action.allocs, halves, strict=True):
-            with self.streams.room():
+            with self.streams.storage_pool():
                 own = half.new_empty(rows, half.numel() // group.size // rows)
             into, whole = own.view(-1), half
             self.streams.run(action.stream, partial(group.reduce_scatter, into, whole))
@@ -205,3 +241,146 @@ class Exchanges:
                 group.all_gather(parameter.flat, parameter.flat[parameter.start : parameter.stop])
 
         self.streams.run(action.stream, work)
+
+
+TIED_TAG = 1
+
+
+class Message(NamedTuple):
+    """The channel that a message takes, and the tag of the message on that channel."""
+
+    channel: Channel
+    tag: int
+
+
+def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
+    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk). Its tag follows from
+    the micro-batch and the virtual stage of the receiver; the gradient of a shared embedding takes
+    the closing links of the rings."""
+    pp, (micro_batch, chunk) = layout.pp, span
+    sends = action.kind is Kind.SEND
+    if action.op == "tied":
+        ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
+        return Message(Channel("b" if ends[0] == 0 else "f", *ends), TIED_TAG)
+    here, step = chunk * pp + stage, STEP[action.op]
+    sender, receiver = (here, here + step) if sends else (here - step, here)
+    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + (action.op == "b")
+    return Message(Channel(action.op, sender % pp, receiver % pp), tag)
+
+
+def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]:
+    for stage, rank in enumerate(program.ranks):
+        for action, micro_batch, chunk in rank.actions():
+            if action.kind is kind:
+                yield message(layout, stage, action, (micro_batch, chunk))
+
+
+def used_channels(program: Program, layout: Layout) -> set[Channel]:
+    """The channels that the messages of any rank take."""
+    return {channel for channel, _ in _messages(program, layout, Kind.SEND)}
+
+
+def reordered_channel(program: Program, layout: Layout) -> str:
+    """The first channel whose messages are received in another order than they are sent. A
+    transport without tags (NCCL) would mix such messages up. Empty if there is no such channel."""
+    sent: dict[Channel, list[int]] = {}
+    received: dict[Channel, list[int]] = {}
+    for found, kind in ((sent, Kind.SEND), (received, Kind.RECV)):
+        for channel, tag in _messages(program, layout, kind):
+            found.setdefault(channel, []).append(tag)
+    for channel in {**sent, **received}:
+        if sent.get(channel) != received.get(channel):
+            return f"stage {channel.sender} to {channel.receiver} ({channel.direction})"
+    return ""
+
+
+class Messages:
+    """Sends and receives of one rank; the event of an action holds its messages under way."""
+
+    def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
+        self.model, self.groups, self.memory = model, groups, memory
+        self.streams = streams
+        self.pending: list[PendingMessage] = []
+        self.callbacks: list[Callable[[], None]] = []
+        self.posted: list[tuple[dist.Work, Tensor]] = []
+        self.tied = model.parameters.get("embedding.weight")
+        ends = (0, model.problem.layout.pp - 1)
+        exchanged = model.kind.tied_embeddings and ends[1] > 0 and model.place.pp in ends
+        self.arrival: Tensor | None = None
+        if exchanged and self.tied is not None:
+            self.arrival = torch.empty_like(self.tied.grad_flat)
+
+    def states(self) -> list[Tensor]:
+        """The storages here that are not activations."""
+        return [] if self.arrival is None else [self.arrival]
+
+    def attach(self, mark: Mark) -> None:
+        """Make an event wait for the messages issued since the last event."""
+        mark.messages, self.pending = self.pending, []
+        mark.callbacks, self.callbacks = self.callbacks, []
+
+    def _message(self, action: Action, span: Span) -> Message:
+        """The message of an action on a span."""
+        lay, stage = self.model.problem.layout, self.model.place.pp
+        return message(lay, stage, action, (span.micro_batch, span.chunk))
+
+    def send(self, action: Action, span: Span) -> None:
+        """Start a send; the sent storage stays alive until the event."""
+        found = self._message(action, span)
+        if action.op == "tied":
+            self._send_tied(found)
+            return
+        data = self.memory[span.key(action.reads[0])].data
+        if self.groups.buffered:
+            self._post(data, found)
+        else:
+            self._begin(found, self._send(data, found))
+
+    def _begin(self, message: Message, work: dist.Work) -> None:
+        self.pending.append(self.streams.pending(message.channel, work))
+
+    def _send(self, data: Tensor, message: Message) -> dist.Work:
+        channel = message.channel
+        return self.groups.send(data, channel.receiver, channel.direction, message.tag)
+
+    def _receive(self, data: Tensor, message: Message) -> None:
+        channel = message.channel
+        work = self.groups.receive(data, channel.sender, channel.direction, message.tag)
+        self._begin(message, work)
+
+    def _post(self, data: Tensor, message: Message) -> None:
+        """Send a copy on gloo. Gloo's send ends when the receiver is ready and holds the host until
+        then, where a GPU's host would go on issuing. The copy is transport memory, outside the
+        ledger; the action's event is complete at once."""
+        with _disable_current_modes():
+            copy = data.clone()
+        self.posted.append((self._send(copy, message), copy))
+
+    def flush(self) -> None:
+        """Wait until every copied message is sent."""
+        while self.posted:
+            self.posted.pop()[0].wait()
+
+    def receive(self, action: Action, span: Span) -> None:
+        """Allocate a boundary tensor and start to receive it."""
+        if action.op == "tied":
+            assert self.arrival is not None
+            self._receive(self.arrival, self._message(action, span))
+            return
+        tensor = self.model.chunks[span.chunk].boundary
+        columns = tensor.row_bytes // self.model.dtype.itemsize
+        data = torch.empty(tensor.rows, columns, dtype=self.model.dtype, device=self.model.device)
+        self._receive(data, self._message(action, span))
+        whole = Value(data, 0, self.model.shapes.shard_tokens)
+        self.memory.put(span.key(action.allocs[0].name), whole)
+
+    def _send_tied(self, message: Message) -> None:
+        tied, arrival = self.tied, self.arrival
+        assert tied is not None
+        assert arrival is not None
+        self._begin(message, self._send(tied.grad_flat, message))
+        self.callbacks.append(partial(_add, tied.grad_flat, arrival))
+
+
+def _add(total: Tensor, arrived: Tensor) -> None:
+    total.add_(arrived)

@@ -9,16 +9,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local
 from rematbench.engine.program.program import RankProgram
 from rematbench.worlds.torch import operators
-from rematbench.worlds.torch.calls import Call
-from rematbench.worlds.torch.exchanges import Exchanges
+from rematbench.worlds.torch.dispatch import Tracker
+from rematbench.worlds.torch.exchanges import Exchanges, Messages
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.host_update import HostUpdates
-from rematbench.worlds.torch.messages import Messages
-from rematbench.worlds.torch.model import RankModel
-from rematbench.worlds.torch.movers import Movers
-from rematbench.worlds.torch.operands import Names, Operands
-from rematbench.worlds.torch.operators_ends import finish_loss
+from rematbench.worlds.torch.movers import HostUpdates, Movers
+from rematbench.worlds.torch.operands import Call, Names, Operands
+from rematbench.worlds.torch.operators import finish_loss
 from rematbench.worlds.torch.parameters import AdamW, Parameter
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import (
     ExecutionError,
     Memory,
@@ -29,7 +27,6 @@ from rematbench.worlds.torch.storages import (
     describe,
 )
 from rematbench.worlds.torch.streams import Mark, Streams, make_streams
-from rematbench.worlds.torch.tracker import Tracker
 
 
 class Executor:
@@ -149,10 +146,10 @@ class Executor:
         span = self.span(action, micro_batch, chunk)
         with self.streams.on(action.stream):
             self.table[action.kind](action, span)
-            self.movers.enter_slots(action, span)
+            self.movers.move_to_slots(action, span)
         if action.stream != "compute":
             for alloc in action.allocs:
-                self.streams.lend(action.stream, self.memory[span.key(alloc.name)].data)
+                self.streams.share(action.stream, self.memory[span.key(alloc.name)].data)
         for name in (action.begin, action.event):
             if name:
                 self._record(name, action, span)
@@ -189,13 +186,13 @@ class Executor:
 
     # -- operators --------------------------------------------------------------------------------
 
-    def _call(self, action: Action, span: Span, found: Operands) -> Call:
+    def _call(self, action: Action, span: Span, operands: Operands) -> Call:
         """The call of the action's operator with the tensors that it reads."""
         tensors: dict[str, Tensor] = {}
-        for name, storage, whole in found.reads:
+        for name, storage, whole in operands.reads:
             value = self.memory[span.key(storage)]
             tensors[name] = value.data if whole else value.rows(span.first, span.size)
-        return Call(self.model, found.unit, found.op, span, tensors, wanted=found.places)
+        return Call(self.model, operands.unit, operands.op, span, tensors, wanted=operands.places)
 
     def forward(self, action: Action, span: Span) -> None:
         """Run an operator; its outputs are new storages, or rows of storages that exist."""
@@ -243,11 +240,11 @@ class Executor:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _backward_call(self, action: Action, span: Span, found: Operands) -> Call:
-        values = [self.memory[span.key(name)] for name in found.incoming]
+    def _backward_call(self, action: Action, span: Span, operands: Operands) -> Call:
+        values = [self.memory[span.key(name)] for name in operands.incoming]
         grads = tuple(value.rows(span.first, span.size) for value in values)
         views = all(value.blocks == 1 for value in values)
-        return self._call(action, span, found)._replace(grads=grads, grads_are_views=views)
+        return self._call(action, span, operands)._replace(grads=grads, grads_are_views=views)
 
     def backward_input(self, action: Action, span: Span) -> None:
         """Compute input gradients: new storages, or sums into gradients that exist.  Of qkv the
@@ -269,16 +266,16 @@ class Executor:
         found = self.names.of(action, span.chunk)
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 
-    def _put(self, name: str, span: Span, made: Tensor) -> None:
-        rows = (span.first, span.size) if made.dim() > 1 else (0, 0)
-        self.memory.put(span.key(name), Value(compact(made), *rows))
+    def _put(self, name: str, span: Span, tensor: Tensor) -> None:
+        rows = (span.first, span.size) if tensor.dim() > 1 else (0, 0)
+        self.memory.put(span.key(name), Value(compact(tensor), *rows))
 
     def update(self, action: Action, span: Span) -> None:
         """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
         parameters = list(self.model.parameters.values())
         if action.part:
             parameters = self.model.unit_parameters(span.chunk, action.part)
-        with _disable_current_modes():  # an observer of gradients is no part of the program
+        with _disable_current_modes():  # an observer of gradients does not belong to the program
             self.before_update(parameters)
         rule, step = self.optimizer, self.step
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from rematbench.costs.collectives import degrees
 from rematbench.spec.layout import Layout
 
-SETTLE_S = 1.0
+RELEASE_S = 1.0
 
 
 class Coordinates(NamedTuple):
@@ -74,14 +74,14 @@ class Group(NamedTuple):
     rank: int
     handle: dist.ProcessGroup | None
 
-    def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """out = every rank's rows in rank order; `own` may be its place in `out` (NCCL allows
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        """out = every rank's rows in rank order; `part` may be its place in `out` (NCCL allows
         it)."""
         if self.handle is None:
-            out.view(-1).copy_(own.reshape(-1))
+            out.view(-1).copy_(part.reshape(-1))
             return
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._call(partial(call, group=self.handle), out, own.contiguous())
+        self._call(partial(call, group=self.handle), out, part.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
         """out = this rank's rows of the sum; `out` may lie in `whole` (NCCL allows it)."""
@@ -114,7 +114,7 @@ class Group(NamedTuple):
             self._call(partial(dist.all_reduce, op=kind, group=self.handle), tensor)
 
     def _call(self, call: Callable[..., object], *tensors: Tensor) -> None:
-        run = settled if self.handle is not None and is_gloo(self.handle) else _at_once
+        run = run_and_release if self.handle is not None and is_gloo(self.handle) else _at_once
         run(call, *tensors)
 
 
@@ -127,7 +127,7 @@ def _at_once(call: Callable[..., object], *tensors: Tensor) -> None:
     call(*tensors)
 
 
-def settled(call: Callable[..., object], *tensors: Tensor) -> None:
+def run_and_release(call: Callable[..., object], *tensors: Tensor) -> None:
     """Run a collective and return when gloo's threads have released its tensors. They release the
     tensors a moment after the collective is done; the tracker would count a freed tensor until
     then."""
@@ -135,7 +135,7 @@ def settled(call: Callable[..., object], *tensors: Tensor) -> None:
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     before = [holders(storage) for storage in storages]
     call(*(tensor.detach() for tensor in tensors))  # a held alias holds the storage
-    deadline = time.monotonic() + SETTLE_S
+    deadline = time.monotonic() + RELEASE_S
     while time.monotonic() < deadline:
         if all(holders(s) <= n for s, n in zip(storages, before, strict=True)):
             return
@@ -249,7 +249,7 @@ class Groups:
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
         """Start to receive into a tensor. NCCL has no tags: its messages arrive in the order of
-        their sends (see `messages.overtaken`)."""
+        their sends (see `exchanges.reordered_channel`)."""
         group = self.channels[Channel(direction, stage, self.place.pp)]
         work = dist.irecv(tensor, self.peer(stage), group=group, tag=tag)
         assert work is not None

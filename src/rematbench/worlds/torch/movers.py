@@ -1,5 +1,9 @@
-"""Actions that move storages and compute nothing: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
+"""Actions that move storages and compute nothing (ALLOC, SPLIT, JOIN, D2H, H2D, FREE), and AdamW on
+states in host memory, which runs on a thread of its own.
+"""
 
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -9,6 +13,7 @@ from torch import Tensor
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.program.action import (
     GRADIENTS_DOWN,
+    HOST_UPDATE,
     WEIGHTS_UP,
     Action,
     Alloc,
@@ -18,8 +23,9 @@ from rematbench.engine.program.action import (
     place,
 )
 from rematbench.worlds.torch.arithmetic import wide
-from rematbench.worlds.torch.host_update import gradients_down, weights_up
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch.dispatch import Tracker
+from rematbench.worlds.torch.parameters import HostShard, Parameter
+from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import (
     Block,
     ExecutionError,
@@ -31,8 +37,67 @@ from rematbench.worlds.torch.storages import (
     Value,
     as_bytes,
 )
-from rematbench.worlds.torch.streams import Streams
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.streams import Mark, Streams
+
+
+class PendingUpdate(NamedTuple):
+    """An update under way, for readers of the weights to wait on."""
+
+    future: Future[None]
+
+    def wait(self) -> None:
+        """Hold the calling thread until the update is done; raise the update's error."""
+        self.future.result()
+
+
+class HostUpdates:
+    """Runs updates one by one on one thread, each once the events before it are complete."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.pool: ThreadPoolExecutor | None = None
+        self.latest: PendingUpdate | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Start an update once everything issued so far on its stream is done."""
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(1, thread_name_prefix=HOST_UPDATE)
+        before = self.streams.mark(HOST_UPDATE)
+
+        def run() -> None:
+            self.streams.synchronize(before)
+            work()
+
+        self.latest = PendingUpdate(self.pool.submit(run))
+
+    def attach(self, mark: Mark) -> None:
+        """Make an event complete only when the latest update is done."""
+        if self.latest is not None:
+            mark.messages.append(self.latest)
+
+
+def gradients_to_host(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
+    """Copy this rank's shards of the gradients to the host memory that the update reads."""
+    for parameter in parameters:
+        here, there = parameter.grad_flat[parameter.start : parameter.stop], _host(parameter).grad
+        streams.run(stream, _copy(there, here))
+
+
+def weights_to_device(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
+    """Copy the updated shards of the weights to the device."""
+    for parameter in parameters:
+        here, there = parameter.flat[parameter.start : parameter.stop], _host(parameter).value
+        streams.run(stream, _copy(here, there))
+
+
+def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _host(parameter: Parameter) -> HostShard:
+    if parameter.host is None:
+        raise ExecutionError(f"{parameter.spec.name} has no states in host memory")
+    return parameter.host
 
 
 class Form(NamedTuple):
@@ -162,7 +227,7 @@ class Movers:
     def to_host(self, action: Action, span: Span) -> None:
         """Offload a storage into the host pool, or copy the gradients of a host update there."""
         if action.op == GRADIENTS_DOWN:
-            gradients_down(self.model.parameters.values(), self.streams, action.stream)
+            gradients_to_host(self.model.parameters.values(), self.streams, action.stream)
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
@@ -183,26 +248,26 @@ class Movers:
             return
         if block.fresh:
             self.tracker.exclude([block.data])
-        self.tracker.lend(block.nbytes)
+        self.tracker.count_host_bytes(block.nbytes)
 
     def to_device(self, action: Action, span: Span) -> None:
         """Reload a storage into new memory or a staging slot, or copy updated weights."""
         if action.op == WEIGHTS_UP:
-            weights_up(self.model.parameters.values(), self.streams, action.stream)
+            weights_to_device(self.model.parameters.values(), self.streams, action.stream)
             return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
             room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
             data = room.view(source.data.dtype).view(source.data.shape)
         else:
-            with self.streams.room():
+            with self.streams.storage_pool():
                 data = torch.empty_like(source.data, device=self.model.device)
         host = source.data
         fresh = None if alloc.slot else data  # the last tenant of a slot may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
         self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
 
-    def enter_slots(self, action: Action, span: Span) -> None:
+    def move_to_slots(self, action: Action, span: Span) -> None:
         """Move an action's outputs into the staging slots that the plan names for them."""
         for alloc in action.allocs:
             if alloc.slot and span.key(alloc.name) not in self.slots.holder:
@@ -218,9 +283,9 @@ class Movers:
         self.memory.free(key)
         self.slots.release(key)
         if key in self.host.lent:
-            block = self.host.give(key, self.streams.mark("compute"))
+            block = self.host.release(key, self.streams.mark("compute"))
             if self.tracker is not None and self.host.pinned:
-                self.tracker.lend(-block.nbytes)
+                self.tracker.count_host_bytes(-block.nbytes)
 
 
 def _rows_held(parts: list[Value]) -> int:

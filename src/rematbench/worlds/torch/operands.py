@@ -1,16 +1,22 @@
-"""The storages that an action's operator reads and makes on a rank, by name.
+"""The operands of an operator on a rank: names of storages, and the tensors of one call.
 
 Every micro-batch and step has the same names. So the names are worked out once for each action of a
 chunk; afterwards the host only looks storages up and issues kernels.
 """
 
+from collections.abc import Container
 from itertools import takewhile
 from typing import NamedTuple
+
+from torch import Tensor
 
 from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.program.action import Action, Kind, identity, is_gradient
-from rematbench.worlds.torch.model import RankModel
+from rematbench.worlds.torch import arithmetic
+from rematbench.worlds.torch.parameters import Parameter
+from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.storages import Span
 
 
 class Read(NamedTuple):
@@ -88,7 +94,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
     """The tensors that an action's operator reads. A gathered copy replaces a single input;
-    attention reads the copy beside its queries."""
+    attention reads the copy and its queries."""
     there = {identity(name): name for name in action.reads if not is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {
@@ -104,13 +110,58 @@ def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...
 
 
 def _places(
-    made: dict[str, str], there: dict[str, str], new: dict[str, str], part: str | None
+    outputs: dict[str, str], existing: dict[str, str], new: dict[str, str], part: str | None
 ) -> dict[str, tuple[str, bool]]:
     """The storages of the outputs: new storages, or rows of storages that exist."""
     places: dict[str, tuple[str, bool]] = {}
-    for output, storage in made.items():
+    for output, storage in outputs.items():
         if fresh := new.get(storage) or part:
             places[output] = (fresh, True)
-        elif storage in there:
-            places[output] = (there[storage], False)
+        elif storage in existing:
+            places[output] = (existing[storage], False)
     return places
+
+
+Tensors = dict[str, Tensor]
+
+
+class Call(NamedTuple):
+    """One call of an operator. It has a span, the tensors by activation name, the gradients of the
+    outputs in order, and the names of the wanted outputs. `grads_are_views`: of their storages, so
+    that what is written into them lasts."""
+
+    model: RankModel
+    unit: Unit
+    op: Op
+    span: Span
+    tensors: Tensors
+    grads: tuple[Tensor, ...] = ()
+    wanted: Container[str] = ()
+    grads_are_views: bool = False
+
+    def parameter(self, name: str) -> Parameter:
+        """A parameter of the operator's unit."""
+        return self.model.local[self.span.chunk][self.unit.prefix][name]
+
+    def bias(self, name: str) -> Tensor | None:
+        """A bias of the operator's unit; None if the model has none."""
+        found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
+        return None if found is None else found.value
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """The call's rows of a tensor that has one row per token of the rank."""
+        shard = self.model.shapes.shard_tokens
+        if self.span.size == shard:
+            return whole
+        blocks = whole.view(whole.shape[0] // shard, shard, *whole.shape[1:])
+        return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
+
+    def input(self) -> Tensor:
+        """The tensor of the operator's single input."""
+        return self.tensors[self.op.inputs[0]]
+
+    def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
+        """x times the weight `name` (+ bias); its FLOPs are counted."""
+        weight = self.parameter(name).value
+        self.model.flop += 2.0 * x.shape[0] * weight.numel()
+        return arithmetic.linear(x, weight, bias)

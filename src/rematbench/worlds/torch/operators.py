@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 
 from rematbench.worlds.torch import arithmetic
-from rematbench.worlds.torch.calls import Call, Tensors
-from rematbench.worlds.torch.operators_attention import attention, attention_backward
-from rematbench.worlds.torch.operators_ends import (
-    embedding,
-    embedding_weight,
-    loss,
-    loss_backward,
-)
+from rematbench.worlds.torch import attention_backends as attn
+from rematbench.worlds.torch.groups import Group
+from rematbench.worlds.torch.operands import Call, Tensors
 
 Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
@@ -24,19 +19,181 @@ COLUMNS = ("qkv", "fc1", "lm_head")
 NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm")
 
 
+# -- attention ----------------------------------------------------------------------------------
+
+
+def _whole_sequences(heads: Tensor, ranks: int, batch: int) -> Tensor:
+    """(ranks batch part) x columns -> (batch sequence) x columns."""
+    parts = heads.view(ranks, batch, -1, heads.shape[-1])
+    return parts.transpose(0, 1).reshape(-1, heads.shape[-1])
+
+
+def _by_rank(sequences: Tensor, ranks: int, batch: int) -> Tensor:
+    """(batch sequence) x columns -> (ranks batch part) x columns."""
+    return _whole_sequences(sequences, batch, ranks)
+
+
+def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
+    """rows x columns -> batch x heads x rows x head_dim."""
+    shape, ranks = call.model.attention, call.model.problem.layout.ulysses
+    if ranks > 1:
+        x = _whole_sequences(x, ranks, shape.batch)
+    return x.view(shape.batch, -1, heads, shape.head_dim).transpose(1, 2)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """batch x heads x rows (x head_dim) -> rows x columns."""
+    y = x.transpose(1, 2)
+    return y.reshape(y.shape[0] * y.shape[1], -1)
+
+
+def _columns(call: Call, x: Tensor) -> Tensor:
+    """batch x heads x rows x head_dim -> rows x columns, ordered by rank under Ulysses."""
+    ranks, batch = call.model.problem.layout.ulysses, call.model.attention.batch
+    return _by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
+
+
+def slice_order(call: Call) -> list[int]:
+    """For each slice of a sequence, its index among the slices that the ranks hold one after
+    another. The indices are numbers for views: an index tensor would be a blocking copy to a GPU in
+    every call."""
+    cp = call.model.problem.layout.cp
+    ends = [(r, 2 * cp - 1 - r) for r in range(cp)]
+    at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
+    return [at[i] for i in range(2 * cp)]
+
+
+def _in_order(slices: Tensor, order: list[int]) -> Tensor:
+    """batch x slices x ...: a new tensor with the slices in the given order."""
+    return torch.cat([slices[:, place : place + 1] for place in order], 1)
+
+
+def _whole_kv(call: Call, name: str) -> Tensor:
+    """Keys or values of whole sequences, in the order of positions."""
+    shape, cp = call.model.attention, call.model.problem.layout.cp
+    if cp == 1:
+        return _heads(call, call.tensors[name], shape.kv_heads)
+    full = call.tensors["full"].view(2, -1)[0 if name == "k" else 1]
+    by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, shape.head_dim)
+    by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
+        shape.batch, 2 * cp, -1, shape.kv_heads, shape.head_dim
+    )
+    return _in_order(by_slice, slice_order(call)).flatten(1, 2).transpose(1, 2)
+
+
+def _to_ranks(call: Call, grad: Tensor) -> Tensor:
+    """The gradient of whole keys or values, as the ranks' rows one after another."""
+    shape, cp = call.model.attention, call.model.problem.layout.cp
+    parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
+    positions = sorted(range(2 * cp), key=slice_order(call).__getitem__)
+    back = _in_order(parts, positions)
+    return back.view(shape.batch, cp, -1).transpose(0, 1).reshape(-1)
+
+
+def attention(call: Call) -> Tensors:
+    shape, model = call.model.attention, call.model
+    q = _heads(call, call.tensors["q"], shape.heads)
+    k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
+    pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
+                for g in attn.blocks(shape.rows, model.slices) for b in g)  # fmt: skip
+    model.flop += 4.0 * pairs * shape.heads * shape.head_dim * shape.batch
+    if "attn_probs" in call.op.outputs:
+        probs = attn.probabilities(q, k)
+        out = probs @ attn.repeat(v, shape.heads)
+        probs = probs.view(shape.batch * shape.rows, -1)
+        return {call.op.outputs[0]: _columns(call, out), "attn_probs": probs}
+    out, lse = attn.attend(q, k, v, model.slices)
+    return {call.op.outputs[0]: _columns(call, out), "lse": _flat(lse)}
+
+
+def attention_backward(call: Call) -> Tensors:
+    shape = call.model.attention
+    grad = _heads(call, call.grads[0], shape.heads)
+    q = _heads(call, call.tensors["q"], shape.heads)
+    k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
+    if "attn_probs" in call.op.outputs:
+        probs = call.tensors["attn_probs"].view(shape.batch, shape.heads, shape.rows, -1)
+        dq, dk, dv = attn.unfused_backward(grad, q, k, v, probs)
+        return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}
+    out = _heads(call, call.tensors[call.op.outputs[0]], shape.heads)
+    lse = call.tensors["lse"].view(shape.batch, -1, shape.heads).transpose(1, 2)
+    dq, dk, dv = attn.attend_backward(grad, q, k, v, out, lse, call.model.slices)
+    if "full" in call.tensors:
+        return {"q": _flat(dq), "part": torch.cat([_to_ranks(call, dk), _to_ranks(call, dv)])}
+    return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}
+
+
+# -- embedding and loss --------------------------------------------------------------------------
+
+
+def embedding(call: Call) -> Tensors:
+    model = call.model
+    ids = model.batches[call.span.micro_batch].ids
+    table = call.parameter("embedding").value
+    out = arithmetic.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
+    if model.kind.position == "learned" and model.place.tp == 0:  # by one rank of the group
+        out = out + call.parameter("position").value[model.where]
+    return {"layer_input": out}
+
+
+def embedding_weight(call: Call) -> None:
+    model = call.model
+    ids = model.batches[call.span.micro_batch].ids
+    total = call.parameter("embedding").grad
+    whole = model.problem.layout.tp == 1
+    arithmetic.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
+    if model.kind.position == "learned":
+        total = call.parameter("position").grad
+        total.index_add_(0, model.where, call.grads[0].to(total.dtype))
+
+
+def loss(call: Call) -> Tensors:
+    """A copy of the logits in the loss's dtype, -inf in the padded vocabulary's columns."""
+    saved = call.model.dtype_of(call.unit.table.activations["loss_saved"])
+    copy = call.input().to(saved, copy=True)
+    copy[:, max(0, call.model.kind.vocab - call.model.vocab_start) :] = float("-inf")
+    return {"loss_saved": copy}
+
+
+def finish_loss(call: Call, group: Group) -> Tensor:
+    """Turn logits into softmax in place, over vocabulary shards; return the sum of losses."""
+    model, saved = call.model, call.tensors["loss_saved"]
+    labels = call.rows(model.batches[call.span.micro_batch].labels)
+    top = saved.amax(-1)
+    group.all_reduce(top, "max")
+    saved.sub_(top[:, None])
+    column, mine = arithmetic.shard_labels(labels, model.vocab_start, saved.shape[-1])
+    target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
+    saved.exp_()
+    sums = torch.stack([saved.sum(-1), target])
+    group.all_reduce(sums)
+    saved.div_(sums[0][:, None])
+    return (sums[0].log() - sums[1]).masked_fill(labels == arithmetic.IGNORED, 0.0).sum()
+
+
+def loss_backward(call: Call) -> Tensors:
+    model = call.model
+    batch = model.batches[call.span.micro_batch]
+    probs, labels = call.tensors["loss_saved"], call.rows(batch.labels)
+    first = model.vocab_start
+    return {
+        "logits": arithmetic.cross_entropy_backward(probs, labels, first, batch.scale, model.dtype)
+    }
+
+
 # -- norms ----------------------------------------------------------------------------------------
 
 
 def _norm(call: Call) -> Tensors:
     weight, bias = call.parameter(call.op.name).value, call.bias(call.op.name)
-    x = call.only()
+    x = call.input()
     if bias is None:
         return {call.op.outputs[0]: arithmetic.rms_norm(x, weight)}
     return {call.op.outputs[0]: arithmetic.layer_norm(x, weight, bias)}
 
 
 def _norm_backward(call: Call) -> Tensors:
-    weight, x = call.parameter(call.op.name), call.only()
+    weight, x = call.parameter(call.op.name), call.input()
     if call.bias(call.op.name) is None:
         dx, dw = arithmetic.rms_norm_backward(call.grads[0], x, weight.value)
     else:
@@ -57,7 +214,7 @@ def _weights(call: Call) -> list[tuple[str, str]]:
 
 
 def _column(call: Call) -> Tensors:
-    x = call.only()
+    x = call.input()
     return {
         out: _rotated(call, name, call.linear(x, name, call.bias(name)))
         for out, name in _weights(call)
@@ -93,7 +250,7 @@ def _column_backward(call: Call) -> Tensors:
 
 
 def _column_weight(call: Call) -> None:
-    x = call.only()
+    x = call.input()
     for name, found in _column_gradients(call):
         back = call.grads_are_views  # turned back already
         grad = found if back else _rotated(call, name, found, inverse=True)
@@ -105,7 +262,7 @@ def _column_weight(call: Call) -> None:
 def _row(call: Call) -> Tensors:
     """This rank's partial sum; one rank of the group adds the bias."""
     bias = call.bias(call.op.name) if call.model.place.tp == 0 else None
-    return {call.op.outputs[0]: call.linear(call.only(), call.op.name, bias)}
+    return {call.op.outputs[0]: call.linear(call.input(), call.op.name, bias)}
 
 
 def _row_backward(call: Call) -> Tensors:
@@ -113,7 +270,7 @@ def _row_backward(call: Call) -> Tensors:
 
 
 def _row_weight(call: Call) -> None:
-    arithmetic.add_weight_gradient(call.parameter(call.op.name).grad, call.grads[0], call.only())
+    arithmetic.add_weight_gradient(call.parameter(call.op.name).grad, call.grads[0], call.input())
     if call.bias(call.op.name) is not None:
         call.parameter(f"{call.op.name}.bias").grad.add_(call.grads[0].sum(0))
 
@@ -121,17 +278,17 @@ def _row_weight(call: Call) -> None:
 # -- pointwise ------------------------------------------------------------------------------------
 
 
-UNKEPT_PIECES = 16
-"""Pieces in which a sum is made that nobody keeps: recomputation ends with the layer's output, and
-a whole tensor for it would be in no ledger."""
+SUM_PIECES = 16
+"""Pieces in which a sum is computed whose result is dropped. Recomputation ends with the layer's
+output, and the ledger has no whole tensor for it."""
 
 
 def _residual(call: Call) -> Tensors:
     x, skip = (call.tensors[name] for name in call.op.inputs)
     if call.op.outputs[0] in call.wanted:
         return {call.op.outputs[0]: x + skip}
-    for rows, beside in zip(x.chunk(UNKEPT_PIECES), skip.chunk(UNKEPT_PIECES), strict=True):
-        torch.add(rows, beside)
+    for rows, added in zip(x.chunk(SUM_PIECES), skip.chunk(SUM_PIECES), strict=True):
+        torch.add(rows, added)
     return {}
 
 

@@ -1,29 +1,156 @@
-"""A job of one or two cases, in processes started here or by a launcher (torchrun, srun)."""
+"""A job of one or two cases, in processes started here or by a launcher (torchrun, srun).
+
+One launch runs a list of cases of one world size. A case that dies, hangs or is wrong gets a status
+and a reason; the launch then ends its processes, and a new launch runs the remaining cases.
+
+A GPU without free memory raises an error. A host without free memory kills a process, and not
+always the process that asked for too much. So a job that cannot fit into host memory is not
+started.
+"""
 
 import platform
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from rematbench.worlds.torch.case import Case, RankResult, Result, Status
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.host.files import scratch
+from rematbench.host.memory import free_bytes
+from rematbench.host.ranks import RankError, error_of_job, run_ranks
+from rematbench.problem import rank_parameters
+from rematbench.worlds.torch import worker
+from rematbench.worlds.torch.arithmetic import wide
+from rematbench.worlds.torch.case import Case, RankResult, Result, Status, combine, failure
 from rematbench.worlds.torch.devices import choose_device, prepare
-from rematbench.worlds.torch.failures import failure
-from rematbench.worlds.torch.gather import combine
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.hostroom import too_large
-from rematbench.worlds.torch.launch import execute_cases
-from rematbench.worlds.torch.model import NotExecutable, require_executable
+from rematbench.worlds.torch.parameters import ParameterSpec, specs_by_name
+from rematbench.worlds.torch.rank_model import DTYPES, NotExecutable, require_executable
 from rematbench.worlds.torch.worker import run_case
+
+PROCESS_BYTES = 200 << 20
+"""Bytes of a rank on CPUs before its model. Measured: 235 MB private to a process
+(/proc/PID/smaps_rollup) with torch 2.13 imported and gloo's group joined, for tiny-llama-deep on 2
+and on 4 ranks; rounded down, because other versions may take less."""
+
+
+def state_bytes(case: Case) -> int:
+    """A lower bound of the bytes of all ranks' parameters, gradients, master weights and moments.
+    They are counted as the runtime holds them, without padding."""
+    problem, lay = case.problem, case.problem.layout
+    stages = (rank_parameters(problem, case.plan, stage) for stage in range(lay.pp))
+    return sum(_held(case, count) for count in stages) * (lay.gpus // lay.pp)
+
+
+def _held(case: Case, count: int) -> int:
+    """Bytes that a rank holds for `count` parameters of its own."""
+    lay, dtype = case.problem.layout, DTYPES[case.problem.workload.precision]
+    shards = lay.state_shards if lay.zero_stage >= 1 else 1
+    gradients = case.plan.state("optimizer").update != "backward"
+    own = count * (dtype.itemsize + gradients * wide(dtype).itemsize)
+    return own + count * 3 * wide(dtype).itemsize // shards
+
+
+def initialization_bytes(case: Case) -> int:
+    """Peak bytes of all ranks while weights are drawn. Each rank holds one whole parameter in
+    float64 next to the parameters that it has."""
+    lay, total = case.problem.layout, 0
+    for stage in range(lay.pp):
+        made, most = 0, 0
+        for spec in _specs(case, stage):
+            whole = prod(spec.shape)
+            most = max(most, _held(case, made) + whole * torch.float64.itemsize)
+            made += whole if spec.split is None else whole // lay.tp
+        total += most
+    return total * (lay.gpus // lay.pp)
+
+
+def _specs(case: Case, stage: int) -> list[ParameterSpec]:
+    """A rank's parameters in the order in which they are made."""
+    problem, plan = case.problem, case.plan
+    places = [
+        (unit.table.part, unit.layer)
+        for number, layers in enumerate(plan.partition[stage])
+        for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units
+    ]
+    return list(specs_by_name(problem.workload.model, places, 0).values())
+
+
+def memory_shortage(case: Case) -> str:
+    """Why a case on CPUs is not started; empty if the case may fit. It must fit both while its
+    weights are drawn and while it trains."""
+    free = free_bytes()
+    if case.device != "cpu" or free < 0:
+        return ""
+    trains = {
+        "parameters, gradients and optimizer states": state_bytes(case),
+        "activations": case.activation_bytes,
+    }
+    starts = {"weights as they are drawn, whole and in float64": initialization_bytes(case)}
+    needs = max(trains, starts, key=lambda found: sum(found.values()))
+    needs["processes with torch"] = case.world_size * PROCESS_BYTES
+    need = sum(needs.values())
+    if need <= free:
+        return ""
+    parts = ", ".join(f"{nbytes / 2**30:,.1f} of {what}" for what, nbytes in needs.items())
+    return (
+        f"{case.world_size} ranks hold {need / 2**30:,.1f} GiB at least ({parts}), and this host "
+        f"has {free / 2**30:,.1f} GiB free"
+    )
+
+
+def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
+    """The results of cases of one world size, in their order; `timeout_s` for each case."""
+    if len({(case.world_size, case.device) for case in cases}) > 1:
+        raise ValueError("the cases of a launch have one world size and one device")
+    results: dict[int, Result] = {}
+    waiting = []
+    for number, case in enumerate(cases):
+        if reason := refusal(case):
+            results[number] = Result(name=case.name, status="unsupported", reason=reason)
+        else:
+            waiting.append(number)
+    while waiting:
+        done = _launch([cases[number] for number in waiting], timeout_s)
+        results.update(zip(waiting, done, strict=False))
+        waiting = waiting[len(done) :]
+    return [results[number] for number in range(len(cases))]
+
+
+def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
+    """The results up to the first failure (at least one result)."""
+    size = cases[0].world_size
+    with scratch() as folder:
+        ranks = [(rank, size, folder, cases, timeout_s) for rank in range(size)]
+        failure = run_ranks("spawn", worker.run, ranks, folder, timeout_s)
+        results: list[Result] = []
+        for number, case in enumerate(cases):
+            paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]
+            if not all(path.exists() for path in paths):
+                status, reason = _reason(folder, number, failure)
+                return [*results, Result(name=case.name, status=status, reason=reason)]
+            loaded = [torch.load(path, weights_only=False) for path in paths]
+            results.append(combine(case, loaded))
+    return results
+
+
+def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
+    """The status and the reason of a case without a result."""
+    cause = error_of_job(sorted(folder.glob(f"{number}.*.error")), failure)
+    return cast(Status, cause.status), cause.reason
 
 
 @dataclass(frozen=True)
-class Given:
-    """A process that a launcher started. It has a rank among `world_size` processes, a local rank
-    on its host, and the address and port where the processes meet."""
+class LauncherPlace:
+    """The place of a process that a launcher started: its rank among `world_size` processes, its
+    local rank on its host, and the address and port where the processes meet."""
 
     rank: int
     world_size: int
@@ -32,12 +159,12 @@ class Given:
     port: int
 
 
-LOOK_UP_S = 10.0
+LOOKUP_S = 10.0
 """Seconds that a host name may stay unknown: a job's first host may be registered late."""
 
 
-class NotMet(RuntimeError):
-    """The processes of a launcher have not found each other; the message is one line."""
+class RendezvousError(RuntimeError):
+    """The processes of a launcher did not meet; the message is one line."""
 
 
 def versions(device: str) -> dict[str, str]:
@@ -51,10 +178,10 @@ def versions(device: str) -> dict[str, str]:
     return {"torch": made, "device": name}
 
 
-def device_kind(asked: str) -> str:
-    """The device that was asked for, else cuda where torch has a GPU, else cpu."""
-    prepare(asked or "cuda")  # before torch looks for a GPU
-    return asked or ("cuda" if has_gpu() else "cpu")
+def device_kind(kind: str) -> str:
+    """`kind`, if not empty; else cuda where torch has a GPU, else cpu."""
+    prepare(kind or "cuda")  # before torch looks for a GPU
+    return kind or ("cuda" if has_gpu() else "cpu")
 
 
 def has_gpu() -> bool:
@@ -62,7 +189,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def refused(case: Case) -> str:
+def refusal(case: Case) -> str:
     """Why the runtime does not execute a case, found before any process starts; else empty."""
     try:
         require_executable(case.problem, case.plan)
@@ -71,13 +198,13 @@ def refused(case: Case) -> str:
     return ""
 
 
-def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
+def run_spawned(cases: list[Case], timeout_s: float) -> list[Result]:
     """Run the cases in processes started here, one per GPU of the layout. A case that needs more
     memory than this machine has is not run; its status is `oom`."""
     full = {
         number: why
         for number, case in enumerate(cases)
-        if not refused(case) and (why := too_large(case))
+        if not refusal(case) and (why := memory_shortage(case))
     }
     fitting = [case for number, case in enumerate(cases) if number not in full]
     done = iter(execute_cases(fitting, timeout_s=timeout_s) if fitting else [])
@@ -87,24 +214,24 @@ def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
     ]
 
 
-def run_given(
-    cases: list[Case], given: Given, timeout_s: float
+def run_launched(
+    cases: list[Case], place: LauncherPlace, timeout_s: float
 ) -> tuple[list[Result], tuple[int, ...]]:
     """Run the cases in a process that a launcher started. The result has the cases' results on rank
     0 (empty elsewhere), and how many ranks each host has. A case that fails here ends this process;
-    the launcher ends the others. NotMet if not all processes join."""
+    the launcher ends the others. RendezvousError if not all processes join."""
     torch.set_num_threads(1)
     prepare(cases[0].device)
-    device = choose_device(cases[0].device, given.local_rank)
-    _meet(given, default_backend(device), timeout_s)
+    device = choose_device(cases[0].device, place.local_rank)
+    _meet(place, default_backend(device), timeout_s)
     clean = False
     try:
         talk = dist.new_group(backend="gloo")
-        hosts = _gathered(socket.gethostname(), given, talk)
+        hosts = _gathered(socket.gethostname(), place, talk)
         known: dict[tuple[object, ...], Groups] = {}
         results: list[Result] = []
         for case in cases:
-            result = _one(case, given, device, known, talk)
+            result = _run_case(case, place, device, known, talk)
             if result is not None:
                 results.append(result)
                 if result.status != "ok":  # other ranks may still be inside the failed case
@@ -117,27 +244,28 @@ def run_given(
         _leave(device, clean=clean)
 
 
-def _meet(given: Given, backend: str, timeout_s: float) -> None:
-    where = f"{given.address}:{given.port}"
-    _look_up(given.address, min(timeout_s, LOOK_UP_S))
+def _meet(place: LauncherPlace, backend: str, timeout_s: float) -> None:
+    where = f"{place.address}:{place.port}"
+    _look_up(place.address, min(timeout_s, LOOKUP_S))
     try:
         dist.init_process_group(
             backend,
             init_method=f"tcp://{where}",
-            rank=given.rank,
-            world_size=given.world_size,
+            rank=place.rank,
+            world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
     except Exception as error:  # torch's, gloo's and NCCL's errors have no common class
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise NotMet(
-            f"rank {given.rank} has not met the others of {given.world_size} processes at {where} "
+        raise RendezvousError(
+            f"rank {place.rank} did not meet the other ranks of {place.world_size} at {where} "
             f"(MASTER_ADDR, MASTER_PORT) within {timeout_s:g} s: {why}"
         ) from error
 
 
 def _look_up(address: str, patience_s: float) -> None:
-    """NotMet if no host has the name; without this check torch would retry until its timeout."""
+    """RendezvousError if no host has the name. Without this check torch would retry until its
+    timeout."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -145,7 +273,9 @@ def _look_up(address: str, patience_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() >= until:
-                raise NotMet(f"MASTER_ADDR {address}: no such host ({error.strerror})") from error
+                raise RendezvousError(
+                    f"MASTER_ADDR {address}: no such host ({error.strerror})"
+                ) from error
             time.sleep(0.2)
 
 
@@ -159,31 +289,31 @@ def _leave(device: torch.device, *, clean: bool) -> None:
         dist.destroy_process_group()
 
 
-def _one(
+def _run_case(
     case: Case,
-    given: Given,
+    place: LauncherPlace,
     device: torch.device,
-    known: dict[tuple[object, ...], Groups],
+    groups: dict[tuple[object, ...], Groups],
     talk: dist.ProcessGroup,
 ) -> Result | None:
     """Run a case on this rank; the case's result on rank 0, else None. Ranks that fail alike (NaN,
     refused) all return a result; where one rank fails alone, the others end at the timeout."""
-    own: RankResult | tuple[Status, str]
+    outcome: RankResult | tuple[Status, str]
     try:
-        own = run_case(case, given.rank, device, known)
+        outcome = run_case(case, place.rank, device, groups)
     except Exception as error:
         status, reason = failure(error)
-        own = (status, f"rank {given.rank}: {reason}")
-        if given.rank != 0:
+        outcome = (status, f"rank {place.rank}: {reason}")
+        if place.rank != 0:
             raise
-    if isinstance(own, tuple):
-        return Result(name=case.name, status=own[0], reason=own[1])
-    ranks = _gathered(own, given, talk)
-    return combine(case, ranks) if given.rank == 0 else None
+    if isinstance(outcome, tuple):
+        return Result(name=case.name, status=outcome[0], reason=outcome[1])
+    ranks = _gathered(outcome, place, talk)
+    return combine(case, ranks) if place.rank == 0 else None
 
 
-def _gathered(own: object, given: Given, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
+def _gathered(value: object, place: LauncherPlace, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
     """The objects of every rank on rank 0, in rank order; empty elsewhere."""
-    found: list[object] | None = [None] * given.world_size if given.rank == 0 else None
-    dist.gather_object(own, found, dst=0, group=talk)
-    return found or []
+    values: list[object] | None = [None] * place.world_size if place.rank == 0 else None
+    dist.gather_object(value, values, dst=0, group=talk)
+    return values or []

@@ -106,7 +106,7 @@ class Memory:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
 
 
-class Room:
+class SlotLayout:
     """Places inside one slot; a tensor goes into the first gap that holds it."""
 
     ALIGN = 16
@@ -131,7 +131,7 @@ class Slots:
     """Staging slots: one arena per slot, sized by placing the tensors of the whole program once."""
 
     def __init__(self, program: RankProgram, device: torch.device) -> None:
-        self.rooms: dict[str, Room] = {}
+        self.layouts: dict[str, SlotLayout] = {}
         self.holder: dict[Key, str] = {}
         for action, micro_batch, chunk in program.actions():
             for alloc in action.allocs:
@@ -141,12 +141,12 @@ class Slots:
                 self.release((name, micro_batch, chunk))
         self.arenas = {
             name: torch.empty(room.size, dtype=torch.uint8, device=device)
-            for name, room in self.rooms.items()
+            for name, room in self.layouts.items()
         }
 
     def _place(self, slot: str, key: Key, nbytes: int) -> int:
         self.holder[key] = slot
-        return self.rooms.setdefault(slot, Room()).place(key, nbytes)
+        return self.layouts.setdefault(slot, SlotLayout()).place(key, nbytes)
 
     def take(self, slot: str, key: Key, nbytes: int) -> Tensor:
         """Bytes of a slot for a tensor."""
@@ -157,7 +157,7 @@ class Slots:
         """Take a tensor out of its slot, if it is in a slot."""
         slot = self.holder.pop(key, None)
         if slot is not None:
-            del self.rooms[slot].taken[key]
+            del self.layouts[slot].taken[key]
 
 
 class Block(NamedTuple):
@@ -199,7 +199,7 @@ class HostPool:
         self.lent[key] = found
         return found
 
-    def give(self, key: Key, free_at: Mark) -> Block:
+    def release(self, key: Key, free_at: Mark) -> Block:
         """Take a block back, not to be written before the mark; a CPU's block is released."""
         block = self.lent.pop(key)
         if self.pinned:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rematbench.engine.program.action import STREAMS
 
 
-class Under(Protocol):
+class PendingMessage(Protocol):
     """A message under way: torch's handle, or an event that is recorded at its end."""
 
     def wait(self) -> object:
@@ -23,46 +23,60 @@ class Mark:
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
-        self.works: list[Under] = []
-        self.then: list[Callable[[], None]] = []
+        self.messages: list[PendingMessage] = []
+        self.callbacks: list[Callable[[], None]] = []
 
     def finish(self) -> None:
         """Wait for the messages (on CUDA the current stream waits, not the host)."""
-        while self.works:
-            self.works.pop(0).wait()
-        while self.then:
-            self.then.pop(0)()
+        while self.messages:
+            self.messages.pop(0).wait()
+        while self.callbacks:
+            self.callbacks.pop(0)()
 
 
-class Streams(Protocol):
-    """The interface of a device's streams, as the executor uses it."""
+def host_clock() -> Callable[[], float]:
+    """Start a clock of the host; a call of the result returns the seconds since the start."""
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start
+
+
+class Streams:
+    """The streams of a device, as the executor uses them; this class is those of a CPU. An action
+    of a CPU is done when it has been issued; only messages are pending."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """The context within which work is issued on a stream."""
+        return nullcontext()
 
     def mark(self, stream: str) -> Mark:
         """An event after all work issued so far on a stream."""
+        return Mark(None)
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """Make a stream wait for an event."""
+        """Make a stream wait for an event; on a CPU the host waits for the event's messages."""
+        mark.finish()
 
-    def reach(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """Hold the calling thread until an event is complete."""
 
-    def room(self) -> AbstractContextManager[object]:
+    def storage_pool(self) -> AbstractContextManager[object]:
         """The context within which to allocate a storage that outlives its action."""
+        return nullcontext()
 
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
+    def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Note that compute will use (and free) a tensor that another stream made."""
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issue tensor work whose storages and names the host has handled already. `fresh`: memory
-        that no stream may read before the work is done."""
+        """Issue tensor work on the current stream, which `on` has set. The host has handled its
+        storages and names already. `fresh`: memory that no stream may read before the work is
+        done."""
+        work()
 
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """The handle to wait on for a message; the messages of a channel go one by one."""
+        return work
 
     def begin(self) -> None:
         """Order the streams behind work that was issued outside of them, at a step's start."""
@@ -72,57 +86,6 @@ class Streams(Protocol):
 
     def clock(self) -> Callable[[], float]:
         """Start a clock; a call of the result returns the seconds since the start."""
-
-
-def host_clock() -> Callable[[], float]:
-    """Start a clock of the host; a call of the result returns the seconds since the start."""
-    start = time.perf_counter()
-    return lambda: time.perf_counter() - start
-
-
-class HostStreams:
-    """Streams of a CPU: an action is done when it has been issued; only messages are under way."""
-
-    def on(self, stream: str) -> AbstractContextManager[object]:
-        """An empty context: there is one stream."""
-        return nullcontext()
-
-    def mark(self, stream: str) -> Mark:
-        """An event without a CUDA event."""
-        return Mark(None)
-
-    def wait(self, stream: str, mark: Mark) -> None:
-        """Hold the host until the event's messages are done."""
-        mark.finish()
-
-    def reach(self, mark: Mark) -> None:
-        """Nothing to do: issued work is done."""
-
-    def room(self) -> AbstractContextManager[object]:
-        """An empty context: there is one memory pool."""
-        return nullcontext()
-
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """Nothing to do: there is one stream."""
-
-    def run(
-        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
-    ) -> None:
-        """Do the work at once."""
-        work()
-
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """The work's own handle: the host waits for the message."""
-        return work
-
-    def begin(self) -> None:
-        """Nothing to do: there is one stream."""
-
-    def flush(self) -> None:
-        """Nothing to do: no work is under way."""
-
-    def clock(self) -> Callable[[], float]:
-        """A clock of the host's time."""
         return host_clock()
 
 
@@ -163,7 +126,7 @@ class Current:
             torch.cuda.set_stream(self.streams[-1])
 
 
-class On(AbstractContextManager[object]):
+class StreamContext(AbstractContextManager[object]):
     """A context within which work goes to one stream."""
 
     def __init__(self, current: Current, stream: torch.cuda.Stream) -> None:
@@ -176,17 +139,17 @@ class On(AbstractContextManager[object]):
         self.current.leave()
 
 
-MADE: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
+CUDA_STREAMS: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
 """The CUDA streams of this process, by device and name."""
 
 
-def own_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
+def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
     """The stream of a device that has this name, one for the whole process. torch hands out 32
     streams in turn, so without names the compute stream of one executor could be the copy stream of
     another."""
-    if (device, name) not in MADE:
-        MADE[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return MADE[device, name]
+    if (device, name) not in CUDA_STREAMS:
+        CUDA_STREAMS[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return CUDA_STREAMS[device, name]
 
 
 def stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -196,7 +159,7 @@ def stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """One CUDA stream for each named stream, and events in place of synchronisation.
 
     Work from outside (batches, zeroed gradients, reading the loss) is on the device's current
@@ -215,9 +178,11 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.current = Current(device)
-        self.streams = {name: own_stream(device, name) for name in STREAMS}
-        self.contexts = {name: On(self.current, made) for name, made in self.streams.items()}
-        self.arrivals: dict[Hashable, On] = {}
+        self.streams = {name: named_stream(device, name) for name in STREAMS}
+        self.contexts = {
+            name: StreamContext(self.current, made) for name, made in self.streams.items()
+        }
+        self.arrivals: dict[Hashable, StreamContext] = {}
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """The context of the CUDA stream; for use between `begin` and `flush` only."""
@@ -233,34 +198,28 @@ class CudaStreams:
         """Make the stream wait for the event and its messages; the host does not wait. Messages
         stay in the mark, because another stream may have to wait for them too."""
         with self.on(stream):
-            for work in mark.works:
+            for work in mark.messages:
                 work.wait()
-            while mark.then:
-                mark.then.pop(0)()
+            while mark.callbacks:
+                mark.callbacks.pop(0)()
         if mark.event is not None:
             self.streams[stream].wait_event(mark.event)
 
-    def reach(self, mark: Mark) -> None:
+    def synchronize(self, mark: Mark) -> None:
         """Hold the calling thread until the device has reached the event."""
         if mark.event is not None:
             mark.event.synchronize()
 
-    def room(self) -> AbstractContextManager[object]:
+    def storage_pool(self) -> AbstractContextManager[object]:
         """The context of compute, whose memory pool then provides the storage."""
         return self.on("compute")
 
-    def lend(self, stream: str, tensor: torch.Tensor) -> None:
+    def share(self, stream: str, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing the memory until compute has passed the tensor."""
         if stream in UNORDERED:
             tensor.record_stream(self.streams["compute"])
 
-    def run(
-        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
-    ) -> None:
-        """Issue the work on the current stream, which `on` has set."""
-        work()
-
-    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+    def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """An event that is recorded when the message is done.
 
         NCCL's handle keeps the message's memory while any object holds the handle, but here waits
@@ -268,8 +227,8 @@ class CudaStreams:
         no message waits for another channel's peer.
         """
         if channel not in self.arrivals:
-            made = own_stream(self.device, len(self.arrivals))
-            self.arrivals[channel] = On(self.current, made)
+            made = named_stream(self.device, len(self.arrivals))
+            self.arrivals[channel] = StreamContext(self.current, made)
         place, event = self.arrivals[channel], torch.cuda.Event()  # type: ignore[no-untyped-call]
         with place:
             work.wait()
@@ -304,4 +263,4 @@ class CudaStreams:
 
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device) if device.type == "cuda" else Streams()

@@ -23,27 +23,30 @@ from rematbench.worlds.torch.batch import (
     standard_library,
     text_batch,
 )
-from rematbench.worlds.torch.case import Case, GradientShard, RankResult
+from rematbench.worlds.torch.case import (
+    Case,
+    GradientShard,
+    NotFinite,
+    RankResult,
+    failure,
+    has_state_shards,
+)
 from rematbench.worlds.torch.devices import (
     choose_device,
-    empty_pinned,
-    forget_peaks,
-    pin_exactly,
+    pin_requested_size,
     pinned_peak,
     prepare,
+    release_pinned,
     require_gpus,
-    set_segments,
+    reset_peaks,
+    set_expandable_segments,
 )
-from rematbench.worlds.torch.draws import threads_for
+from rematbench.worlds.torch.dispatch import Tracker
+from rematbench.worlds.torch.exchanges import reordered_channel, used_channels
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.failures import NotFinite, failure
-from rematbench.worlds.torch.gather import is_sharded
 from rematbench.worlds.torch.groups import Groups, default_backend
-from rematbench.worlds.torch.messages import overtaken, used_channels
-from rematbench.worlds.torch.model import NotExecutable, RankModel, require_executable
-from rematbench.worlds.torch.parameters import Parameter, square_sum
-from rematbench.worlds.torch.threads import ThreadStreams
-from rematbench.worlds.torch.tracker import Tracker
+from rematbench.worlds.torch.parameters import Parameter, drawing_threads, square_sum
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
 
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
@@ -95,17 +98,17 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
     raise SystemExit(1)
 
 
-def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
+def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
     """The process groups for the case's degrees, made once per process."""
     lay, order = case.problem.layout, case.problem.system.rank_order
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
-    if degrees not in known:
-        known[degrees] = Groups(lay, order, rank)
-    return known[degrees]
+    if degrees not in groups:
+        groups[degrees] = Groups(lay, order, rank)
+    return groups[degrees]
 
 
 def run_case(
-    case: Case, rank: int, device: torch.device, known: dict[tuple[object, ...], Groups]
+    case: Case, rank: int, device: torch.device, cached_groups: dict[tuple[object, ...], Groups]
 ) -> RankResult:
     """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
@@ -113,20 +116,20 @@ def run_case(
     lowered = case.program or lower(plan, problem)
     if device.type == "cuda":
         _start_on_gpu(case, lowered, device)
-    groups = _groups(case, rank, known)
+    groups = _groups(case, rank, cached_groups)
     groups.connect(device, used_channels(lowered, problem.layout))
-    threads, here = threads_for(device), case.drawn_here
+    threads, on_device = drawing_threads(device), case.device_weights
     model = RankModel(
-        problem, plan, groups.place, device, case.seed, threads=threads, drawn_here=here
+        problem, plan, groups.place, device, case.seed, threads=threads, device_weights=on_device
     )
     program = lowered.ranks[groups.place.pp]
-    delayed = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
-    tracker = Tracker(device) if case.measure and delayed is None else None
+    streams = case.streams(rank) if case.streams else None
+    tracker = Tracker(device) if case.measure and streams is None else None
     executor = Executor(
-        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=delayed
+        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=streams
     )
     if device.type == "cuda":
-        forget(device)  # peaks of drawing weights are no part of training
+        release_memory(device)  # peaks of drawing weights do not belong to training
     result = empty_result(groups, executor)
     if case.shards:
         executor.before_update = lambda parameters: result.gradients[-1].update(
@@ -138,27 +141,27 @@ def run_case(
             executor.stop_tracking()
     if device.type == "cuda":
         _time(case, executor, result)
-    if delayed is not None:
-        delayed.close()
     return result
 
 
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     """Reset the device after earlier cases. Their storages are collected (a case's objects are
     cycles), the caches emptied and the peaks reset."""
-    wrong = overtaken(program, case.problem.layout)
+    wrong = reordered_channel(program, case.problem.layout)
     if wrong:
-        raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
+        raise NotExecutable(
+            f"NCCL has no tags, and messages are not received in the order of sending from {wrong}"
+        )
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
         torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
     # The stream that allocates an action's outputs is not the stream that writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    forget(device)
-    pin_exactly()
-    set_segments(expandable=case.problem.system.expandable_segments)
+    release_memory(device)
+    pin_requested_size()
+    set_expandable_segments(expandable=case.problem.system.expandable_segments)
 
 
-def forget(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Release unused memory and reset the allocators' peaks. cuBLAS keeps a workspace for each
     stream that it ever ran on, also for those of earlier cases."""
     gc.collect()
@@ -166,8 +169,8 @@ def forget(device: torch.device) -> None:
     if clear_workspaces is not None:
         clear_workspaces()
     torch.cuda.empty_cache()
-    empty_pinned()
-    forget_peaks(device)
+    release_pinned()
+    reset_peaks(device)
 
 
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
@@ -203,7 +206,7 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
     if not math.isfinite(loss):
         raise NotFinite(f"loss of step {step} is {loss}")
     result.losses.append(loss)
-    note_bytes(executor, result)
+    record_bytes(executor, result)
 
 
 def _time(case: Case, executor: Executor, result: RankResult) -> None:
@@ -231,7 +234,7 @@ def _batch(case: Case, step: int) -> Batch:
     return make_batch(work, sequences, case.seed, step, case.ignored)
 
 
-def note_bytes(executor: Executor, result: RankResult) -> None:
+def record_bytes(executor: Executor, result: RankResult) -> None:
     """Note the executor's counts in the result: peak and moved bytes, and recomputation FLOPs."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
@@ -253,7 +256,7 @@ def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]
     found = {}
     for parameter in parameters:
         whole = parameter.grad_flat
-        if is_sharded(case.problem.layout):
+        if has_state_shards(case.problem.layout):
             whole = whole[parameter.start : parameter.stop]
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,

@@ -17,7 +17,7 @@ Small parameters are never released: this walk does not follow them.
 
 from collections.abc import Sequence
 
-from baselines.deepspeed.weights import Sizes, Weight, matrices
+from baselines.deepspeed.zero_sizes import Sizes, Weight, matrices
 
 
 class Whole:

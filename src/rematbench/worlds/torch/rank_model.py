@@ -15,9 +15,9 @@ from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
-from rematbench.worlds.torch.draws import Draws
 from rematbench.worlds.torch.groups import Coordinates, state_rank
 from rematbench.worlds.torch.parameters import (
+    Draws,
     Owner,
     Parameter,
     ParameterSpec,
@@ -54,10 +54,10 @@ class RankModel:
         seed: int,
         *,
         threads: int = 1,
-        drawn_here: bool = False,
+        device_weights: bool = False,
         parameters: dict[str, Parameter] | None = None,
     ) -> None:
-        """Make the parameters; `threads` threads draw the weights, or (`drawn_here`) the device
+        """Make the parameters; `threads` threads draw the weights, or (`device_weights`) the device
         itself, in a tenth of the time and with other bits.  `parameters`: those of another model of
         the same kind on this device, which are shared."""
         self.problem, self.place, self.device = problem, place, device
@@ -73,7 +73,7 @@ class RankModel:
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         self.parameters = dict(parameters or {})
         draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
-        if drawn_here:
+        if device_weights:
             draw = partial(full_weight, seed=seed, device=device)
         elif threads > 1 and not parameters:
             draw = Draws(self._specs(), seed, threads).take

@@ -14,8 +14,8 @@ from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
 from rematbench.measure.torch.probes import Place, Probe
 from rematbench.measure.torch.repeats import Call, Repeats
-from rematbench.worlds.torch.devices import empty_pinned, pin_exactly
-from rematbench.worlds.torch.failures import failure
+from rematbench.worlds.torch.case import failure
+from rematbench.worlds.torch.devices import pin_requested_size, release_pinned
 from rematbench.worlds.torch.storages import host_bytes
 from rematbench.worlds.torch.streams import Streams, make_streams
 
@@ -33,8 +33,8 @@ BOTH = CopyTraffic(1.0, 0.0, 0.0, 0.0)
 
 
 def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
-    """Pinned copies each way, both ways, and both beside square products of `width`; and making
-    pinned memory."""
+    """Pinned copies each way, both ways, and both during square products of `width`; and allocation
+    of pinned memory."""
     cost, pinned = place.problem.cost, int(place.device.type == "cuda")
     alone = {name: cost.copy_s(nbytes, name) for name in COPIES}
     both = max(cost.copy_s(nbytes, name, BOTH) for name in COPIES)
@@ -50,13 +50,13 @@ def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
         ("overlap", (*COPIES, "compute"), max(many * one, both)),
     ]
     for what, streams, predicted_s in asked:
-        beside = gemms | {"streams": "+".join(streams)} if "compute" in streams else {}
-        moved = 0.0 if beside else float(nbytes * len(streams))
+        products_shape = gemms | {"streams": "+".join(streams)} if "compute" in streams else {}
+        moved = 0.0 if products_shape else float(nbytes * len(streams))
         yield Probe(
             what=what,
             implementation="torch",
             dtype="",
-            shape=shape | beside,
+            shape=shape | products_shape,
             make=partial(_copying, place, nbytes, width, many, streams),
             work=moved,
             unit="bytes" if moved else "",
@@ -103,12 +103,12 @@ def _pinning(place: Place, nbytes: int) -> Call:
     """Pinned memory made and given back."""
     cuda = place.device.type == "cuda"
     if cuda:
-        pin_exactly()
+        pin_requested_size()
 
     def run() -> None:
         host_bytes(nbytes, pinned=cuda)
         if cuda:
-            empty_pinned()
+            release_pinned()
 
     return run
 

@@ -13,9 +13,9 @@ from megatron.core.pipeline_parallel import fine_grained_activation_offload as o
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from baselines.common.contract import RankAnswer
+from baselines.common.interface import RankAnswer
 from baselines.common.meter import Meter
-from baselines.megatron_core import step as engine
+from baselines.megatron_core import rank_engine as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob

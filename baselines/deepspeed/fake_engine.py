@@ -33,18 +33,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from baselines.common.contract import RankAnswer
+from baselines.common.interface import RankAnswer
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
 from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.weights import ZERO_3
+from baselines.deepspeed.zero_sizes import ZERO_3
 from rematbench.worlds.packages.process import PackageJob
 
 _tiled_backward = TiledFusedLogitsLoss.backward
 _has_inf_or_nan = stage_1_and_2.has_inf_or_nan
 _for_backward = checkpointing.get_partitioned_activations_for_backward
 COUNTER = 4
-"""Bytes of AdamW's step counter beside its two moments."""
+"""Bytes of AdamW's step counter besides its two moments."""
 
 
 class Made(Decoder):

@@ -15,10 +15,10 @@ from msgspec import Struct
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedConfig
 
-from baselines.common.contract import NotRunnable
-from baselines.transformers import kernels
+from baselines.common.interface import NotRunnable
+from baselines.transformers import flash_shim
 from baselines.transformers.families import model_class
-from baselines.transformers.kernels import FLASH
+from baselines.transformers.flash_shim import FLASH
 from baselines.transformers.phases import Peak, Phases, watch_ends
 from baselines.transformers.saved import Kept, Recorder
 
@@ -97,13 +97,13 @@ def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> Seen:
     watch_ends(model, meter)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: _handed_over(meter, p))
-    with kernels.installed(setup.attention, fake=fake) as shim, meter:
+    with flash_shim.installed(setup.attention, fake=fake) as shim, meter:
         with Recorder(model, states) as recorder:
             output = model(input_ids=ids, labels=ids)
         loss, held = output.loss, output if setup.holds_output else None
         del output
         besides = meter.device_bytes - recorder.alive_bytes
-        saved = recorder.forget()
+        saved = recorder.release()
         meter.phase = "loss_backward"
         loss.backward()
         del loss, held
@@ -124,7 +124,7 @@ def _handed_over(meter: Phases, parameter: torch.Tensor) -> None:
 
 
 def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
-    """NotRunnable if a tensor beside a flash kernel is seq_len x seq_len, in a forward or a
+    """NotRunnable if a tensor next to a flash kernel is seq_len x seq_len, in a forward or a
     backward. The check runs two layers at a length that no other dimension has."""
     small = deepcopy(config)
     small.num_hidden_layers = 2
@@ -135,6 +135,6 @@ def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
         widths = {n for p in model.parameters() for n in p.shape}
         rows = next(n for n in range(rows, 2 * rows + len(widths) + 2) if n not in widths)
         ids = torch.zeros(setup.batch, rows, dtype=torch.int64)
-        stack.enter_context(kernels.installed(setup.attention, fake=True))
-        stack.enter_context(kernels.NoSquares(rows))
+        stack.enter_context(flash_shim.installed(setup.attention, fake=True))
+        stack.enter_context(flash_shim.NoSquares(rows))
         model(input_ids=ids, labels=ids).loss.backward()

@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_iter
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash_utils
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
 from baselines.common.meter import Meter
 from baselines.transformers.saved import operator
-from rematbench.worlds.torch.mode import Mode
+from rematbench.worlds.torch.dispatch import DispatchMode
 
 FLASH = "flash_attention_2"
 LARGEST_HEAD = 256
@@ -190,7 +190,7 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
         yield parts
 
 
-class NoSquares(Mode):
+class NoSquares(DispatchMode):
     """Fails at the first tensor with two dimensions of `rows`, which no other dimension has."""
 
     def __init__(self, rows: int) -> None:

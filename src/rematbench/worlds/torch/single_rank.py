@@ -1,8 +1,13 @@
-"""The traced world: the executor itself on fake (meta) tensors and a fake process group.
+"""One rank of a job in one process: the traced world, and the first stage of a pipeline on a GPU.
 
-It runs one rank of a job of any size in one CPU process. Every operator, view, copy and collective
-is issued as in the executed world, storages have sizes but no memory, and the same tracker counts
-them. Nothing that depends on values is known: no losses, no gradients.
+A trace is the executor itself on fake (meta) tensors and a fake process group, for one rank of a
+job of any size. Every operator, view, copy and collective is issued as in the executed world,
+storages have sizes but no memory, and the same tracker counts them. Values do not exist: there are
+no losses and no gradients.
+
+The first stage runs on a GPU without its neighbours. Its sends go nowhere. A receive is complete at
+once, with numbers like those at the end of a layer, so that kernels and power are those of
+training. Losses and gradients mean nothing.
 """
 
 from collections.abc import Iterator
@@ -10,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rematbench.engine.lowering.lower import lower
@@ -18,12 +24,11 @@ from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import RankResult
+from rematbench.worlds.torch.dispatch import MetaMode, Tracker
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.groups import Coordinates, Groups, coordinates
-from rematbench.worlds.torch.meta import MetaMode
-from rematbench.worlds.torch.model import RankModel, require_executable
-from rematbench.worlds.torch.tracker import Tracker
-from rematbench.worlds.torch.worker import empty_result, note_bytes
+from rematbench.worlds.torch.groups import Channel, Coordinates, Groups, coordinates
+from rematbench.worlds.torch.rank_model import NotExecutable, RankModel, require_executable
+from rematbench.worlds.torch.worker import empty_result, record_bytes
 
 
 @contextmanager
@@ -37,7 +42,7 @@ def fake_job(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def rank_at(layout: Layout, order: tuple[str, ...], stage: int) -> int:
+def stage_rank(layout: Layout, order: tuple[str, ...], stage: int) -> int:
     """The first rank of a pipeline stage: its tensor-, context- and data-parallel peers are like
     it."""
     wanted = Coordinates(tp=0, cp=0, dp=0, pp=stage)
@@ -50,7 +55,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     require_executable(problem, plan)
     program = lower(plan, problem).ranks[stage]
     lay, order = problem.layout, problem.system.rank_order
-    rank = rank_at(lay, order, stage)
+    rank = stage_rank(lay, order, stage)
     device = torch.device("meta")
     with fake_job(rank, lay.gpus), device, MetaMode():
         groups = Groups(lay, order, rank)
@@ -59,7 +64,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
         result = empty_result(groups, executor)
         model.batches = _batches(model)
         executor.issue_step()
-        note_bytes(executor, result)
+        record_bytes(executor, result)
     return result
 
 
@@ -69,3 +74,33 @@ def _batches(model: RankModel) -> list[MicroBatch]:
     scale = 1.0 / (lay.global_batch * model.problem.workload.seq_len)
     ids = torch.zeros(tokens, dtype=torch.int64)
     return [MicroBatch(ids, ids, scale) for _ in range(lay.num_micro_batches)]
+
+
+class CompletedWork(dist.Work):
+    """A message that has arrived."""
+
+    def wait(self, timeout: object = None) -> bool:
+        """Nothing to wait for."""
+        return True
+
+
+class FirstStageGroups(Groups):
+    """The groups of the first rank of one pipeline, in a process without a process group."""
+
+    def __init__(self, layout: Layout, order: tuple[str, ...]) -> None:
+        """NotExecutable for a layout that needs other ranks for more than messages."""
+        if layout.gpus > layout.pp:
+            raise NotExecutable("a rank runs alone only without tensor, context or data peers")
+        super().__init__(layout, order, 0)
+
+    def _channels(self) -> dict[Channel, dist.ProcessGroup]:
+        return {}
+
+    def send(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
+        """A send that is done."""
+        return CompletedWork()
+
+    def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
+        """Draw what would arrive, on the current stream."""
+        tensor.normal_()
+        return CompletedWork()

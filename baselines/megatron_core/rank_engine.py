@@ -20,14 +20,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from baselines.common.meter import Meter
 from baselines.common.weights import Piece, model_specs
-from baselines.megatron_core import names
+from baselines.megatron_core import parameter_names
 from baselines.megatron_core.config import (
     ddp_config,
     optimizer_config,
     transformer_config,
     uses_distributed_optimizer,
 )
-from baselines.megatron_core.layers import layer_spec, mask_padding
+from baselines.megatron_core.layer_spec import layer_spec, mask_padding
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.workload import Workload
 from rematbench.worlds.packages.process import PackageJob
@@ -109,7 +109,7 @@ class Rig:
         """Write the weights of the job's seed, and update the optimizer's copies of them."""
         specs = model_specs(self.job.run.model, self.padded_vocab)
         for chunk in self.chunks:
-            names.fill(chunk.module, self.job.run.model, specs, self.job.seed, self.tp)
+            parameter_names.fill(chunk.module, self.job.run.model, specs, self.job.seed, self.tp)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
@@ -125,7 +125,7 @@ class Rig:
         last = self.job.run.layout.pp - 1
         found = []
         for chunk in self.chunks:
-            for piece in names.gradient_pieces(chunk.module, model, specs, self.tp):
+            for piece in parameter_names.gradient_pieces(chunk.module, model, specs, self.tp):
                 twice = piece.name == "embedding.weight" and 0 < self.place.pp == last
                 if not twice:
                     found.append(piece)

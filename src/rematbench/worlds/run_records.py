@@ -1,5 +1,9 @@
-"""Results of the torch runtime -> the measured numbers of a record, beside the ledger's."""
+"""Records of runs: the numbers of a result of the torch runtime with the ledger's, and the record
+of a rank that torchrun or srun started, with the error of the rank that failed first.
+"""
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -9,11 +13,18 @@ from rematbench.engine.program.ledger import live_bytes
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.evaluation import RankBytes, program_bytes
 from rematbench.evaluate.result import Status
+from rematbench.host.ranks import (
+    RankError,
+    error_of_record,
+    first_cause,
+    read_errors,
+    record_status,
+    write_error,
+)
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.load import load_system
 from rematbench.workload import Model
-from rematbench.worlds.records.cell import Cell
 from rematbench.worlds.records.measured import (
     BOUNDS,
     Comparison,
@@ -23,7 +34,15 @@ from rematbench.worlds.records.measured import (
     relative,
     whole_norms,
 )
-from rematbench.worlds.records.record import Record, World, plan_hash, provenance, run_spec
+from rematbench.worlds.records.record import (
+    Record,
+    World,
+    plan_hash,
+    provenance,
+    run_spec,
+    write_record,
+)
+from rematbench.worlds.records.suite_cells import Cell
 
 if TYPE_CHECKING:
     from rematbench.worlds.torch.case import RankResult, Result
@@ -31,7 +50,7 @@ if TYPE_CHECKING:
 
 RUNTIME = "rematbench"
 """The torch runtime's own stack, by its name in config/systems."""
-OWN = (
+RUNTIME_FIELDS = (
     *("param_bytes", "grad_bytes", "optimizer_bytes", "step_scratch_bytes"),
     *("fused_loss", "loss_in_place", "loss_keeps_logits"),
 )
@@ -40,11 +59,11 @@ each state, and tensors inside the loss and the optimizer step.  The runtime sav
 stack's activations."""
 
 
-def as_run(problem: Problem) -> Problem:
+def as_executed(problem: Problem) -> Problem:
     """The problem whose simulated totals a run of the torch runtime is compared with: the
     activations of the problem's stack, the states and kernels of the torch runtime."""
     own = load_system(RUNTIME)
-    system = replace(problem.system, **{name: getattr(own, name) for name in OWN})
+    system = replace(problem.system, **{name: getattr(own, name) for name in RUNTIME_FIELDS})
     if system == problem.system:
         return problem
     return Problem(
@@ -69,7 +88,7 @@ def activation_bytes(problem: Problem, plan: Plan) -> int:
 def measured_rank(
     rank: int, result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
 ) -> RankMeasured:
-    """The measured bytes of one process beside the ledger of its pipeline rank; `offload_bytes` and
+    """The measured bytes of one process and the ledger of its pipeline rank; `offload_bytes` and
     `recompute_flop` of a result are divided by `steps`."""
     stage = result.place.pp
     expected = list(live_bytes(program.ranks[stage].actions()))
@@ -104,7 +123,7 @@ def measured_ranks(
 ) -> tuple[RankMeasured, ...]:
     """The measured numbers of processes in rank order, the first of them rank `first`."""
     program = lower(plan, problem)
-    run = as_run(problem)
+    run = as_executed(problem)
     simulated = program_bytes(run, plan, program if run is problem else lower(plan, run))
     return tuple(
         measured_rank(rank, result, program, simulated, steps)
@@ -168,12 +187,12 @@ def measured_record(
     world: World,
     cell: Cell,
     outcome: tuple[Status, str, Measured | None],
-    where: dict[str, str | tuple[int, ...]],
+    origin: dict[str, str | tuple[int, ...]],
 ) -> Record:
-    """The record of a cell in the traced or executed world; `where` adds fields to its
+    """The record of a cell in the traced or executed world; `origin` adds fields to its
     provenance."""
     spec = run_spec(cell.problem, cell.method, world, cell.base)
-    status, reason, found = outcome
+    status, reason, measured = outcome
     plan = cell.plan if isinstance(cell.plan, Plan) else None
     return Record(
         run_id=spec.run_id,
@@ -182,6 +201,47 @@ def measured_record(
         reason=reason,
         plan_hash=plan_hash(cell.problem, plan) if plan else "",
         plan=plan,
-        measured=found,
-        provenance=replace(provenance(cell.problem.calibration), **where),
+        measured=measured,
+        provenance=replace(provenance(cell.problem.calibration), **origin),
     )
+
+
+PATIENCE_S = 2.0
+"""Seconds that rank 0, which saw only a broken connection, waits for the failed rank's error."""
+
+
+def write_rank_record(record: Record, out: Path, rank: int, started: float) -> Record:
+    """Write a rank's record to `out` and return it.  A record that is not a failure is written as
+    it is (rank 0 alone has one).  A failed rank writes its error next to `out`; its record gets the
+    error of the rank that failed first, among the errors written since `started` (seconds of the
+    epoch).
+
+    Of failed ranks, rank 0 writes the record; so does the rank that failed first, because rank 0
+    may see only a broken connection; and so does any rank where `out` is missing or older than
+    `started`, because rank 0 may have been killed.  Another rank only returns its record.
+    """
+    if record.status not in ("failed", "oom"):
+        write_record(record, out)
+        return record
+    error = error_of_record(record.status, record.reason)
+    write_error(out, rank, error)
+    cause = _cause(error, out, started, PATIENCE_S if rank == 0 else 0.0)
+    status, reason = record_status(cause.status, cause.reason)
+    if cause.is_secondhand:
+        reason = f"a rank has gone: {reason}"
+    written = replace(record, status=status, reason=reason)
+    silent = not out.exists() or out.stat().st_mtime < started
+    if rank == 0 or silent or cause == error:
+        write_record(written, out)
+    return written
+
+
+def _cause(error: RankError, out: Path, started: float, patience_s: float) -> RankError:
+    """The first cause among the errors of the ranks.  Waits up to `patience_s` while every known
+    error is only that a peer has gone."""
+    until = time.monotonic() + patience_s
+    while True:
+        cause = first_cause([error, *read_errors(out, started)]) or error
+        if not cause.is_secondhand or time.monotonic() >= until:
+            return cause
+        time.sleep(0.05)

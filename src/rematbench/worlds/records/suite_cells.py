@@ -14,7 +14,7 @@ from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.records.record import OPTIMIZER, RESERVE, Record
-from rematbench.worlds.records.reopen import spec_problem
+from rematbench.worlds.records.replay import spec_problem
 from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
 
 
@@ -42,7 +42,7 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
     return found
 
 
-def only_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
+def single_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
     """The one cell of a suite with this name; ConfigError unless there is exactly one."""
     found = cells(load_suite(suite), folders, [name])
     if len(found) != 1:
@@ -95,7 +95,7 @@ def _asked(
             for number, variant in enumerate(variants):
                 name = f"{spec.name}.{bundle}.{number}"
                 elsewhere = variant.problems and spec.name not in variant.problems
-                if not elsewhere and is_wanted(name, only):
+                if not elsewhere and is_selected(name, only):
                     yield name, spec.name, variant
 
 
@@ -110,6 +110,6 @@ def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Pl
     return plan
 
 
-def is_wanted(name: str, only: Sequence[str]) -> bool:
+def is_selected(name: str, only: Sequence[str]) -> bool:
     """Whether a cell is one of `only` (PROBLEM, PROBLEM.METHOD, a whole name), or that is empty."""
     return not only or any(name == word or name.startswith(f"{word}.") for word in only)

@@ -12,7 +12,7 @@ from rematbench.host.console import CommandError
 from rematbench.spec.configfile import closest
 from rematbench.worlds.records.record import FORMAT, Record, RecordError
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import Campaign, CampaignCell, CellStatus
+from rematbench.worlds.slurm.campaign import Campaign, CampaignCell, CellStatus
 
 MAX_ATTEMPTS = 3
 """Attempts, each in a job that may be preempted or killed, after which a cell counts as failed."""
@@ -56,7 +56,7 @@ def is_final(data: bytes) -> bool:
         return False
 
 
-def forget(
+def remove_records(
     campaign: Campaign,
     store: Store,
     results: Path,
@@ -89,8 +89,8 @@ def forget(
     return gone
 
 
-def _check(what: str, given: Collection[str], known: Collection[str]) -> None:
-    for word in given:
+def _check(kind: str, words: Collection[str], known: Collection[str]) -> None:
+    for word in words:
         if word not in known:
             hint = closest(word, known)
-            raise CommandError(f"{word!r} is no {what}{hint} (known: {', '.join(known)})")
+            raise CommandError(f"unknown {kind} {word!r}{hint} (known: {', '.join(known)})")

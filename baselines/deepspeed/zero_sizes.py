@@ -109,9 +109,9 @@ def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
     return found
 
 
-def matrices(found: Iterable[Weight]) -> tuple[Weight, ...]:
+def matrices(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     """The weights that are neither a bias nor of a norm."""
-    return tuple(one for one in found if one.output or one.op == "embedding")
+    return tuple(one for one in weights if one.output or one.op == "embedding")
 
 
 def small_elements(model: Model) -> int:
@@ -129,10 +129,10 @@ class Sizes(NamedTuple):
     """Sizes and settings of a job under ZeRO.
 
     `element`: bytes of an element of weights; `reduced`: bytes of an element in reductions;
-    `ranks`: ranks that share states; `bucket`: elements of the reduce bucket. `offloaded`, `away`:
-    whether the optimizer, the parameters are on the host. `remade`: whether tiles are rebuilt in
-    layers that are recomputed. `stage`: the ZeRO stage; `overlap`: whether reductions overlap the
-    backward.
+    `ranks`: ranks that share states; `bucket`: elements of the reduce bucket. `offloaded`,
+    `params_on_host`: whether the optimizer, the parameters are on the host. `tiles_rebuilt`:
+    whether tiles are rebuilt in layers that are recomputed. `stage`: the ZeRO stage; `overlap`:
+    whether reductions overlap the backward.
 
     Elements under ZeRO 3: `max_live` may be whole at once, `prefetched` are fetched ahead at once,
     `reuse` is the distance within which a weight is kept for its next use, and parameters of at
@@ -150,5 +150,5 @@ class Sizes(NamedTuple):
     kept_whole: int = KEPT_WHOLE
     stage: int = 3
     overlap: bool = False
-    away: bool = False
-    remade: bool = False
+    params_on_host: bool = False
+    tiles_rebuilt: bool = False

@@ -20,8 +20,8 @@ Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`
 
 from collections.abc import Callable
 
-from baselines.deepspeed import weights
-from baselines.deepspeed.weights import Sizes, Weight
+from baselines.deepspeed import zero_sizes
+from baselines.deepspeed.zero_sizes import Sizes, Weight
 from rematbench.workload import Model
 
 MAX_SUMMED = 500_000_000
@@ -34,22 +34,22 @@ NORMED = 250_000_000
 """Elements of which ZeRO 3 takes the norm at once (_constant_buffered_norm2)."""
 
 
-See = Callable[[int], None]
-"""A function that is told of bytes that are alive for a moment, beside `held`."""
+NotePeak = Callable[[int], None]
+"""A function that gets bytes that are alive for a moment, besides `held`."""
 
 
-def reducer(model: Model, sizes: Sizes, see: See) -> "Zero0":
+def reducer(model: Model, sizes: Sizes, note_peak: NotePeak) -> "Zero0":
     """The reducer of the job's ZeRO stage."""
     kinds = (Zero0, Zero1, Zero2, Zero3)
-    return kinds[sizes.stage](model, sizes, see)
+    return kinds[sizes.stage](model, sizes, note_peak)
 
 
 class Zero0:
     """ZeRO 0: every gradient is kept, and all are summed over ranks after the last micro-batch."""
 
-    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
-        self.model, self.sizes, self.see = model, sizes, see
-        self.order = weights.parameters(model)
+    def __init__(self, model: Model, sizes: Sizes, note_peak: NotePeak) -> None:
+        self.model, self.sizes, self.note_peak = model, sizes, note_peak
+        self.order = zero_sizes.parameters(model)
         self.held = 0
         self.last = True
         self._kept: dict[int, int] = {}
@@ -63,12 +63,12 @@ class Zero0:
             self.held += self._waiting
             return
         if weight.offset == 0 and self._waiting:  # the embedding: the sum is a tensor of its own
-            self.see(2 * self._size(weight))
+            self.note_peak(2 * self._size(weight))
             self.held, self._waiting = self.held - self._waiting, 0
-        self.see(self._size(weight))
-        self.made(weight, more=more)
+        self.note_peak(self._size(weight))
+        self.add(weight, more=more)
 
-    def made(self, weight: Weight, *, more: bool) -> None:
+    def add(self, weight: Weight, *, more: bool) -> None:
         """Add a new gradient to what is kept of its weight."""
         self.keep(weight)
 
@@ -80,9 +80,9 @@ class Zero0:
         for weight in self.order:
             summed, count = summed + weight.elements, count + 1
             if summed > MAX_SUMMED:
-                self.see(self._copied(summed, count))
+                self.note_peak(self._copied(summed, count))
                 summed = count = 0
-        self.see(self._copied(summed, count))
+        self.note_peak(self._copied(summed, count))
         self.held, self._kept = 0, {}
 
     def keep(self, weight: Weight) -> None:
@@ -91,11 +91,11 @@ class Zero0:
             self._kept[weight.offset] = self._size(weight)
             self.held += self._size(weight)
 
-    def let(self, weight: Weight) -> None:
+    def drop(self, weight: Weight) -> None:
         """Stop counting the gradient of a weight, which has moved or is freed."""
         self.held -= self._kept.pop(weight.offset, 0)
 
-    def beside(self, weight: Weight) -> int:
+    def new_bytes(self, weight: Weight) -> int:
         """Bytes of a new gradient whose weight has no kept gradient."""
         return 0 if weight.offset in self._kept else self._size(weight)
 
@@ -111,28 +111,28 @@ class Zero0:
 class Bucketed(Zero0):
     """A ZeRO stage with a bucket: its contents, and gradients too large for it."""
 
-    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
-        super().__init__(model, sizes, see)
+    def __init__(self, model: Model, sizes: Sizes, note_peak: NotePeak) -> None:
+        super().__init__(model, sizes, note_peak)
         self.filled: list[Weight] = []
 
     def elements(self) -> int:
         """Elements in the bucket, and of a gradient that is too large for it."""
         return sum(weight.elements for weight in self.filled)
 
-    def made(self, weight: Weight, *, more: bool) -> None:
+    def add(self, weight: Weight, *, more: bool) -> None:
         """Put a new gradient into the bucket, unless another tile's gradient follows."""
-        beside = self.beside(weight)
+        extra = self.new_bytes(weight)
         if self.filled and self.elements() + weight.elements > self.sizes.bucket:
-            self.reduce(beside)
+            self.reduce(extra)
         if more or weight.elements > self.sizes.bucket:
             self.keep(weight)
         else:
-            self.let(weight)
+            self.drop(weight)
         if not more:
             self.filled.append(weight)
 
-    def reduce(self, beside: int) -> None:
-        """Reduce the contents of the bucket while `beside` further bytes are alive."""
+    def reduce(self, extra: int) -> None:
+        """Reduce the contents of the bucket while `extra` further bytes are alive."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -144,8 +144,8 @@ class Bucketed(Zero0):
 class Zero2(Bucketed):
     """ZeRO 2: a bucket while gradients are made, and this rank's part of the gradients."""
 
-    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
-        super().__init__(model, sizes, see)
+    def __init__(self, model: Model, sizes: Sizes, note_peak: NotePeak) -> None:
+        super().__init__(model, sizes, note_peak)
         unit = ALIGNED * sizes.ranks
         aligned = -(-sum(weight.elements for weight in self.order) // unit) * unit
         self.share = aligned // sizes.ranks
@@ -155,7 +155,7 @@ class Zero2(Bucketed):
 
     def gradient(self, weight: Weight, *, more: bool = False) -> None:
         """Account for a weight's new gradient; the first gradient allocates the bucket."""
-        self.see(self._size(weight))
+        self.note_peak(self._size(weight))
         if more or not (weight.output == "logits" and self.model.tied_embeddings):
             self.buckets()
         super().gradient(weight, more=more)
@@ -167,14 +167,14 @@ class Zero2(Bucketed):
             self._buckets = count * self.sizes.element * self.sizes.bucket
             self.held += self._buckets
 
-    def reduce(self, beside: int) -> None:
+    def reduce(self, extra: int) -> None:
         """Sum the bucket over ranks in a copy, then move this rank's gradients to part or host."""
-        self.see(beside + max(self._summed(), default=0))
+        self.note_peak(extra + max(self._summed(), default=0))
         for weight in self.filled:
             if weight.offset < self.share:
-                self._mine(weight, beside)
+                self._mine(weight, extra)
             if weight.offset < self.share or self.sizes.stage > 1:
-                self.let(weight)
+                self.drop(weight)
         self.filled = []
 
     def _summed(self) -> list[int]:
@@ -199,21 +199,21 @@ class Zero2(Bucketed):
                 summed = count = 0
         return [*found, self._copied(summed, count)]
 
-    def _mine(self, weight: Weight, beside: int) -> None:
+    def _mine(self, weight: Weight, extra: int) -> None:
         if self.sizes.offloaded:
             part = min(weight.elements, self.share - weight.offset)
-            self.see(beside + NORM * part * self.last)
+            self.note_peak(extra + NORM * part * self.last)
             return
         if not self._now:
             self._now = self._part
             self.held += self._now
-        self.see(beside)
+        self.note_peak(extra)
 
     def end(self) -> None:
         """Free the bucket; keep this rank's part, or add it to that of earlier micro-batches."""
         super().end()
         for weight in self.order:
-            self.let(weight)
+            self.drop(weight)
         self.held -= self._buckets
         if self._before:
             self.held -= self._now
@@ -225,10 +225,10 @@ class Zero1(Zero2):
     """ZeRO 1: as ZeRO 2 in the last micro-batch, and as ZeRO 0 before it. Without overlap_comm the
     bucket is filled when all gradients exist."""
 
-    def made(self, weight: Weight, *, more: bool) -> None:
+    def add(self, weight: Weight, *, more: bool) -> None:
         """Keep a new gradient, or put it into the bucket."""
         if self.last and self.sizes.overlap:
-            super().made(weight, more=more)
+            super().add(weight, more=more)
         else:
             self.keep(weight)
 
@@ -238,14 +238,14 @@ class Zero1(Zero2):
             return
         if not self.sizes.overlap:
             for weight in self.order:
-                super().made(weight, more=False)
+                super().add(weight, more=False)
         super().end()
 
 
 class Zero3(Bucketed):
     """ZeRO 3: the bucket and this rank's part are states; the copies of a reduction are not."""
 
-    def reduce(self, beside: int) -> None:
+    def reduce(self, extra: int) -> None:
         """Copy the bucket by partition, make this rank's part anew, then offload the part."""
         sizes, ranks = self.sizes, self.sizes.ranks
         other = sizes.reduced != sizes.element
@@ -254,11 +254,11 @@ class Zero3(Bucketed):
         alone = len(parts) == 1 and self.filled[0].elements % ranks == 0
         copied = 0 if alone else ranks * sum(parts)
         anew = sizes.element * sum(parts) if other else 0
-        self.see(beside + sizes.reduced * (copied + (large if other else 0)) + anew)
+        self.note_peak(extra + sizes.reduced * (copied + (large if other else 0)) + anew)
         leaving = max(map(self._leaving, parts)) if sizes.offloaded else 0
-        self.see(beside + (anew if other else sizes.reduced * copied) + leaving)
+        self.note_peak(extra + (anew if other else sizes.reduced * copied) + leaving)
         for weight in self.filled:
-            self.let(weight)
+            self.drop(weight)
         self.filled = []
 
     def _leaving(self, part: int) -> int:

@@ -1,4 +1,6 @@
-"""The GPU of a rank: its settings before CUDA starts, its memory between jobs."""
+"""The GPU and the memory of a rank: its settings before CUDA starts, its memory between jobs, and
+jobs that this machine cannot hold.
+"""
 
 import gc
 import os
@@ -6,23 +8,24 @@ from collections.abc import Mapping
 
 import torch
 
-from baselines.common.contract import NotRunnable
+from baselines.common.interface import NotRunnable
+from rematbench.host.memory import free_bytes
 from rematbench.worlds.packages.process import PackageJob
-from rematbench.worlds.torch.devices import choose_device, empty_pinned, gpus_seen
+from rematbench.worlds.torch.devices import choose_device, gpu_count, release_pinned
 
 
-def require(job: PackageJob, local_ranks: int) -> None:
+def require_gpus(job: PackageJob, local_ranks: int) -> None:
     """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return
-    found = gpus_seen()
+    found = gpu_count()
     if not found:
         raise NotRunnable("--device cuda: torch sees no GPU here")
     if local_ranks > found:
         raise NotRunnable(f"{local_ranks} ranks need a GPU each, and torch sees {found} here")
 
 
-def take(local: int, world_size: int, settings: Mapping[str, str]) -> torch.device:
+def take_gpu(local: int, world_size: int, settings: Mapping[str, str]) -> torch.device:
     """Take the rank's GPU, with the package's `settings` in the environment.
 
     Variables that a person has set stay. The process gets its share of the CPUs near the GPU, which
@@ -42,16 +45,32 @@ def take(local: int, world_size: int, settings: Mapping[str, str]) -> torch.devi
     return device
 
 
-def clear() -> None:
+def clear_memory() -> None:
     """Free the last job's memory, on the device and pinned. The objects of a job are cycles, which
     only a garbage collection frees."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
-        empty_pinned()
+        release_pinned()
 
 
-def stack() -> dict[str, str]:
+def cuda_versions() -> dict[str, str]:
     """The versions of CUDA and NCCL."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"cuda": str(torch.version.cuda), "nccl": nccl}
+
+
+def require_memory(job: PackageJob) -> None:
+    """NotRunnable if the weights and gradients of all ranks, in fp32, exceed the free memory. A
+    machine that starts to swap no longer responds."""
+    if job.run.world == "traced" or job.device != "cpu":
+        return
+    lay = job.run.layout
+    copies = lay.gpus // (lay.tp * lay.pp)
+    needed, free = copies * job.run.model.parameters * 2 * 4, free_bytes()
+    if 0 <= free < needed:
+        raise NotRunnable(
+            f"{lay.gpus} ranks of {job.run.model.name} on this machine's CPU hold at least "
+            f"{needed / 2**30:,.1f} GiB of weights and gradients, and {free / 2**30:,.1f} GiB are "
+            "free (a trace needs none)"
+        )

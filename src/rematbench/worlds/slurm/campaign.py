@@ -20,7 +20,7 @@ from rematbench.spec.configfile import ConfigError, closest, convert, read_mappi
 from rematbench.spec.paths import data_dir
 from rematbench.workload import PositiveInt
 from rematbench.worlds.packages.process import baselines, policy
-from rematbench.worlds.packages.stack import packaged
+from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.digests import code_digest, digest, method_digest
 from rematbench.worlds.records.measured import TIMED_STEPS
 from rematbench.worlds.records.record import content_hash, run_spec
@@ -159,7 +159,7 @@ class Campaign:
         if name not in self.bundles:
             hint = closest(name, self.bundles)
             known = ", ".join(self.bundles)
-            raise ConfigError("", "bundle", f"{name!r} is no bundle{hint} (known: {known})")
+            raise ConfigError("", "bundle", f"unknown bundle {name!r}{hint} (known: {known})")
         return self.bundles[name]
 
     def problem(self, spec: NamedProblem) -> Problem:
@@ -209,7 +209,7 @@ class Campaign:
         problem, method = self.problem(cell.spec), self.method(cell)
         try:
             if self.is_baseline(cell):
-                problem = packaged(method, problem)
+                problem = package_problem(method, problem)
             plan = method.plan(problem)
             if isinstance(plan, Unsupported):
                 return None

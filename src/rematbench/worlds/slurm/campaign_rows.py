@@ -1,10 +1,10 @@
-"""A row for every cell of a campaign, finished or not: its outcome, its numbers beside the
+"""A row for every cell of a campaign, finished or not: its outcome, its numbers next to the
 simulated step and peak, and whether a problem's cells train alike.
 
 Weights and batches come from the problem's seed, so all engines start from the same weights: the
 first loss and gradient norm of a cell are held against those of the cell that keeps all
 activations.  Later steps depend on each engine's optimizer.  A campaign keeps no whole gradients:
-equal norms are no proof that a method is lossless, but a wrong gradient seldom has the right norm.
+equal norms do not prove that a method is lossless, but a wrong gradient seldom has the right norm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,11 @@ import msgspec
 
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.problem import Problem
-from rematbench.worlds.records.measured import BOUNDS, OF_CUDA, Measured
+from rematbench.worlds.records.measured import BOUNDS, OF_CUDA, Measured, measured_speed
 from rematbench.worlds.records.record import Record
 from rematbench.worlds.records.store import Store
-from rematbench.worlds.slurm.cells import OURS, Campaign, CampaignCell
-from rematbench.worlds.slurm.records import CellRecord, decode
-from rematbench.worlds.speed import measured_speed
+from rematbench.worlds.slurm.campaign import OURS, Campaign, CampaignCell
+from rematbench.worlds.slurm.cell_records import CellRecord, decode
 
 Row = dict[str, Any]
 OUTCOME = ("status", "reason", "attempts", "job_id", "written", "record_key")
@@ -32,7 +31,7 @@ COLUMNS = (
     *("simulated_step_s", "simulated_peak_bytes", "step_error_percent", "peak_error_percent"),
 )
 """Columns of a cell's row; an unknown value is empty."""
-ALIKE = ("against", "first_loss_error", "first_norm_error", "alike")
+REFERENCE_COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[Row]:
@@ -42,7 +41,8 @@ def cell_rows(campaign: Campaign, store: Store) -> list[Row]:
 
 
 def number_rows(campaign: Campaign, store: Store) -> list[Row]:
-    """The rows of `cell_rows` with COLUMNS and ALIKE; every cell is planned and simulated."""
+    """The rows of `cell_rows` with COLUMNS and REFERENCE_COLUMNS; every cell is planned and
+    simulated."""
     rows: list[Row] = []
     measured: list[Measured | None] = []
     for cell in campaign.cells:
@@ -55,7 +55,7 @@ def number_rows(campaign: Campaign, store: Store) -> list[Row]:
         row["keeps_all"] = "yes" if keeps_all else ""
         rows.append(row)
         measured.append(record.measured if record else None)
-    return [row | more for row, more in zip(rows, alike(rows, measured), strict=True)]
+    return [row | more for row, more in zip(rows, reference_columns(rows, measured), strict=True)]
 
 
 def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, CellRecord | None]:
@@ -98,8 +98,8 @@ def engine_of(label: str, stack: Mapping[str, str]) -> str:
 
 
 def columns(record: Record | None, problem: Problem, simulated: PlanEvaluation | None) -> Row:
-    """The values of COLUMNS for a cell.  Seconds of a CPU are no performance, so a CPU's row has no
-    step.  A cell without a record has the simulated step and peak alone."""
+    """The values of COLUMNS for a cell.  Seconds of a CPU do not measure performance, so the row of
+    a CPU has no step.  A cell without a record has the simulated step and peak alone."""
     row: Row = dict.fromkeys(COLUMNS, "")
     found = record.measured if record else None
     if record is not None and found is not None:
@@ -145,20 +145,22 @@ def _engine(record: Record) -> dict[str, str]:
     }
 
 
-def _numbers(found: Measured) -> Row:
+def _numbers(measured: Measured) -> Row:
     """The columns of losses, gradient norms and bytes.  Device bytes are of the fullest rank."""
-    top = found.fullest
+    top = measured.fullest
     row: Row = {
         "peak_device_bytes": top.peak_bytes,
-        "peak_host_bytes": max(rank.host_bytes for rank in found.ranks),
+        "peak_host_bytes": max(rank.host_bytes for rank in measured.ranks),
     }
     for key in ("losses", "gradient_norms"):
-        row[key] = msgspec.json.encode(getattr(found, key)).decode() if getattr(found, key) else ""
+        row[key] = (
+            msgspec.json.encode(getattr(measured, key)).decode() if getattr(measured, key) else ""
+        )
     if top.allocated_bytes:
         row |= {key: getattr(top, key) for key in OF_CUDA}
     if top.actions:
         for key in ("offload_bytes", "recompute_flop"):
-            row[key] = sum(getattr(rank, key) for rank in found.ranks)
+            row[key] = sum(getattr(rank, key) for rank in measured.ranks)
     return row
 
 
@@ -169,16 +171,16 @@ def _speed(step_s: Sequence[float], device: str, problem: Problem) -> Row:
     return row | {"timed_steps": made.steps}
 
 
-def alike(rows: Sequence[Row], measured: Sequence[Measured | None]) -> list[Row]:
-    """The values of ALIKE for every row with its measured numbers; empty where the cell is a
-    reference, has no reference or did not run (None).  The reference keeps all activations on the
-    same problem, in our executor if it ran there, or else in any engine."""
+def reference_columns(rows: Sequence[Row], measured: Sequence[Measured | None]) -> list[Row]:
+    """The values of REFERENCE_COLUMNS for every row with its measured numbers; empty where the cell
+    is a reference, has no reference or did not run (None).  The reference keeps all activations on
+    the same problem, in our executor if it ran there, or else in any engine."""
     ran = {
         number: found
         for number, found in enumerate(measured)
         if found is not None and found.losses and found.gradient_norms
     }
-    values: list[Row] = [dict.fromkeys(ALIKE, "") for _ in rows]
+    values: list[Row] = [dict.fromkeys(REFERENCE_COLUMNS, "") for _ in rows]
     for number, found in ran.items():
         kept = [n for n in ran if _is_kept(rows[n], rows[number]["problem"])]
         reference = min(kept, key=lambda n: not _is_ours(rows[n]), default=number)
@@ -195,9 +197,13 @@ def _is_ours(row: Row) -> bool:
     return str(row["engine"]).split(" ")[0] == OURS
 
 
-def _errors(row: Row, found: Measured, other: Row, reference: Measured) -> Row:
-    loss, norm = found.first_errors(reference)
+def _errors(row: Row, measured: Measured, reference_row: Row, reference: Measured) -> Row:
+    loss, norm = measured.first_errors(reference)
     bound = BOUNDS[row["precision"]]
     close = loss <= bound and norm <= bound  # False for a NaN
-    name = other["method"] if _is_ours(other) else f"{other['method']} ({other['engine']})"
-    return dict(zip(ALIKE, (name, loss, norm, "yes" if close else "NO"), strict=True))
+    name = (
+        reference_row["method"]
+        if _is_ours(reference_row)
+        else f"{reference_row['method']} ({reference_row['engine']})"
+    )
+    return dict(zip(REFERENCE_COLUMNS, (name, loss, norm, "yes" if close else "NO"), strict=True))

@@ -1,0 +1,201 @@
+"""Dispatch modes of torch: the base class, the byte tracker, and fast meta tensors.
+
+The tracker counts the live bytes of storages from their creation until torch frees them. It knows
+no plan and no action: it sees the outputs of every torch operator and holds each new storage by a
+weak reference, whose callback subtracts the storage's bytes.
+
+A meta tensor is a fake tensor without a subclass: sizes, strides, dtype, and a storage that has a
+size and an identity but no memory. Torch derives most outputs in Python, at 50 to 300 us an
+operator, and a step repeats a few hundred distinct calls thousands of times. Outputs depend on
+shapes only, so MetaMode runs each distinct call once and makes the outputs of equal calls directly.
+It remembers only operators that return new storages and write none of their inputs; views and
+in-place operators always run.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The base class of the dispatch modes here. A plain TorchDispatchMode imports `torch._dynamo`
+    at its first operator, to exempt the mode from a compiler that nothing calls; the import takes
+    two CPU seconds of every rank."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Override torch's hook for that exemption (`torch.utils._python_dispatch`)."""
+        return False
+
+
+class Tracker(DispatchMode):
+    """Counts the storages that are made while it is active.
+
+    `exclude`: storages that are states (parameters, gradients, optimizer, inputs), allocated before
+    or inside; `on_host`: storages of the host pool, which count as host bytes. With a GPU as the
+    device, storages on the CPU are host bytes. Of a pool that keeps its blocks only the bytes in
+    use count (`count_host_bytes`).
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._apart = device is not None and device.type == "cuda"
+        self._all_host = False
+        self.device_bytes = 0
+        self.host_bytes = 0
+        self.device_peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, tuple[int, bool]] = {}
+        self._excluded: set[int] = set()
+        self._states: list[torch.UntypedStorage] = []
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Never count these storages; they are kept alive, so that no other storage gets their
+        id."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._remove(key)
+            if key not in self._excluded:
+                self._excluded.add(key)
+                self._states.append(storage)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count storages made inside as host bytes, because device storages may be on the CPU
+        too."""
+        self._all_host = True
+        try:
+            yield
+        finally:
+            self._all_host = False
+
+    def count_host_bytes(self, nbytes: int) -> None:
+        """Add host bytes of an excluded pool that are now in use (negative: no longer in use)."""
+        self.host_bytes += nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then register the storages of its outputs."""
+        result = func(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, Tensor):
+                self.register(item)
+        return result
+
+    def release_states(self) -> None:
+        """Release the excluded storages."""
+        self._states.clear()
+        self._excluded.clear()
+
+    def update_size(self, storage: torch.UntypedStorage) -> None:
+        """Count the change of a storage's size since the tracker saw the storage."""
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            return
+        before, host = self._sizes[key]
+        self._sizes[key] = (size, host)
+        self._count(size - before, host=host)
+
+    def register(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor, if the storage is new."""
+        self._register(tensor.untyped_storage(), host=self._is_host(tensor))
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        """Whether the storage of a tensor counts as host bytes."""
+        return self._all_host or (self._apart and tensor.device.type == "cpu")
+
+    def _register(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
+        key = storage._cdata
+        if key in self._excluded or key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known[key] = weakref.ref(storage, lambda _, key=key: self._remove(key))  # type: ignore[misc]
+        self._sizes[key] = (nbytes, host)
+        self._count(nbytes, host=host)
+
+    def _remove(self, key: int) -> None:
+        if self._known.pop(key, None) is None:
+            return
+        nbytes, host = self._sizes.pop(key)
+        self._count(-nbytes, host=host)
+
+    def _count(self, nbytes: int, *, host: bool) -> None:
+        if host:
+            self.host_bytes += nbytes
+            return
+        self.device_bytes += nbytes
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Sizes, strides and dtype: the facts from which an output can be made."""
+
+
+def form(tensor: Tensor) -> Form:
+    """The facts of a tensor that decide an operator's outputs."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def returns_new_storages(operator: Any) -> bool:
+    """Whether an operator is one of torch's that returns new storages and writes no input."""
+    if operator.namespace != "aten":  # collectives answer with handles, not tensors
+        return False
+    schema = operator._schema
+    every = (*schema.arguments, *schema.returns)
+    return bool(schema.returns) and all(item.alias_info is None for item in every)
+
+
+class MetaMode(DispatchMode):
+    """Runs operators on meta tensors; each distinct call runs once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fresh: dict[Any, bool] = {}
+        self._known: dict[Any, tuple[bool, tuple[Form, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, or make the outputs that an equal call returned."""
+        fresh = self._fresh.get(func)
+        if fresh is None:
+            fresh = self._fresh[func] = returns_new_storages(func)
+        if not fresh:
+            return func(*args, **(kwargs or {}))
+        key = (func, _key(args), _key(kwargs) if kwargs else None)
+        known = self._known.get(key)
+        if known is not None:
+            single, forms = known
+            made = [
+                torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+                for shape, strides, dtype in forms
+            ]
+            return made[0] if single else tuple(made)
+        result = func(*args, **(kwargs or {}))
+        single = isinstance(result, Tensor)
+        outputs = (result,) if single else tuple(result)
+        if all(_plain(item) for item in outputs):
+            self._known[key] = single, tuple(form(item) for item in outputs)
+        return result
+
+
+def _plain(item: Any) -> bool:
+    """Whether an item is a meta tensor that fills its storage: then its form suffices."""
+    if not isinstance(item, Tensor) or item.device.type != "meta":
+        return False
+    return item.untyped_storage().nbytes() == item.numel() * item.element_size()
+
+
+def _key(value: Any) -> Any:
+    """A hashable key: a tensor's form, a number with its type (1 and 1.0 are distinct)."""
+    if isinstance(value, Tensor):
+        return form(value)
+    if isinstance(value, tuple | list):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, _key(item)) for name, item in value.items())
+    return (type(value), value)
