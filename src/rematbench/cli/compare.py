@@ -10,13 +10,13 @@ from typer import Option
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
+from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.ranking import Ranking
 from rematbench.cli.targets import Json, need_file
 from rematbench.evidence.bands import shipped
 from rematbench.host.console import CommandError, console
 from rematbench.host.table import write_sheet
-from rematbench.paper.tables.comparison_plot import FORMATS, write_plot
 
 Names = list[str] | None
 
