@@ -35,10 +35,10 @@ from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
-from rematbench.cli.matrix import declared
 from rematbench.paper.matrix.best import WITHIN, Line, Task, Worker
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.matrix_spec import MatrixSpec
+from rematbench.worlds.records.suite import load_matrix
 
 GAPS = (0.02, 0.005)
 LAYOUTS = 100_000
@@ -146,9 +146,9 @@ def questions(spec: MatrixSpec, task: Task) -> tuple[list[float], list[Line]]:
 
 
 def cells(tasks: Sequence[tuple[str, int]], clusters: Sequence[str] = (), times: int = 1) -> None:
-    """Print the CPU seconds that cells of the matrix take, searched `times` times, each time in
-    a new process without caches.  No task, no cluster: all."""
-    spec = declared(Path(__file__).parent.parent / "config" / "paper.yaml")
+    """Print the CPU seconds that cells of the matrix take, searched anew `times` times, each time
+    in a process of its own, which remembers nothing; no task, no cluster: all."""
+    spec = load_matrix(Path(__file__).parent.parent / "config" / "paper.yaml")
     spec = replace(spec, clusters=tuple(clusters) or spec.clusters)
     works = {work.model: work for work in spec.works}
     tasks = tasks or [(model, seq_len) for model in works for seq_len in spec.seq_lens]

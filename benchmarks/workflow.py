@@ -144,7 +144,7 @@ def line(cells: int, jobs: int, cluster: LocalSlurm | None) -> dict[str, str]:
         folder = Path(name)
         checkout(folder, cells, jobs)
         alone = bare(folder)
-        words = ["snakemake", "results/smoke/runs.csv", *(there if cluster else local)]
+        words = ["snakemake", "results/smoke/tables/runs.csv", *(there if cluster else local)]
         whole = run(folder, words, cluster.environment() if cluster else None)
         used = whole.cpu_s + (adopted_cpu_s(cluster) if cluster else 0.0)
     return {

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+TABLES = ("cells",)
 SPLITS = ("held-out", "in-sample", "fitted")
 
 

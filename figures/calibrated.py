@@ -9,6 +9,7 @@ import pandas as pd
 import style
 from matplotlib.lines import Line2D
 
+TABLES = ("calibrated",)
 SCALES, ONE_MFU = "after_", "mfu_"
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 import style
 from matplotlib.axes import Axes
 
+TABLES = ("convergence",)
 BASE = "keep_all"
 FLOOR = 1e-9
 """The value at which a deviation of exactly zero is drawn."""

@@ -17,6 +17,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
+TABLES = ("matrix_fastest",)
 OTHERS = "other methods"
 SPARE = (style.GREEN, style.PINK)
 """Colours of the two most frequent fastest methods without a colour in `style.STRONG`."""

@@ -9,6 +9,7 @@ import style
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+TABLES = ("cells",)
 GIB = 2**30
 LOOKS = {
     "none": (style.BLUE, "o", "no recomputation"),

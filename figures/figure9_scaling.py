@@ -9,6 +9,8 @@ import style
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+TABLES = ("cells",)
+
 
 def main() -> None:
     source, target = style.arguments(2, "CELLS.csv FIGURE.pdf")

@@ -10,6 +10,7 @@ import pandas as pd
 import style
 from matplotlib.axes import Axes
 
+TABLES = ("gpu_layers", "gpu_ratios")
 KEYS = ["problem", "method"]
 ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "columnspacing": 1.0}
 

@@ -10,6 +10,7 @@ import style
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+TABLES = ("matrix_same_layout",)
 GIB = 2**30
 KINDS = {"reserved_bytes": "device (GiB)", "host_node_bytes": "host (GiB/node)"}
 

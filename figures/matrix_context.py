@@ -10,6 +10,8 @@ import style
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+TABLES = ("matrix_best_layout",)
+
 
 def main() -> None:
     source, target = style.arguments(2, "matrix_best_layout.csv FIGURE.pdf")

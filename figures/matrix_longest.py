@@ -10,6 +10,7 @@ import style
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+TABLES = ("matrix_longest",)
 COLORS = (style.BLUE, style.RED, style.GREEN)
 
 

@@ -11,6 +11,7 @@ import pandas as pd
 import style
 from matplotlib.axes import Axes
 
+TABLES = ("matrix_fastest",)
 PARTS = {
     "compute": (style.PALE, "compute", ""),
     "recompute": (style.ORANGE, "recomputation", ""),

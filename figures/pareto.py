@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import style
 
+TABLES = ("pareto",)
 LADDER = {"keep all": "o", "balanced": "s", "balanced + FC1": "^", "full": "D"}
 
 

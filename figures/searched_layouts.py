@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+TABLES = ("searched_layouts",)
 EXPECTED = 4.0
 """Expected limit, in percent, of the loss of a published layout against the best layout."""
 NAMED = 1.0

@@ -15,7 +15,6 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -34,8 +33,17 @@ PINK = "#CC79A7"
 GREY = "#8C8C8C"
 PALE = "#E4E4E4"
 FAINT = "#C8C8C8"
+INK = ".15"
 PALETTE = (BLUE, RED, GREEN, ORANGE, BLACK, PINK, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+TICKS = {
+    "color": INK,
+    "labelsize": 7,
+    "major.size": 4.8,
+    "major.width": 0.6,
+    "minor.size": 3.2,
+    "minor.width": 0.8,
+}
 STRONG = {
     "keep all": (BLACK, "o"),
     "full recomputation": (ORANGE, "s"),
@@ -48,29 +56,34 @@ STRONG = {
 
 def apply() -> None:
     """Set fonts, lines and colours for all figures (8 pt at column width)."""
-    sns.set_theme(
-        context="paper",
-        style="ticks",
-        palette=PALETTE,
-        rc={
+    mpl.rcParams.update(
+        {
             "font.size": 8,
-            "axes.titlesize": 8,
+            "font.sans-serif": ["Arial", "DejaVu Sans", "Liberation Sans", "sans-serif"],
+            "text.color": INK,
+            "axes.axisbelow": True,
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
             "axes.labelsize": 8,
-            "xtick.labelsize": 7,
-            "ytick.labelsize": 7,
+            "axes.linewidth": 0.6,
+            "axes.prop_cycle": mpl.cycler("color", PALETTE),
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+            "axes.titlesize": 8,
+            "figure.constrained_layout.use": True,
             "legend.fontsize": 7,
             "legend.frameon": False,
-            "axes.linewidth": 0.6,
+            "legend.title_fontsize": 9.6,
             "lines.linewidth": 1.2,
             "lines.markersize": 4,
-            "xtick.major.width": 0.6,
-            "ytick.major.width": 0.6,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "figure.constrained_layout.use": True,
+            "lines.solid_capstyle": "round",
+            "patch.edgecolor": "w",
+            "patch.force_edgecolor": True,
+            "patch.linewidth": 0.8,
             "pdf.fonttype": 42,
             "svg.hashsalt": "rematbench",
-        },
+            **{f"{axis}tick.{key}": value for axis in "xy" for key, value in TICKS.items()},
+        }
     )
 
 

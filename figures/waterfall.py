@@ -7,6 +7,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import style
 
+TABLES = ("atc24_table8_waterfall",)
+
 
 def main() -> None:
     source, target = style.arguments(2, "atc24_table8_waterfall.csv FIGURE.pdf")

@@ -2,45 +2,38 @@
 
 from pathlib import Path
 
+from rematbench.worlds.records.record import content_hash
 from rematbench.worlds.records.digests import command_digest, digest
 from rematbench.plugins.discover import discover
-from rematbench.evidence.published.derived import all_cells, bundles as sheet_bundles
-from rematbench.evidence.published.sheets import read_sheet
+from rematbench.paper import catalog
 from rematbench.paper.studies.study import load_study
-from rematbench.host.table import SUFFIXES
-from rematbench.worlds.records.suite import bundles as suite_bundles, load_suite
 
 PUBLISHED = "results/published/runs.csv"
 METHODS = sorted(str(path) for path in Path("methods").glob("*.py"))
 FACTS = digest([*Path("config").glob("*s/*.yaml"), Path("config/calibration.yaml")])
 REGISTRY = discover()
-STUDIES = sorted(path.stem for path in Path("config/study").glob("*.yaml"))
-SHEETS = sorted(sheet_bundles(all_cells(read_sheet(Path(PUBLISHED))), REGISTRY))
+FIGURES = catalog.figures(Path("figures"))
 
 for path, reason in REGISTRY.broken.items():
     logger.warning(f"method left out: {path}: {reason}")
 
 
 wildcard_constraints:
-    suite="|".join(config["figures"]),  # results/ holds committed folders too
-    measured="|".join(config["measured"]),
+    suite="|".join(catalog.suites()),  # results/ holds committed folders too
+    measured="|".join(catalog.suites()),
     method="[a-z0-9_+]+",
-    study="|".join(STUDIES),
+    study="|".join(catalog.studies()),
     bundle=r"[a-z0-9_+]+\.\d+x\d+\.\d+",
 
 
-def code(command, methods=()):
+def code(command, methods=(), loaded=()):
     """A parameter that reruns a rule: digests of the code behind the rule's command (a module of
-    `cli/`), of the imports of its method files, and of models, clusters, systems and constants.
+    `cli/`), of modules that it loads by name, of the imports of its method files, and of models,
+    clusters, systems and constants.
     Snakemake keeps no parameter that is made from a rule's input, so a change of such a one reruns
     nothing: give the files themselves.
     """
-    return f"{command_digest(command, map(Path, methods))} {FACTS}"
-
-
-def suite_methods(suite):
-    """The names of the bundles of a suite: the methods that it runs on each of its problems."""
-    return list(suite_bundles(load_suite(Path(f"config/{suite}.yaml")), REGISTRY))
+    return f"{command_digest(command, map(Path, methods), loaded)} {FACTS}"
 
 
 def method_files(wildcards):
@@ -82,5 +75,8 @@ def traces(wildcards):
 
 
 def figures(suite):
-    """Every figure of a suite."""
-    return [f"results/{suite}/figures/{name}.pdf" for name in config["figures"][suite]]
+    """The figures of a suite: those of single runs, and for the paper all others."""
+    names = ["stage_memory", "timeline"]
+    if suite == catalog.PAPER:
+        names += [*FIGURES, "small_models", "methods_timeline"]
+    return [f"results/{suite}/figures/{name}.pdf" for name in names]

@@ -1,50 +1,24 @@
 """Figures that are drawn from tables alone, and the figure of small models on one node."""
 
-DRAWN_FROM = {
-    "accuracy": ["cells"],
-    "calibrated": ["calibrated"],
-    "convergence": ["convergence"],
-    "fastest": ["matrix_fastest"],
-    "figure7_memory": ["cells"],
-    "figure9_scaling": ["cells"],
-    "gpu_steps": ["gpu_layers", "gpu_ratios"],
-    "matrix_bytes": ["matrix_same_layout"],
-    "matrix_context": ["matrix_best_layout"],
-    "matrix_longest": ["matrix_longest"],
-    "matrix_parts": ["matrix_fastest"],
-    "pareto": ["pareto"],
-    "searched_layouts": ["searched_layouts"],
-    "waterfall": ["atc24_table8_waterfall"],
-}
+for FIGURE, FROM in FIGURES.items():
 
-
-rule drawn_tables:
-    input:
-        script="figures/draw.py",
-        scripts=expand("figures/{figure}.py", figure=DRAWN_FROM),
-        style="figures/style.py",
-        tables=expand(
-            "results/paper/tables/{table}.csv",
-            table=sorted(set(sum(DRAWN_FROM.values(), []))),
-        ),
-    output:
-        pdf=expand("results/paper/figures/{figure}.pdf", figure=DRAWN_FROM),
-        png=report(
-            expand("results/paper/figures/{figure}.png", figure=DRAWN_FROM),
-            category="figures",
-        ),
-    log:
-        "results/paper/logs/drawn_tables.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        drawn=[
-            f"{figure}={','.join(f'results/paper/tables/{table}.csv' for table in tables)}"
-            for figure, tables in DRAWN_FROM.items()
-        ],
-    shell:
-        "python {input.script} results/paper/figures {params.drawn} > {log} 2>&1"
+    rule:
+        name:
+            f"figure_{FIGURE}"
+        input:
+            script=f"figures/{FIGURE}.py",
+            style="figures/style.py",
+            tables=[f"results/paper/tables/{table}.csv" for table in FROM],
+        output:
+            pdf=f"results/paper/figures/{FIGURE}.pdf",
+            png=report(f"results/paper/figures/{FIGURE}.png", category="figures"),
+        log:
+            f"results/paper/logs/figure_{FIGURE}.log",
+        localrule: True
+        conda:
+            "../environment.yml"
+        shell:
+            "python {input.script} {input.tables} {output.pdf} > {log} 2>&1"
 
 
 rule predict_more:

@@ -47,25 +47,8 @@ rule executed_table:
         engine=code("cells"),
         cluster=cluster_option,
     shell:
-        "rematbench collect-cells {input.suite} --store results/{wildcards.measured}/cells"
+        "rematbench cells {input.suite} --store results/{wildcards.measured}/cells"
         " {params.cluster} -o {output} > {log} 2>&1"
-
-
-rule measured_speed:
-    input:
-        rules.executed_table.output[0],
-    output:
-        multiext("results/{measured}/tables/measured_speed", *SUFFIXES),
-    log:
-        "results/{measured}/logs/measured_speed.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("tables"),
-        folder=lambda wildcards, output: Path(output[0]).parent,
-    shell:
-        "rematbench speeds {input} -o {params.folder} > {log} 2>&1"
 
 
 rule measured_speed_figure:

@@ -12,7 +12,7 @@ rule stages:
     conda:
         "../environment.yml"
     params:
-        engine=code("tables"),
+        engine=code("stages"),
         record=lambda wildcards: config["looked_into"][wildcards.suite]["stages"],
     shell:
         "rematbench stages {input.records}/{params.record}.json -o {output} > {log} 2>&1"

@@ -1,4 +1,5 @@
-"""The table of the worlds from committed records; where torch is installed, one retraced cell."""
+"""Committed records made again: where torch and the packages are installed, one cell and one point
+of a baseline."""
 
 
 rule retrace:
@@ -16,74 +17,30 @@ rule retrace:
     params:
         engine=lambda wildcards: code("verify", [RETRACED_METHOD]),
         torch=HAS_TORCH,
-        cell=RETRACED,
-        committed=lambda wildcards, input: Path(input.record).parent,
     shell:
-        "rematbench retrace {input.suite} {params.cell} --committed {params.committed}"
-        " -o {output} > {log} 2>&1"
+        "rematbench verify {input.record} --suite {input.suite} --if-installed"
+        " > {output} 2> {log} || {{ cat {output}; false; }}"
 
 
-rule worlds:
+rule retrace_baseline:
     input:
-        records=MEASURED["executed"] + MEASURED["traced"],
-        methods=METHODS,  # the table reads the parameters of the methods
-        again=rules.retrace.output[0],
+        record=f"{TRACED_BASELINES}/{{point}}.json",
+        baselines=RETRACED_WITH,
     output:
-        multiext("results/paper/tables/worlds", *SUFFIXES),
+        "results/paper/retraced/baselines/{point}.txt",
     log:
-        "results/paper/logs/worlds.log",
+        "results/paper/logs/retrace_baseline_{point}.log",
     localrule: True
     conda:
         "../environment.yml"
     params:
-        engine=code("tables"),
-        folder=lambda wildcards, output: Path(output[0]).parent,
+        engine=lambda wildcards: code("verify", RETRACED_WITH),
+        installed=HAS_BASELINES,
     shell:
-        "rematbench worlds results/measured/executed results/measured/traced"
-        " --again {input.again} -o {params.folder} > {log} 2>&1"
+        "rematbench verify {input.record} --if-installed"
+        " > {output} 2> {log} || {{ cat {output}; false; }}"
 
 
-rule gpu:
+rule baselines_again:
     input:
-        records=ON_GPU,
-        suite="config/gpu_layers.yaml",
-        methods=METHODS,
-        published="results/published/kernels.csv",
-    output:
-        expand(
-            "results/paper/tables/gpu_{table}{suffix}",
-            table=(
-                *("checks", "rates", "layers", "ratios"),
-                *("actions", "advice", "searched"),
-            ),
-            suffix=SUFFIXES,
-        ),
-    log:
-        "results/paper/logs/gpu.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("gpu"),
-        folder=lambda wildcards, output: Path(output[0]).parent,
-        runs=GPU_RUNS,
-    shell:
-        "rematbench gpu-tables {params.runs} -o {params.folder} > {log} 2>&1"
-
-
-rule curves:
-    input:
-        records=MEASURED["convergence"],
-    output:
-        lines="results/paper/tables/convergence.csv",
-        tables=multiext("results/paper/tables/convergence_deviation", *SUFFIXES),
-    log:
-        "results/paper/logs/curves.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("tables"),
-        folder=lambda wildcards, output: Path(output.lines).parent,
-    shell:
-        "rematbench curves results/measured/convergence -o {params.folder} > {log} 2>&1"
+        expand("results/paper/retraced/baselines/{point}.txt", point=BASELINE_POINTS),

@@ -1,4 +1,4 @@
-"""Suites: one job per method and world over all problems -> records -> tidy tables."""
+"""Suites: one job per method and world over all problems -> records."""
 
 
 rule bundle:
@@ -21,31 +21,7 @@ rule bundle:
         " --store results/{wildcards.suite}/cells > {log} 2>&1"
 
 
-rule collect:
-    input:
-        suite="config/{suite}.yaml",
-        records=lambda wildcards: expand(
-            "results/{suite}/records/simulated/{method}",
-            suite=wildcards.suite,
-            method=suite_methods(wildcards.suite),
-        ),
-    output:
-        report("results/{suite}/runs.csv", category="simulated"),
-        "results/{suite}/measurements.csv",
-        multiext("results/{suite}/tables/methods", *SUFFIXES),
-    log:
-        "results/{suite}/logs/collect.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("tables"),
-        folder=lambda wildcards, output: Path(output[0]).parent,
-    shell:
-        "rematbench collect {input.suite} {input.records} -o {params.folder} > {log} 2>&1"
-
-
 rule smoke:
     input:
-        "results/smoke/runs.csv",
+        "results/smoke/tables/runs.csv",
         figures("smoke"),

@@ -1,18 +1,17 @@
-"""Committed searches and their tables: every plan is simulated again before its table is made.
-
-The searches take ten minutes and run only on request: ./bench reproduce --full.
-"""
+"""Searches, which take ten minutes and run only on request: ./bench reproduce --full."""
 
 SEARCHES = {
-    "layouts": (PUBLISHED, "layouts --table 'Figure 9' --within 0.1"),
-    "cells": ("config/paper.yaml", "search-cells"),
+    "layouts": (PUBLISHED, "--table 'Figure 9' --within 0.1"),
+    "cells": ("config/paper.yaml", "--within 1"),
     "sweeps": (
-        ["results/paper/predictions.csv", "results/paper/predictions_more.csv"],
-        "search-sweeps",
+        [
+            "results/paper/tables/predictions.csv",
+            "results/paper/predictions_more.csv",
+        ],
+        "--within 1",
     ),
-    "spaces": ("config/searched.yaml", "search-spaces"),
+    "spaces": ("config/searched.yaml", ""),
 }
-OWN_TABLES = [name for name in SEARCHES if name != "cells"]  # the matrix has the cells
 
 
 rule search_of_many:
@@ -29,33 +28,13 @@ rule search_of_many:
         "../environment.yml"
     threads: 2
     params:
-        engine=code("searched", METHODS),
-        command=lambda wildcards: SEARCHES[wildcards.name][1],
+        engine=code("searches", METHODS),
+        options=lambda wildcards: SEARCHES[wildcards.name][1],
     shell:
-        "rematbench {params.command} {input} -o {output} --processes 2 > {log} 2>&1"
+        "rematbench searches {wildcards.name} {input} {params.options} -o {output} --processes 2"
+        " > {log} 2>&1"
 
 
 rule searched:
     input:
         expand("build/searched/{name}.csv", name=SEARCHES),
-
-
-rule searched_tables:
-    input:
-        expand("results/searched/{name}.csv", name=OWN_TABLES),
-    output:
-        expand(
-            "results/paper/tables/searched_{name}{suffix}",
-            name=OWN_TABLES,
-            suffix=SUFFIXES,
-        ),
-    log:
-        "results/paper/logs/searched_tables.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=code("searched"),
-        folder=lambda wildcards, output: Path(output[0]).parent,
-    shell:
-        "rematbench searched-tables results/searched -o {params.folder} > {log} 2>&1"

@@ -18,7 +18,13 @@ from rematbench.evidence.published.sheets import read_case, read_sheet
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import asked_of
 from rematbench.paper.studies.published_sweeps import searched_sweeps
-from rematbench.paper.tables.searched import TABLES, checked, layout_text
+from rematbench.paper.tables.searched import (
+    checked,
+    layout_table,
+    layout_text,
+    space_table,
+    sweep_table,
+)
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
@@ -38,16 +44,19 @@ def asked(*only: str, **changes: Any) -> Asked:
     return Asked(spec=ProblemSpec(**spec), only=only)
 
 
-@pytest.mark.parametrize("name", TABLES)
+MAKERS = {"layouts": layout_table, "spaces": space_table, "sweeps": sweep_table}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_committed_answers_are_simulated_again(name: str) -> None:
     """The first and the last plan take their steps still; a step that is wrong is told."""
     rows = [row for row in read_sheet(SEARCHED / f"{name}.csv") if row["step_s"]]
     some = [rows[0], rows[-1]]
-    assert checked(name, some) == ""
+    assert checked(name != "sweeps", some) == ""
     wrong = {**rows[0], "step_s": str(1.01 * float(rows[0]["step_s"]))}
     if wrong["run_with"]:
-        assert "costs have changed, search again" in checked(name, [wrong])
-    text = TABLES[name](rows).csv()
+        assert "costs have changed, search again" in checked(name != "sweeps", [wrong])
+    text = MAKERS[name](rows).csv()
     assert all(row["name"] in text for row in some)
 
 
@@ -208,13 +217,19 @@ def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(answer["rows"]), answer["planners"]) == (1, [])
 
 
+SEARCHED_TABLES = (
+    *("table", "searched_layouts", "-o", "tables"),
+    *(word for name in MAKERS for word in ("--input", f"{name}=layouts.csv")),
+)
+
+
 @pytest.mark.parametrize(
     ("words", "lacks"),
     [
         (("matrix", "config/paper.yaml", "--cells", "some.csv", "-o", "x.csv"), "seq_len"),
-        (("search-sweeps", "some.csv", "-o", "x.csv"), "pred_usable_bytes"),
-        (("layouts", "some.csv", "-o", "x.csv"), "tp"),
-        (("searched-tables", ".", "-o", "tables"), "partition"),
+        (("searches", "sweeps", "some.csv", "-o", "x.csv"), "pred_usable_bytes"),
+        (("searches", "layouts", "some.csv", "-o", "x.csv"), "tp"),
+        (SEARCHED_TABLES, "partition"),
     ],
 )
 def test_a_sheet_without_its_columns_is_one_line(
@@ -246,7 +261,7 @@ def test_searches_made_again_may_differ_by_rounding_alone(tmp_path: Path) -> Non
             folder.mkdir(exist_ok=True)
             with (folder / "cells.csv").open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows(cells)
-        return RUN.invoke(app, ["searched-again", *map(str, folders)])
+        return RUN.invoke(app, ["expect", "--searches", *map(str, folders)])
 
     step = float(rows[line][at["step_s"]])
     assert again("step_s", str(step * (1 + 1e-12))).exit_code == 0
@@ -255,8 +270,8 @@ def test_searches_made_again_may_differ_by_rounding_alone(tmp_path: Path) -> Non
         told = str(again(column, text).exception)
         assert f"made/cells.csv: cells that differ: 1; row {line}, {column}: '{text}'" in told
     (folders[0] / "cells.csv").unlink()
-    told = str(RUN.invoke(app, ["searched-again", *map(str, folders)]).exception)
+    told = str(RUN.invoke(app, ["expect", "--searches", *map(str, folders)]).exception)
     assert "made/cells.csv: no such file" in told
     assert "no committed searches" in str(
-        RUN.invoke(app, ["searched-again", str(folders[0]), str(folders[0])]).exception
+        RUN.invoke(app, ["expect", "--searches", str(folders[0]), str(folders[0])]).exception
     )

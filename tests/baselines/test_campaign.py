@@ -43,7 +43,7 @@ def test_a_packages_cells_stand_beside_ours_with_the_same_loss(tmp_path: Path) -
         said = rematbench("run-cells", suite, "--store", store, "--bundle", name, "-o", done)
     assert said.splitlines()[-1] == "megatron_core.1x2.0: 1 ok, 1 unsupported"
     table = tmp_path / "executed.csv"
-    rematbench("collect-cells", suite, "--store", store, "-o", str(table))
+    rematbench("cells", suite, "--store", store, "-o", str(table))
     ours, theirs, other = read_sheet(table)
     assert [row["status"] for row in (ours, theirs, other)] == ["ok", "ok", "unsupported"]
     assert "offload_modules" in other["reason"]

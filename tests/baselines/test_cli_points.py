@@ -11,6 +11,7 @@ from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.paper.studies import baseline_points
 from rematbench.paper.studies.baseline_points import load_points
+from rematbench.paper.tables.baselines import build
 from rematbench.worlds import package
 from rematbench.worlds.packages.process import NotInstalled, PackageJob
 from rematbench.worlds.records.record import Record, read_record, write_record
@@ -42,9 +43,8 @@ def heavier(record: Record) -> Record:
 
 
 def again(folder: Path) -> Any:
-    return RUN.invoke(
-        APP, ["baseline", "again", POINT, "-o", str(folder), "--compare", str(TRACED)]
-    )
+    record = str(TRACED / f"{POINT}.json")
+    return RUN.invoke(APP, ["verify", record, "-o", str(folder), "--if-installed"])
 
 
 @pytest.mark.parametrize(("change", "code"), [(lambda r: r, 0), (heavier, 1)])
@@ -55,7 +55,7 @@ def test_a_number_that_differs_is_an_error(
     done = again(tmp_path)
     assert done.exit_code == code
     assert read_record(tmp_path / f"{POINT}.json") == change(committed())
-    assert done.output.startswith(f"{POINT}: ")
+    assert done.output.startswith(f"{POINT} (traced): ")
     assert ("every number equal" in done.output) == (code == 0)
     assert ("activation_peak_bytes" in done.output) == (code == 1)
 
@@ -70,7 +70,7 @@ def test_without_the_package_one_line_says_so(
     done = again(tmp_path)
     assert done.exit_code == 0
     assert done.output.splitlines() == [
-        f"{POINT}: not traced again: megatron_core: 'megatron' is not installed here"
+        f"{POINT}: not run again: megatron_core: 'megatron' is not installed here"
     ]
 
 
@@ -78,8 +78,8 @@ def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("traced"))
-    asked = ["baseline", "again", POINT, "-o", str(tmp_path), "--compare", str(tmp_path / "none")]
-    done = RUN.invoke(APP, asked)
+    asked = [str(TRACED / f"{POINT}.json"), str(tmp_path / f"none/{POINT}.json")]
+    done = RUN.invoke(APP, ["verify", *asked])
     assert done.exit_code != 0
     assert f"none/{POINT}.json: cannot be read" in str(done.exception)
 
@@ -118,14 +118,13 @@ def test_trace_refuses_a_stage_that_is_not_there() -> None:
 
 
 def test_the_tables_have_every_committed_point_and_tensor(tmp_path: Path) -> None:
-    done = RUN.invoke(APP, ["baseline", "tables", str(TRACED), "-o", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "baselines_traced.md").read_text()
+    agreement = TRACED.parents[1] / "executed/agreement"
+    _, traced, tensors = build(TRACED, agreement)
+    text = traced.markdown()
     assert all(f"| {point.name} " in text for point in load_points())
-    tensors = (tmp_path / "baselines_tensors.csv").read_text()
-    assert {"qkv_before_rope", "up_out_offset", "rope_tables"} <= set(tensors.split(","))
-    empty = RUN.invoke(APP, ["baseline", "tables", str(tmp_path), "-o", str(tmp_path)])
-    assert empty.exit_code != 0
+    assert {"qkv_before_rope", "up_out_offset", "rope_tables"} <= set(tensors.csv().split(","))
+    with pytest.raises(CommandError, match="no record of a point"):
+        build(tmp_path, agreement)
 
 
 def test_an_equal_record_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +164,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
 ) -> None:
     record = read_record(TRACED / "llama2-7b-4k-offload.json")
     monkeypatch.setattr(package, "run_jobs", lambda *_: [record])
-    done = RUN.invoke(APP, ["baseline", "trace", *TRACE[1:]])
+    done = RUN.invoke(APP, TRACE)
     assert "shim: places, streams, norm, order" in done.output
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
 

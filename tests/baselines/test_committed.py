@@ -6,8 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.paper.studies.baseline_points import load_points, published, rows
+from rematbench.paper.tables.baselines import agreement_table
 from rematbench.spec.configfile import ConfigError
-from rematbench.worlds.agreement import EXECUTOR, ROWS, agreement_table
+from rematbench.worlds.agreement import EXECUTOR, ROWS
 from rematbench.worlds.records.measured import Measured
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.reruns import differences

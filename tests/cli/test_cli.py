@@ -63,6 +63,7 @@ def test_help_lists_what_a_person_uses_and_help_all_every_command() -> None:
     assert sorted(every) == sorted([*short, *words_of(WORKFLOW)])
     assert set(NAMES.split()) <= set(every)
     assert listed(typed("--help").out) == short  # --help-all changes nothing that lasts
+    assert len(every) - 1 + len(listed(typed("baseline", "--help").out)) <= 32
 
 
 LOADED = """
@@ -83,7 +84,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
     loaded = set(done.stdout.splitlines()[-1].split())
     assert {"numpy", "rematbench.cli.compare"} <= loaded
     assert loaded.isdisjoint({"matplotlib", "pandas", "scipy", "seaborn", "jinja2", "torch"})
-    assert loaded.isdisjoint({"rematbench.cli.tables", "rematbench.cli.matrix"})
+    assert loaded.isdisjoint({"rematbench.cli.table", "rematbench.cli.matrix"})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,8 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["predict", "no.csv", "-o", "p.csv"], "no.csv: cannot be read"),
         (["validate", "--rows", "a.csv", "--predictions", "b.csv"], "give one of them"),
         (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
-        (["collect", "config/smoke.yaml", "nowhere", "-o", "d"], "no record"),
+        (["table", "clams"], "unknown table 'clams'"),
+        (["table", "pareto", "--input", "suit=x"], "pareto.py has suite"),
         (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe has one chunk per rank, --vpp is 2"),
         (["simulate", "full_recompute:block", *DEMO], "give its num_layers"),
         (["simulate", "full_recompute:block x", *DEMO], "'x' behind the policy"),

@@ -269,7 +269,8 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
     target = tmp_path / "layouts.csv"
     sheet = data_dir("published") / "runs.csv"
-    told = RUN.invoke(app, ["layouts", str(sheet), "--table", "AE minimum demo", "-o", str(target)])
+    words = ["searches", "layouts", str(sheet), "-o", str(target), "--table"]
+    told = RUN.invoke(app, [*words, "AE minimum demo"])
     assert told.exit_code == 0, (told.output, told.exception)
     rows = list(csv.DictReader(target.open()))
     assert rows
@@ -278,7 +279,7 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
         assert float(row["loss"]) == pytest.approx(loss)
         assert float(row["gap"]) <= 0.005
         assert row["decides"] in PARTS
-    wrong = RUN.invoke(app, ["layouts", str(sheet), "--table", "Figure 99", "-o", str(target)])
+    wrong = RUN.invoke(app, [*words, "Figure 99"])
     assert "no row of table 'Figure 99'" in str(wrong.exception)
 
 

@@ -58,9 +58,9 @@ def taken(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        ("measure", str(CONFIG / "executed.yaml"), "--world", "executed"),
-        ("measure", str(CONFIG / "traced.yaml"), "--world", "traced"),
-        ("converge", str(CONFIG / "convergence.yaml")),
+        ("measure", "executed"),
+        ("measure", "traced"),
+        ("measure", "convergence"),
     ],
 )
 def test_nothing_is_run_for_what_cannot_be_kept(
@@ -84,28 +84,19 @@ class _Planned:
 
 TO_O = """
 run no.yaml --method no
-collect no.yaml no
-sheets no.csv
-tables no.csv
+table claims
+searches layouts no.csv
 predict no.csv
 study no.yaml
-claims no.json
 matrix no.yaml
-matrix-tables no.yaml no.csv
 stages no.json
-speeds no.csv
 compare --model no --cluster no --gpus 1 --seq-len 1 --global-batch 1
 timeline no.json
 calibrate
 run-cells no.yaml --store no --bundle no
-collect-cells no.yaml --store no
-retrace no.yaml no --committed no
-curves no
-worlds no.yaml
-baseline agree
-baseline points no
-baseline again no --compare no
-baseline tables no
+cells no.yaml --store no
+measure agreement
+measure points
 """
 TO_OUT = """
 simulate no
@@ -114,7 +105,6 @@ trace no
 trace megatron_core
 baseline predict no
 baseline run no
-baseline trace no
 """
 
 
@@ -144,9 +134,7 @@ def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("seconds", ["0", "-5", "inf", "1e30", "nan"])
-@pytest.mark.parametrize(
-    "words", [("execute", "keep_all"), ("measure", "x.yaml", "--world", "executed", "-o", "x")]
-)
+@pytest.mark.parametrize("words", [("execute", "keep_all"), ("measure", "executed", "-o", "x")])
 def test_seconds_without_a_result_have_bounds(words: tuple[str, ...], seconds: str) -> None:
     code, line = said(*words, "--timeout", seconds)
     assert code == 2

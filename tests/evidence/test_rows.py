@@ -12,11 +12,11 @@ from rich.console import Console
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.cli.compare import UNBOUNDED, Head, Ranking, kept
+from rematbench.cli.comparison_plot import write_plot
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.evaluate.result import Job
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import gib, grid, print_uncut
-from rematbench.paper.tables.comparison_plot import write_plot
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.registry import MethodError
 from rematbench.worlds.packages.flags import costs, flags_of

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cli import gpu
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
@@ -27,8 +26,9 @@ from rematbench.measure.records import (
     by_cell,
     read_lines,
 )
-from rematbench.paper.tables.gpu import layer_rows, layers_table, rates_table, ratios_table
-from rematbench.paper.tables.gpu_runtime import checks_table
+from rematbench.paper.tables.gpu_checks import checks_table
+from rematbench.paper.tables.gpu_layers import build, layer_rows, layers_table, ratios_table
+from rematbench.paper.tables.gpu_rates import rates_table
 from rematbench.plan import Plan
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
@@ -320,7 +320,7 @@ def test_the_last_of_several_folders_counts_for_what_it_has(tmp_path: Path, suit
     append_line(two / "layers/all.jsonl", turn(names[0], 1, 2.0))
     refused = turn(names[1], 0, status="refused", reason="predicted oom")
     append_line(two / "layers/all.jsonl", refused)
-    rows = gpu._layer_rows([one, two], tmp_path / "suite.yaml")
+    rows = build([one, two], tmp_path / "suite.yaml")[0].rows
     assert {row["cell"]: (row["run"], row["step_s"]) for row in rows} == {
         names[0]: ("two", 2.0),
         names[1]: ("one", 1.0),  # what was refused later was measured before

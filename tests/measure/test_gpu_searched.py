@@ -7,17 +7,17 @@ from msgspec.structs import replace
 
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import Asked
-from rematbench.cli.gpu import searched_plans
 from rematbench.host.console import CommandError
 from rematbench.measure import predictions
 from rematbench.measure.parts import run, searched
 from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
 from rematbench.measure.parts.searched import OneGpuJob, SearchedSuite
 from rematbench.measure.records import Searched, Turn, append_line, read_lines
-from rematbench.paper.tables.gpu_runtime import checks_table
+from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.paper.tables.gpu_searched import (
     advice_rows,
     advice_table,
+    searched_plans,
     searched_rows,
     searched_table,
 )

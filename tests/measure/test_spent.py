@@ -17,7 +17,7 @@ from rematbench.measure.parts import actions
 from rematbench.measure.records import STEP, Prediction, Spent, read_lines
 from rematbench.measure.torch.action_seconds import WITHOUT_WORK, TimedExecutor, between, by_key
 from rematbench.measure.torch.turns import Turns
-from rematbench.paper.tables.gpu_runtime import actions_table
+from rematbench.paper.tables.gpu_checks import actions_table
 from tests.campaigns import suite_text, tiny
 from tests.worlds.torch import cases
 

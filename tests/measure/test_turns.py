@@ -24,7 +24,7 @@ from rematbench.measure.torch.probes import (
     layer_probes,
     sustained,
 )
-from rematbench.paper.tables.gpu import rates_table
+from rematbench.paper.tables.gpu_rates import rates_table
 from rematbench.worlds.records.record import Provenance
 from rematbench.worlds.torch.batch import make_batch, micro_batches
 from rematbench.worlds.torch.executor import Executor

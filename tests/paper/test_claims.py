@@ -8,19 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.paper.claim_ledger import (
-    ALSO,
-    BESIDE,
-    CLAIM_VERDICTS,
-    MET,
-    MISSED,
-    OUTSIDE,
-    PRIMARY,
-    WITHIN,
-    claim_verdict,
-    claims_table,
-    prediction_answers,
-)
 from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.claims import (
     Claim,
@@ -36,6 +23,19 @@ from rematbench.paper.studies.claims import (
 )
 from rematbench.paper.studies.rows import published_numbers
 from rematbench.paper.studies.study import Study, load_study
+from rematbench.paper.tables.claims import (
+    ALSO,
+    BESIDE,
+    CLAIM_VERDICTS,
+    MET,
+    MISSED,
+    OUTSIDE,
+    PRIMARY,
+    WITHIN,
+    claim_verdict,
+    claims_table,
+    prediction_answers,
+)
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods

@@ -30,8 +30,8 @@ from rematbench.paper.matrix.best import (
 )
 from rematbench.paper.matrix.sweep import NOT_RUN, Line, run_matrix
 from rematbench.paper.matrix.verdicts import by_cell, judged, speed, summary
-from rematbench.paper.studies.front import pareto_table
 from rematbench.paper.tables.matrix import fastest_table, layout_text, matrix_tables, shortage
+from rematbench.paper.tables.pareto import pareto_table
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.matrix_spec import MatrixSpec, Work

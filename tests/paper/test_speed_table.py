@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.tables import speeds
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
-from rematbench.paper.tables.speed import speed_table
+from rematbench.paper.tables.measured_speed import build, speed_table
+from rematbench.spec.configfile import ConfigError
 from tests.campaigns import ROOT
 
 FIGURE = ROOT / "figures/measured_speed.py"
@@ -48,7 +47,7 @@ ROWS = [
 def written(folder: Path, rows: list[dict[str, str]]) -> Path:
     """executed.csv of rows, and the table made from it."""
     write_sheet(folder / "executed.csv", rows)
-    speeds(folder / "executed.csv", folder / "tables")
+    build(folder / "executed.csv").write(folder / "tables")
     return folder / "tables/measured_speed.csv"
 
 
@@ -111,11 +110,11 @@ def test_the_markdown_has_times_errors_and_gains(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(
-        CommandError, match="it has no column problem, engine, method, status, record_key"
+        ConfigError, match="it has no column problem, engine, method, status, record_key"
     ):
-        speeds(tmp_path / "other.csv", tmp_path)
-    with pytest.raises(CommandError, match="cannot be read"):
-        speeds(tmp_path / "none.csv", tmp_path)
+        build(tmp_path / "other.csv")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        build(tmp_path / "none.csv")
 
 
 def drawn(table: Path, figure: Path) -> str:

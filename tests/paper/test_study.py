@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from rematbench.evaluate.problems import make_problem
+from rematbench.evidence.published.sheets import CONFIGURATION, SCORED, TABLED
+from rematbench.host.table import write_sheet
 from rematbench.paper.studies import answers
 from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.paper.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.paper.studies.study import load_study, narrowed
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
 from tests.problems import all_methods, layers, problem
 from tests.typed import typed
 
@@ -142,19 +145,23 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """study writes answers, claims reads them; a person's mistakes are one line and exit code 2."""
+    """study writes answers, the table of claims reads them; a mistake is one line and code 2."""
     path = study(tmp_path, question("saved"))
     answers = tmp_path / "answers.json"
     assert typed("study", str(path), "-o", str(answers)).code == 0
     assert "kept_bytes" in typed("study", str(path)).out
-    assert typed("claims", str(answers), "-o", str(tmp_path / "tables")).code == 0
-    assert (tmp_path / "tables/claims.md").stat().st_size > 1000
+    predictions = tmp_path / "predictions.csv"
+    write_sheet(predictions, [], [*CONFIGURATION, *SCORED, *TABLED, "pred_status"])
+    given = ["table", "claims", "-o", str(tmp_path), "--input", f"predictions={predictions}"]
+    given += ["--input", f"published={data_dir('published') / 'claims.csv'}", "--input"]
+    assert typed(*given, f"answers={answers}").code == 0
+    assert (tmp_path / "claims.md").stat().st_size > 1000
     (tmp_path / "bad.json").write_text("{")
     for words in (
         ["study", str(path), "--workload", "on"],
         ["study", str(tmp_path / "none.yaml")],
-        ["claims", str(tmp_path / "bad.json"), "-o", str(tmp_path)],
-        ["claims", str(tmp_path / "none.json"), "-o", str(tmp_path)],
+        [*given, f"answers={tmp_path / 'bad.json'}"],
+        [*given, f"answers={tmp_path / 'none.json'}"],
     ):
         ran = typed(*words)
         assert (ran.code, len(ran.err.splitlines())) == (2, 1)

@@ -16,8 +16,13 @@ from rematbench.evidence.job_evidence import (
     left_out_by_source,
     out_of_source,
 )
-from rematbench.paper.tables.scores import out_of_source_means
-from rematbench.paper.tables.trust import ALL, NOTHING, evidence_table, regret_table
+from rematbench.paper.tables.scores import (
+    ALL,
+    NOTHING,
+    evidence_table,
+    out_of_source_means,
+    regret_table,
+)
 from rematbench.spec.constants import is_fit
 from rematbench.spec.load import calibration
 

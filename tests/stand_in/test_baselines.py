@@ -14,7 +14,7 @@ pytestmark = pytest.mark.soak
 def test_every_row_of_the_agreement_runs(run: Run, tmp_path: Path) -> None:
     if not all(map(importlib.util.find_spec, ("megatron", "deepspeed"))):
         pytest.skip("needs megatron-core and deepspeed")
-    run("-m", "rematbench", "baseline", "agree", "--device", "cuda", "-o", str(tmp_path))
+    run("-m", "rematbench", "measure", "agreement", "--device", "cuda", "-o", str(tmp_path))
     records = {path.stem: read_record(path) for path in sorted(tmp_path.glob("*.json"))}
     assert len(records) > 20
     for name, record in records.items():

@@ -47,14 +47,15 @@ def test_turns_have_the_allocators_peaks(run: Run, tmp_path: Path) -> None:
     problem = tiny("one", seq_len=64, **SIZES)
     path.write_text(suite_text([problem], references={"one": "full_recompute.0"}, **head))
     given = ("-o", str(tmp_path), "--suite", str(path))
-    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--predict", *given)
     run("-m", "rematbench", "measure-gpu", "--part", "layers", *given)
     turns = read_lines(tmp_path / "layers/one.jsonl", Turn)
     assert [turn.status for turn in turns] == ["ok"] * 9
     peaks = {turn.cell: turn.allocated_bytes for turn in turns}
     assert peaks["one.keep_all.0"] > peaks["one.full_recompute.0"] > 0
     assert all(turn.pinned_bytes > 1000 for turn in turns if "memo" in turn.cell)
-    run("-m", "rematbench", "gpu-tables", str(tmp_path), *given)
+    inputs = ("--input", f"runs={tmp_path}", "--input", f"suite={path}")
+    run("-m", "rematbench", "table", "gpu_layers", *inputs, "-o", str(tmp_path))
     assert "Stand-in" in (tmp_path / "gpu_layers.md").read_text()
 
 
@@ -86,11 +87,12 @@ def test_plans_of_a_search_have_turns_held_to_its_memory(run: Run, tmp_path: Pat
     job |= {"cluster": "h200-141gb", "seq_len": 64, "global_batch": 4, "memory_gib": [16, 6]}
     path.write_text(json.dumps({"beside": ["full_recompute"], "jobs": [job | {"rows": 1}]}))
     given = ("-o", str(tmp_path), "--suite", str(path), "--part", "searched")
-    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--predict", *given)
     run("-m", "rematbench", "measure-gpu", *given)
     turns = [turn for file in tmp_path.glob("searched/*.jsonl") for turn in read_lines(file, Turn)]
     assert [turn.status for turn in turns] == ["ok"] * 12
-    run("-m", "rematbench", "gpu-tables", str(tmp_path), "-o", str(tmp_path))
+    inputs = ("--input", f"runs={tmp_path}", "-o", str(tmp_path))
+    run("-m", "rematbench", "table", "gpu_advice", *inputs)
     assert "Stand-in" in (tmp_path / "gpu_advice.md").read_text()
 
 
@@ -108,7 +110,7 @@ def test_steps_by_hand_and_a_rank_alone_have_turns(run: Run, tmp_path: Path) -> 
     first = tiny("first", seq_len=64, **SIZES | {"gpus": 4, "pp": 4, "vpp": 2, "global_batch": 8})
     path.write_text(suite_text([tiny("one", seq_len=64, **SIZES), first], **head))
     given = ("-o", str(tmp_path), "--suite", str(path))
-    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--predict", *given)
     run("-m", "rematbench", "measure-gpu", "--part", "layers", *given)
     turns = [turn for name in ("one", "first") for turn in read_lines(
         tmp_path / f"layers/{name}.jsonl", Turn
@@ -130,7 +132,7 @@ def test_a_recomputed_layers_output_that_nobody_keeps_is_no_peak(run: Run, tmp_p
         suite_text([long], methods=[], references=references, variants=variants, half_width=1e9)
     )
     given = ("-o", str(tmp_path), "--suite", str(path))
-    run("-m", "rematbench", "predict-gpu", *given)
+    run("-m", "rematbench", "measure-gpu", "--predict", *given)
     run("-m", "rematbench", "measure-gpu", "--part", "layers", *given)
     (line,) = read_lines(tmp_path / "predictions.jsonl", Prediction)
     turns = read_lines(tmp_path / "layers/long.jsonl", Turn)

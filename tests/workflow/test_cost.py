@@ -40,7 +40,7 @@ def test_a_line_replaces_the_one_it_repeats(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_thousand_cells_in_a_minute_of_two_cores(tmp_path: Path) -> None:
     checkout(tmp_path, cells=1000, jobs=10)
-    words = ["snakemake", "results/smoke/runs.csv", "--cores", "2", "--scheduler", "greedy"]
+    words = ["snakemake", "results/smoke/tables/runs.csv", "--cores", "2", "--scheduler", "greedy"]
     cost = run(tmp_path, words)
     assert cost.cpu_s < LIMIT_S, "on one core alone, so within it on two"
-    assert len((tmp_path / "results/smoke/runs.csv").read_text().splitlines()) == 1001
+    assert len((tmp_path / "results/smoke/tables/runs.csv").read_text().splitlines()) == 1001

@@ -16,26 +16,17 @@ SOURCES = ROOT / "src" / "rematbench"
 FILES = sorted((SOURCES / "cli").glob("*.py"))
 ELSEWHERE = {
     "calibrate": "refits for minutes to an hour",
-    "converge": "trains for minutes",
     "measure-gpu": "needs a GPU",
-    "gpu-tables": "of what `./bench measure` made",
-    "settle": "needs Slurm (tests/slurm)",
     "resume": "needs Slurm (tests/slurm)",
-    "baseline agree": "minutes; `./bench reproduce --full`",
-    "searched-again": "of what `./bench reproduce --full` made",
     "report": "of what `./bench reproduce` made",
     "matrix": "a minute and more; `./bench reproduce`",
-    **dict.fromkeys(
-        ("layouts", "search-cells", "search-spaces"),
-        "searches for minutes to half an hour; `./bench reproduce --full`",
-    ),
+    "searches": "searches for minutes to half an hour; `./bench reproduce --full`",
 }
 """Examples that other places run, or that nothing here can."""
 MADE = ("results/paper", "results/smoke/records", "my-")
 """What examples read that a checkout does not have: made by another command or by its user."""
 COMMITTED = ("published", "measured", "searched")
-TORCH = {"execute", "trace", "retrace", "measure", "run-cells"}
-TORCH |= {f"baseline {name}" for name in ("run", "trace", "points", "again")}
+TORCH = {"execute", "trace", "measure", "run-cells", "baseline run"}
 
 
 def examples(path: Path) -> list[str]:

@@ -125,8 +125,8 @@ def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) ->
     (record,) = folder.glob("cells/one.keep_all.*.json")
     made = [folder / "bundles/keep_all.1x2.0.json", folder / "executed.csv"]
     kept = {path: path.read_bytes() for path in (record, *made)}
-    words = ("rematbench", "retry", "config/measure.yaml", "--store", "results/measure/cells")
-    done = measured.run([*words, "--status", "oom", "--cell", "one.keep_all.0"])
+    words = ("rematbench", "cells", "config/measure.yaml", "--store", "results/measure/cells")
+    done = measured.run([*words, "--again", "oom", "--cell", "one.keep_all.0"])
     assert done.returncode == 0, done.stderr
     assert "one.keep_all.0: was oom, will be run again" in done.stdout
     assert due(measured) == {"keep_all.1x2.0"}

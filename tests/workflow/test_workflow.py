@@ -42,7 +42,7 @@ def planned(checkout: Checkout) -> set[str]:
 def test_the_method_of_the_guide_is_in_the_table(smoked: Checkout) -> None:
     table = (smoked.path / "results/smoke/tables/methods.md").read_text()
     assert f"| {NAME} " in table
-    runs = read_sheet(smoked.path / "results/smoke/runs.csv")
+    runs = read_sheet(smoked.path / "results/smoke/tables/runs.csv")
     own = [run for run in runs if run["method"] == NAME]
     assert len(own) == 2
     assert {run["status"] for run in own} <= {"ok", "oom"}
@@ -51,7 +51,8 @@ def test_the_method_of_the_guide_is_in_the_table(smoked: Checkout) -> None:
 
 def test_every_run_has_its_measurements_and_no_problem_lacks_a_method(smoked: Checkout) -> None:
     runs, measurements = (
-        read_sheet(smoked.path / f"results/smoke/{name}.csv") for name in ("runs", "measurements")
+        read_sheet(smoked.path / f"results/smoke/tables/{name}.csv")
+        for name in ("runs", "measurements")
     )
     measured = {line["run_id"] for line in measurements}
     assert {run["run_id"] for run in runs if run["step_s"]} == measured

@@ -1,4 +1,4 @@
-"""Which cells of a suite have a loss curve, and what `converge` says of the others; no torch."""
+"""Which cells of a suite have a loss curve, and what is said of the others; no torch."""
 
 import shutil
 from functools import cache
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.measured import converge
-from rematbench.cli.tables import curves
+from rematbench.cli.measured import measure
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.console import CommandError
+from rematbench.paper.tables.convergence import build
 from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.spec.paths import data_dir
@@ -70,7 +70,7 @@ def test_a_refused_cell_is_said_before_the_error(
 ) -> None:
     monkeypatch.setattr("rematbench.cli.measured.need_torch", lambda: None)
     with pytest.raises(CommandError, match="has a plan of its own"):
-        converge(SUITE, tmp_path / "out", only=["bytes-one.lynx_heu"])
+        measure("convergence", tmp_path / "out", only=["bytes-one.lynx_heu"])
     assert capsys.readouterr().out.startswith("bytes-one, left out: lynx_heu.0 (needs tp, cp or")
 
 
@@ -79,4 +79,4 @@ def test_a_curve_without_keep_alls_of_its_problem_is_said(tmp_path: Path) -> Non
     for name in ("bytes-one.keep_all.0", "bytes-pp4.pp_offload.1"):
         shutil.copy(records / f"{name}.json", tmp_path)
     with pytest.raises(CommandError, match="no record of keep_all on bytes-pp4 to compare with"):
-        curves(tmp_path, tmp_path / "out")
+        build(sorted(tmp_path.glob("*.json")))

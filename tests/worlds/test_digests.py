@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from rematbench.cli.app import command_line
+from rematbench.paper.catalog import table_files
 from rematbench.worlds.records import digests
 from rematbench.worlds.records.digests import command_digest
 
@@ -65,24 +66,35 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
 @pytest.mark.parametrize(
     ("command", "file"),
     [
-        ("tables", "paper/tables/scores.py"),
-        ("tables", "evidence/published/sheets.py"),
-        ("tables", "paper/tables/matrix.py"),
+        ("table", "evidence/published/sheets.py"),
         ("report", "paper/html.py"),
         ("cells", "worlds/slurm/campaign_rows.py"),
         ("verify", "worlds/torch/arithmetic.py"),  # imported inside a function
+        ("verify", "worlds/packages/process.py"),
+        ("verify", "baselines/megatron_core/stack.py"),  # loaded by name
         ("study", "paper/studies/answers.py"),
-        ("points", "worlds/packages/process.py"),
-        ("points", "baselines/megatron_core/stack.py"),  # loaded by name
     ],
 )
-def test_tables_are_made_again_when_their_own_code_changes(
+def test_results_are_made_again_when_the_code_of_their_command_changes(
     package: Path, command: str, file: str
 ) -> None:
     before = command_digest(command)
     with (package / file).open("a") as opened:
         opened.write("# edited\n")
     assert command_digest(command) != before
+
+
+@pytest.mark.parametrize("name", table_files())
+def test_a_change_of_one_tables_file_makes_that_table_due_alone(package: Path, name: str) -> None:
+    def told() -> dict[str, str]:
+        forget()
+        modules = {one.name: one.module for one in table_files().values()}
+        return {key: command_digest("table", loaded=[module]) for key, module in modules.items()}
+
+    before = told()
+    with (package / f"paper/tables/{name}.py").open("a") as opened:
+        opened.write("# edited\n")
+    assert {key for key, text in told().items() if text != before[key]} == {name}
 
 
 @pytest.mark.parametrize("world", ["simulated", "traced", "executed"])
@@ -140,4 +152,4 @@ def test_every_rule_depends_on_the_code_of_its_own_command() -> None:
             found = re.findall(r"engine=.*code\(\s*\"([\w.]+)\"", rule)
             assert found == [known[called[1]]], f"{path.name}: rule {name}"
             checked.add(name)
-    assert {"predict", "bundle", "study", "matrix", "tables", "claims", "page"} <= checked
+    assert {"predict", "bundle", "study", "matrix", "page"} <= checked

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.tables import curves, worlds
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
 from rematbench.evaluate.evaluation import evaluate, program_bytes
+from rematbench.paper.tables import convergence, worlds
 from rematbench.plan import Plan
 from rematbench.worlds.records.measured import RankMeasured
 from rematbench.worlds.records.record import Record, plan_hash, read_record
@@ -110,14 +110,15 @@ def test_a_record_of_the_current_plan_has_the_current_ledger(path: Path) -> None
 
 
 def test_the_table_and_the_curves_are_made_without_torch(tmp_path: Path) -> None:
-    worlds([MEASURED / "executed", MEASURED / "traced"], tmp_path / "two")
-    gpu = MEASURED.glob("gpu*")  # folders of more than records
-    others = sorted({*MEASURED.iterdir()} - {*gpu})
-    worlds(others, tmp_path)  # with the records that have tables of their own
-    assert (tmp_path / "worlds.csv").read_text() == (tmp_path / "two" / "worlds.csv").read_text()
-    curves(MEASURED / "convergence", tmp_path)
-    assert "| keep_all" in (tmp_path / "worlds.md").read_text()
-    assert "| keep_all" in (tmp_path / "convergence_deviation.md").read_text()
+    said = tmp_path / "said.txt"
+    said.write_text("one cell: every number equal\n")
+    executed, traced = (sorted((MEASURED / name).glob("*.json")) for name in ("executed", "traced"))
+    table = worlds.build(executed, traced, said)
+    assert table.note.endswith("Run again for this table: one cell: every number equal.")
+    assert "| keep_all" in table.markdown()
+    deviations, curves = convergence.build(CURVES)
+    assert "| keep_all" in deviations.markdown()
+    assert len(curves.rows) > 1000
 
 
 @pytest.mark.parametrize("problem", ["tp2-small", "tp2-pp2-small"])
@@ -198,7 +199,7 @@ def test_a_curve_stays_on_keep_alls_and_its_method_did_its_work(path: Path) -> N
     assert isinstance(cell.plan, Plan)
     work = evaluate(cell.problem, cell.plan)
     if plan_hash(cell.problem, cell.plan) != found.plan_hash:
-        assert found.spec.method not in ALWAYS, "rematbench converge writes it anew"
+        assert found.spec.method not in ALWAYS, "rematbench measure convergence writes it anew"
     elif "lynx" in found.spec.method:
         assert work.recompute_flop > 0
     elif "offload" in found.spec.method:

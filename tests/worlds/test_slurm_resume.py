@@ -60,13 +60,13 @@ def slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 
 @pytest.mark.parametrize("script", [SILENT, HANGS])
-@pytest.mark.parametrize("command", ["resume", "settle"])
+@pytest.mark.parametrize("options", [[], ["--settle"]])
 def test_a_silent_slurm_is_given_up_with_one_line(
-    slurm_says: Callable[[str], Path], script: str, command: str
+    slurm_says: Callable[[str], Path], script: str, options: list[str]
 ) -> None:
     slurm_says(script)
     start = time.monotonic()
-    done = CliRunner().invoke(APP, [command, "--patience", "0.02"])
+    done = CliRunner().invoke(APP, ["resume", *options, "--patience", "0.02"])
     assert time.monotonic() - start < 10
     assert isinstance(done.exception, CommandError)
     text = str(done.exception)
@@ -80,7 +80,7 @@ def test_a_slurm_that_answers_again_is_waited_for(
     slurm_says: Callable[[str], Path],
 ) -> None:
     tried = slurm_says(BACK)
-    done = CliRunner().invoke(APP, ["settle", "--patience", "1"])
+    done = CliRunner().invoke(APP, ["resume", "--settle", "--patience", "1"])
     assert done.exit_code == 0, done.output
     assert tried.read_text().count("squeue") == 3
 

@@ -56,21 +56,15 @@ COMMANDS = (
         "compare.compare",
         "search.search",
     ),
-    *("plan.timeline", "tables.stages", "flags.flags", "doctor.doctor", "execute.execute"),
+    *("plan.timeline", "stages.stages", "flags.flags", "doctor.doctor", "execute.execute"),
     *("trace.trace", "verify.verify", "sheet.predict", "validate.validate"),
     "calibrate.calibrate",
 )
 """The user's commands, beside the group of baselines: modules of this folder and functions."""
 WORKFLOW = (
-    *("examples.examples", "run.run", "study.study", "matrix.matrix", "report.report"),
-    *("report.expect", "measured.measure", "gpu.measure_gpu", "verify.retrace"),
-    *("gpu.predict_gpu", "gpu.gpu_tables"),
-    *("measured.converge", "tables.collect", "tables.sheets", "tables.tables", "tables.claims"),
-    *("tables.speeds", "tables.matrix_tables", "tables.worlds", "tables.curves"),
-    *("cells.run_cells", "cells.cells", "cells.collect_cells"),
-    *("cells.retry", "cells.settle", "cells.resume"),
-    *("searched.layouts", "searched.search_cells", "searched.search_sweeps"),
-    *("searched.search_spaces", "searched.searched_tables", "searched.searched_again"),
+    *("examples.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
+    *("searches.searches", "report.report", "report.expect", "measured.measure"),
+    *("gpu.measure_gpu", "cells.run_cells", "cells.cells", "cells.resume"),
 )
 """Commands that Snakemake rules, `./bench` and Slurm jobs call, and `examples`, which the help's
 last lines name.  Only --help-all lists them."""
@@ -100,7 +94,7 @@ def command_line(asked: str = "") -> typer.Typer:
     every = (*places, GROUP)
     for name in [asked] if asked in every else every:
         if name == GROUP:
-            text = "Real packages: list, run, trace, predict."
+            text = "Real packages: list, run, predict."
             app.add_typer(_found(f"{GROUP}.app"), name=GROUP, help=text)
         else:
             app.command(hidden=places[name] in WORKFLOW)(_found(places[name]))

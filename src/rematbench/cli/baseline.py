@@ -1,4 +1,4 @@
-"""The commands `rematbench baseline`: list, run, trace, predict; and commands on all points."""
+"""The commands `rematbench baseline`: list, run, predict."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +15,6 @@ from rematbench.cli.options import (
     request,
     settings_of,
     takes_run,
-)
-from rematbench.cli.points import (
-    compare_engines,
-    trace_again,
-    trace_shipped_points,
-    write_tables,
 )
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Out, need_file
@@ -162,38 +156,6 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     else:
         record = package.run(made.problem, made.method, "executed", **asked)
         finish_baseline(record, out, problem=made.problem)
-
-
-@app.command("trace")
-@takes_run
-def trace_baseline(
-    run: RunOptions,
-    rank: Annotated[int, Option(min=0, help="The global rank to follow.")] = 0,
-    out: Out = None,
-) -> None:
-    """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
-
-    `rematbench trace` does the same for a pipeline rank.
-
-    \b
-    Example:
-      rematbench baseline trace megatron_core --model gpt-22b --cluster a100-80gb-selene --gpus 8
-        --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --attention unfused
-        --set recompute=selective
-    """
-    need_file("--out", out)
-    made = of_baseline(run)
-    if rank >= made.problem.layout.gpus:
-        raise CommandError(
-            f"--rank {rank}: the layout has ranks 0 to {made.problem.layout.gpus - 1}"
-        )
-    finish_baseline(package.run(made.problem, made.method, "traced", rank=rank), out)
-
-
-app.command("points")(trace_shipped_points)
-app.command("again")(trace_again)
-app.command("agree")(compare_engines)
-app.command("tables")(write_tables)
 
 
 def _finish_rank(record: Record, rank: int, problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""Commands on executed cells: run-cells, cells, collect-cells, retry, settle, resume."""
+"""Commands on executed cells: run-cells, cells, resume."""
 
 import importlib.util
 import os
@@ -66,100 +66,60 @@ def run_cells(
     finish(runner, output)
 
 
-def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: Methods = None) -> None:
+def cells(
+    suite: SUITE,
+    store: STORE,
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="EXECUTED.csv", help="Write their numbers.")
+    ] = None,
+    again: Annotated[
+        list[str] | None,
+        Option("--again", metavar="STATUS", help="Forget cells that ended so (repeatable)."),
+    ] = None,
+    cell: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Forget these alone (repeatable).")
+    ] = None,
+    cluster: CLUSTER = "",
+    methods: Methods = None,
+) -> None:
     """How far a measurement is: every cell and its state.
+
+    With -o every cell is a row of a sheet, with its status and numbers, measured beside simulated;
+    times are of GPUs only.  With --again finished cells are forgotten, so that the next run starts
+    them again, after a repair of the nodes or of the environment that no record can know of: their
+    records go, and beside the store the manifests of their bundles and executed.csv.
 
     \b
     Example:
       rematbench cells config/measure.yaml --store results/measure/cells
     """
-    campaign = _campaign(suite, cluster, methods)
-    table = align_left(grid("cell", "state", "attempts", "job", "reason"), 1, 3, 4)
-    for row in cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final)):
-        keys = ("cell", "status", "attempts", "job_id", "reason")
-        table.add_row(*(plain(str(row[key])) for key in keys))
-    console().print(table)
-
-
-def collect_cells(
-    suite: SUITE,
-    store: STORE,
-    output: Annotated[Path, Option("-o", "--output", metavar="EXECUTED.csv")],
-    cluster: CLUSTER = "",
-    methods: Methods = None,
-) -> None:
-    """Every cell as a row, with its status and numbers, measured beside simulated; cells that are
-    not finished have a row too, and times are of GPUs only.
-
-    \b
-    Example:
-      rematbench collect-cells config/measure.yaml --store results/measure/cells
-        -o results/measure/executed.csv
-    """
+    if cell and not again:
+        raise CommandError("--cell: give --again STATUS too")
     need_file("-o", output)
     campaign = _campaign(suite, cluster, methods)
-    rows = number_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final))
-    write_sheet(output, rows)
-    done = sum(row["status"] == "ok" for row in rows)
-    typer.echo(f"{output}: {len(rows)} cells, {done} ok")
-
-
-def retry(
-    suite: SUITE,
-    store: STORE,
-    status: Annotated[
-        list[str] | None, Option(metavar="S", help="Which results (repeatable; default: failed).")
-    ] = None,
-    cell: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Only these cells (repeatable).")
-    ] = None,
-    cluster: CLUSTER = "",
-    methods: Methods = None,
-) -> None:
-    """Forget finished cells, so that the next run starts them again: after a repair of the nodes
-    or of the environment, which no record can know of.
-
-    Removes their records and, beside the store, what Snakemake made of them: the manifests of their
-    bundles and executed.csv.
-
-    \b
-    Example:
-      rematbench retry config/measure.yaml --store results/measure/cells --status timeout
-    """
-    campaign = _campaign(suite, cluster, methods)
     held = Store(store, job_alive=job_alive, is_final=is_final)
-    results = store.resolve().parent
-    found = remove_records(campaign, held, results, statuses=status or ["failed"], names=cell or ())
+    if again:
+        _forget(campaign, held, store.resolve().parent, again, cell or [])
+    elif output is not None:
+        rows = number_rows(campaign, held)
+        write_sheet(output, rows)
+        done = sum(row["status"] == "ok" for row in rows)
+        typer.echo(f"{output}: {len(rows)} cells, {done} ok")
+    else:
+        table = align_left(grid("cell", "state", "attempts", "job", "reason"), 1, 3, 4)
+        for row in cell_rows(campaign, held):
+            keys = ("cell", "status", "attempts", "job_id", "reason")
+            table.add_row(*(plain(str(row[key])) for key in keys))
+        console().print(table)
+
+
+def _forget(
+    campaign: Campaign, held: Store, results: Path, statuses: list[str], names: list[str]
+) -> None:
+    found = remove_records(campaign, held, results, statuses=statuses, names=names)
     for name, was in found.items():
         typer.echo(f"{name}: was {was}, will be run again")
     typer.echo(f"{len(found)} of {len(campaign.cells)} cells to run again")
-
-
-def settle(
-    cancel: Annotated[
-        bool, Option("--cancel", help="End live jobs; without it they are waited for.")
-    ] = False,
-    folder: Annotated[
-        Path, Option("--folder", metavar="DIR", help="The folder Snakemake runs in.")
-    ] = Path(),
-    patience: PATIENCE = PATIENCE_MINUTES,
-) -> None:
-    """End what an interrupted run left in Slurm's queue: pending jobs are cancelled, running ones
-    finish their cells (or are cancelled with --cancel).
-
-    \b
-    Example:
-      rematbench settle
-    """
-    _settle(folder, cancel, patience)
-
-
-def _settle(folder: Path, cancel: bool, patience: float) -> None:
-    try:
-        settle_jobs(folder.resolve(), cancel=cancel, patience_s=60 * patience, say=typer.echo)
-    except Silent as error:
-        more = "run the same command again when it does; --patience MINUTES waits longer"
-        raise CommandError(f"{error}; nothing is lost: {more}") from error
 
 
 def resume(
@@ -169,10 +129,14 @@ def resume(
     ] = None,
     cancel: Annotated[bool, Option("--cancel", help="End live jobs, not wait for them.")] = False,
     patience: PATIENCE = PATIENCE_MINUTES,
+    settle: Annotated[
+        bool, Option("--settle", help="Settle the queue, and start nothing.")
+    ] = False,
 ) -> None:
     """Go on after `snakemake --profile slurm` was interrupted or killed, in the folder it ran in.
 
-    Settles the queue, removes Snakemake's lock, and becomes `snakemake --profile slurm TARGET...`.
+    Settles what the run left in the queue (pending jobs are cancelled, running ones finish their
+    cells), removes Snakemake's lock, and becomes `snakemake --profile slurm TARGET...`.
 
     \b
     Example:
@@ -183,7 +147,13 @@ def resume(
         raise CommandError(f"no Snakefile in {Path.cwd()}: resume where the run was started")
     if which("squeue") is None:
         raise CommandError("no Slurm here: squeue is not on PATH")
-    _settle(Path(), cancel, patience)
+    try:
+        settle_jobs(Path().resolve(), cancel=cancel, patience_s=60 * patience, say=typer.echo)
+    except Silent as error:
+        more = "run the same command again when it does; --patience MINUTES waits longer"
+        raise CommandError(f"{error}; nothing is lost: {more}") from error
+    if settle:
+        return
     begin = ["snakemake", *(words or ["measure"]), "--profile", "slurm"]
     subprocess.run([*begin, "--unlock"], check=False, capture_output=True)  # fails if not locked
     sys.stdout.flush()

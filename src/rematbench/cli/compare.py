@@ -15,6 +15,7 @@ from typer import Option
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.compare.would_fit import would_fit
+from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
 from rematbench.cli.targets import Json, need_file
@@ -22,7 +23,6 @@ from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.host.console import GIB, CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import write_sheet
-from rematbench.paper.tables.comparison_plot import FORMATS, write_plot
 from rematbench.problem import Problem
 
 Names = list[str] | None

@@ -9,28 +9,13 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import need_file
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.host.console import CommandError
 from rematbench.host.table import write_sheet
 from rematbench.paper.matrix.best import ANSWERED
 from rematbench.paper.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
-from rematbench.worlds.records.matrix_spec import MatrixSpec
-from rematbench.worlds.records.suite import load_suite
+from rematbench.worlds.records.suite import load_matrix
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
-
-
-def declared(suite: Path) -> MatrixSpec:
-    """The matrix of a suite file; CommandError if the suite declares none."""
-    spec = load_suite(suite).matrix
-    if spec is None:
-        raise CommandError(f"{suite}: declares no matrix")
-    return spec
-
-
-def lines_of(path: Path, column: str) -> list[dict[str, str]]:
-    """The rows of a CSV file; an error of one line unless the file has the column."""
-    return read_sheet(path, [column])
 
 
 def matrix(
@@ -38,7 +23,7 @@ def matrix(
     output: Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Results.")],
     cells: Annotated[
         Path | None,
-        Option(metavar="CELLS.csv", help="From search-cells; all else is searched."),
+        Option(metavar="CELLS.csv", help="From `searches cells`; all else is searched."),
     ] = None,
     model: Annotated[list[str] | None, Option(help="Only this model (repeatable).")] = None,
     seq_len: Annotated[list[int] | None, Option(help="Only this length (repeatable).")] = None,
@@ -52,7 +37,7 @@ def matrix(
         -o results/paper/matrix/llama3-8b.csv
     """
     need_file("-o", output)
-    spec, registry = declared(suite).restricted(model or (), seq_len or ()), discover()
+    spec, registry = load_matrix(suite).restricted(model or (), seq_len or ()), discover()
     answers = read_sheet(cells, ANSWERED) if cells else []
     lines = []
     began = time.process_time()

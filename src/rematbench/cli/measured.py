@@ -1,83 +1,108 @@
-"""Commands that make records of the executed and traced worlds: cells of a suite, loss curves."""
+"""The command `measure`: makes the committed records of the executed and traced worlds again."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from rematbench.cli.options import Timeout
-from rematbench.cli.real import as_committed, need_torch
-from rematbench.cli.targets import Compare, Methods, Only, Output, SuiteFile, need_folder
+from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
+from rematbench.cli.targets import Compare, Methods, Only, Output, need_folder
 from rematbench.host.console import CommandError
+from rematbench.paper.studies.baseline_points import load_points, trace_points
+from rematbench.spec.configfile import require_known
+from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, traced, trained
-from rematbench.worlds.records.record import keep_record
+from rematbench.worlds.agreement import agreement_records, disagreements
+from rematbench.worlds.packages.process import Device
+from rematbench.worlds.records.record import Record, keep_record
 from rematbench.worlds.records.suite import load_suite
-from rematbench.worlds.records.suite_cells import cells
+from rematbench.worlds.records.suite_cells import Cell, cells
+
+What = Literal["executed", "traced", "convergence", "points", "agreement"]
 
 
-def measure(
-    suite: SuiteFile,
+def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
+    what: Annotated[What, Argument(help="Which records.")],
     output: Output,
-    world: Annotated[Literal["executed", "traced"], Option(help="Run it, or trace a rank.")],
+    suite: Annotated[
+        Path | None, Option(metavar="SUITE.yaml", help="Its problems (default: config/WHAT.yaml).")
+    ] = None,
     only: Only = None,
     methods: Methods = None,
     compare: Compare = None,
+    steps: Annotated[int, Option(min=2, help="Optimizer steps of `convergence`.")] = 240,
+    device: Annotated[Device, Option(help="Of `agreement`; cuda: what fits on the GPUs.")] = "cpu",
     timeout: Timeout = 300,
 ) -> None:
-    """Measure the cells of a suite in the executed or traced world; a record each.
+    """Make committed records again; a record each.
+
+    executed: the cells of a suite in processes here.  traced: one rank of each, on fake tensors.
+    convergence: loss curves on the Python standard library's sources; keep_all on every problem,
+    every other method on the first one on which it does something.  points: baselines traced at the
+    points of config/baseline_points.yaml.  agreement: our executor, Megatron-core and DeepSpeed on
+    the same weights and batches, whose losses and gradient norms must agree within 1e-5 (bf16:
+    1e-2).
 
     A record that says the same as before keeps its date, so that a second run changes no file.
 
     \b
     Example:
-      rematbench measure config/traced.yaml --world traced -o results/measured/traced
-        --only llama-65b-figure7.keep_all
+      rematbench measure traced -o results/measured/traced --only llama-65b-figure7.keep_all
     """
     need_torch()
+    need_gpu(device)
     need_folder("-o", output)
-    found = cells(load_suite(suite), methods or [], only or [])
-    if not found:
-        raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
-    if world == "traced":
-        for cell in found:
-            keep_record(traced.run(cell), output, cell.name)
+    if what == "points":
+        names, wrong = _points(output, only or [])
+    elif what == "agreement":
+        made = dict(agreement_records(device, gpus_here() if device == "cuda" else 0))
+        names, wrong = _keep(made, output), disagreements(made)
     else:
+        path = suite or data_dir("config") / f"{what}.yaml"
+        found = cells(load_suite(path), methods or [], only or [])
+        if what == "convergence":
+            found, left_out = trained.select_cells(found)
+            for line in left_out:
+                typer.echo(line)
+        if not found:
+            raise CommandError(f"--only {', '.join(only or [])}: no such cell in {path}")
+        names, wrong = _cells(what, found, output, steps=steps, timeout=timeout), {}
+    typer.echo(f"{output}: {len(names)} records")
+    for name, why in wrong.items():
+        typer.echo(f"{name}: {why}", err=True)
+    if wrong or (compare and not as_committed(names, output, compare)):
+        raise typer.Exit(1)
+
+
+def _keep(records: Mapping[str, Record], output: Path) -> list[str]:
+    for name, record in records.items():
+        keep_record(record, output, name)
+    return list(records)
+
+
+def _cells(what: What, found: list[Cell], output: Path, *, steps: int, timeout: float) -> list[str]:
+    """Write the records of cells, each as soon as it is made; their names."""
+    if what == "executed":
         for cell, record in executed.run_cells(found, timeout):
             keep_record(record, output, cell.name)
-    typer.echo(f"{output}: {len(found)} records")
-    if compare and not as_committed([cell.name for cell in found], output, compare):
-        raise typer.Exit(1)
-
-
-def converge(
-    suite: SuiteFile,
-    output: Output,
-    steps: Annotated[int, Option(min=2, help="Optimizer steps.")] = 240,
-    only: Only = None,
-    compare: Compare = None,
-) -> None:
-    """Train a suite's model on the Python standard library's sources; a record per method.
-
-    keep_all is trained on every problem, every other method on the first one on which it does
-    something; a line for each problem says what is left out there, and why.
-
-    \b
-    Example:
-      rematbench converge config/convergence.yaml -o results/measured/convergence
-    """
-    need_torch()
-    need_folder("-o", output)
-    found, left_out = trained.select_cells(cells(load_suite(suite), [], only or []))
-    for line in left_out:
-        typer.echo(line)
-    if not found:
-        words = ", ".join(only or [])
-        raise CommandError(f"--only {words}: no such cell in {suite} has a plan of its own")
+        return [cell.name for cell in found]
     for cell in found:
-        record = trained.run(cell, steps)
+        record = traced.run(cell) if what == "traced" else trained.run(cell, steps)
         keep_record(record, output, cell.name)
-        last = record.measured.losses[-1:] if record.measured else ()
-        typer.echo(f"{cell.name}: {record.status} {' '.join(map(str, last))}".rstrip())
-    names = [cell.name for cell in found]
-    if compare and not as_committed(names, output, compare):
-        raise typer.Exit(1)
+        if what == "convergence":
+            last = record.measured.losses[-1:] if record.measured else ()
+            typer.echo(f"{cell.name}: {record.status} {' '.join(map(str, last))}".rstrip())
+    return [cell.name for cell in found]
+
+
+def _points(output: Path, only: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Trace points of baselines; their names, and why some failed."""
+    points = load_points()
+    require_known(only, [point.name for point in points], ("", "--only", "point"))
+    chosen = tuple(point for point in points if not only or point.name in only)
+    made = {p.name: r for p, r in zip(chosen, trace_points(chosen, output), strict=True)}
+    failed = {n: f"{r.status}: {r.reason}" for n, r in made.items() if r.status != "ok"}
+    return list(made), failed

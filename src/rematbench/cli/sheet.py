@@ -11,6 +11,7 @@ from rematbench.cli.targets import (
     need_file,
 )
 from rematbench.evidence.predict import COLUMNS, predict_rows
+from rematbench.evidence.published.derived import all_cells, bundles
 from rematbench.evidence.published.sheets import (
     ASSUMED,
     Cell,
@@ -19,7 +20,8 @@ from rematbench.evidence.published.sheets import (
 from rematbench.host.console import CommandError, progress_bar
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
-from rematbench.spec.configfile import closest
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import closest, require_known
 from rematbench.spec.constants import instant_hosts as instant
 from rematbench.spec.load import calibration, load_system, names
 
@@ -45,6 +47,10 @@ def predict(
         list[str] | None,
         Option(metavar="COLUMN=VALUE", help="Rows with this value alone (repeatable)."),
     ] = None,
+    bundle: Annotated[
+        str,
+        Option(metavar="M", help="Published cells that M (a method, a+b) plans, and ours beside."),
+    ] = "",
 ) -> None:
     """Predict every row of a sheet; adds pred_* columns, drops no row that is asked for.
 
@@ -65,6 +71,11 @@ def predict(
             near = closest(column, sheet.columns)
             raise CommandError(f"--only {wanted}: no column {column!r}{near}")
         sheet[:] = [row for row in sheet if row[column] == value]
+    columns = sheet.columns
+    if bundle:
+        by_name = bundles(all_cells(sheet), discover(methods or ()))
+        require_known([bundle], tuple(by_name), ("", "--bundle", "bundle"))
+        sheet[:], columns = by_name[bundle], (*columns, "cell")
     if system:
         load_system(system)
         for row in sheet:
@@ -78,7 +89,7 @@ def predict(
             progress=advance,
             constants=constants,
         )
-    write_sheet(output, found, [*sheet.columns, *COLUMNS])
+    write_sheet(output, found, [*columns, *COLUMNS])
     counts: dict[str, int] = {}
     for row in found:
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1

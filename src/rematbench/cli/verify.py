@@ -1,6 +1,7 @@
-"""The commands `verify` (repeats the runs of records) and `retrace` (the workflow's one cell)."""
+"""The command `verify`: repeats the runs of records."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +9,9 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.real import need_torch
-from rematbench.cli.targets import Methods, need_file, need_folder
-from rematbench.host.files import write_atomically
+from rematbench.cli.targets import Methods, need_folder
 from rematbench.plugins.discover import discover
-from rematbench.worlds import traced
+from rematbench.worlds.packages.process import NotInstalled
 from rematbench.worlds.records.record import Record, keep_record, read_record
 from rematbench.worlds.records.suite_cells import Cell, recorded_cell, single_cell
 from rematbench.worlds.reruns import rerun_record
@@ -28,6 +28,9 @@ def verify(
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
     ] = None,
+    installed: Annotated[
+        bool, Option("--if-installed", help="Say so, and pass, where torch or a package is not.")
+    ] = False,
 ) -> None:
     """Run again what records say, in the world that each says, and compare every number.
 
@@ -45,8 +48,11 @@ def verify(
     if output is not None:
         need_folder("-o", output)
     if {read_record(path).world for path in records} - {"simulated"}:
+        if installed and importlib.util.find_spec("torch") is None:
+            typer.echo(f"{', '.join(path.stem for path in records)}: not run again without torch")
+            return
         need_torch()
-    registry, wrong = discover(methods or ()), 0
+    registry = discover(methods or ())
     made: dict[tuple[str, str], Record] = {}
 
     def again(name: str, record: Record) -> Record:
@@ -60,43 +66,23 @@ def verify(
             made[key] = rerun_record(record, cell, registry)
         return made[key]
 
-    for path in records:
-        record, lines = verified(path, again)
-        text = "; ".join(lines) or "every number equal"
-        typer.echo(f"{path.stem} ({record.world}): {text}")
-        wrong += bool(lines)
-        if output is not None:
-            keep_record(record, output, path.stem)
-    if wrong:
+    if not all([_verified(path, again, output, installed=installed) for path in records]):
         raise typer.Exit(1)
 
 
-def retrace(
-    suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="The suite of the traced grid.")],
-    cell: Annotated[str, Argument(metavar="PROBLEM.METHOD.NUMBER", help="The record's name.")],
-    committed: Annotated[Path, Option(metavar="DIR", help="Folder of the committed records.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="One line: what was.")],
-) -> None:
-    """Trace one cell again and compare it with its committed record; exit code 1 if it differs.
-
-    Without torch nothing is traced, and the line says so.
-
-    \b
-    Example:
-      rematbench retrace config/traced.yaml llama-65b-figure7.keep_all.0
-        --committed results/measured/traced -o retraced.txt
-    """
-    need_file("-o", output)
-    if importlib.util.find_spec("torch") is None:
-        line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
-    else:
-        asked = single_cell(suite, cell)
-        path = committed / f"{cell}.json"
-        record, lines = verified(path, lambda _, old: traced.rerun(old, asked))
-        for line in lines:
-            typer.echo(f"{cell}: {line}", err=True)
-        if lines:
-            raise typer.Exit(1)
-        line = f"Traced again: {cell}, with torch {record.provenance.torch}, as committed."
-    write_atomically(output, f"{line}\n".encode())
-    typer.echo(line)
+def _verified(
+    path: Path, again: Callable[[str, Record], Record], output: Path | None, *, installed: bool
+) -> bool:
+    """Whether a record's run gives its numbers again, or is not `installed` and need not."""
+    try:
+        record, lines = verified(path, again)
+    except NotInstalled as error:
+        if not installed:
+            raise
+        typer.echo(f"{path.stem}: not run again: {error}")
+        return True
+    text = "; ".join(lines) or "every number equal"
+    typer.echo(f"{path.stem} ({record.world}): {text}")
+    if output is not None:
+        keep_record(record, output, path.stem)
+    return not lines

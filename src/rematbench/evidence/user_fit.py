@@ -32,7 +32,6 @@ from rematbench.evidence.calibrate import SCALES, SLOW_HOST
 from rematbench.evidence.fit import PRIORS, ROW_SPREAD
 from rematbench.evidence.job_evidence import LATE_STEP, log_error, out_of_source, slope_column
 from rematbench.evidence.published.sheets import SPEED, Row, number, read_case
-from rematbench.host.table import Column, Table, percent, whole
 from rematbench.plugins.discover import discover
 
 Array: TypeAlias = NDArray[np.float64]
@@ -355,31 +354,3 @@ def _one_mfu(mfus: Array, some: Sequence[int]) -> Array:
     `some`.  `mfus`: log FLOP/s, (rows,); the rows of a stack on a cluster share one GPU peak."""
     left: Array = np.mean(mfus[list(some)]) - mfus[_rest(len(mfus), some)]
     return left
-
-
-def calibrated_table() -> Table:
-    """One line per published stack: mean errors by the number of calibrating rows."""
-    rows = [
-        {
-            **{key: getattr(one, key) for key in ("source", "system", "cluster", "rows")},
-            "after_0": one.uncalibrated,
-            **{f"after_{k}": value for k, value in one.after.items()},
-            "fitted": one.fitted,
-            **{f"mfu_{k}": value for k, value in one.mfu.items()},
-        }
-        for one in calibrated()
-    ]
-    return Table(
-        name="calibrated",
-        title="Calibrated by its user: mean error of the rest after a few rows of a stack",
-        columns=(
-            *(Column(key, key) for key in ("source", "system", "cluster")),
-            Column("rows", "rows", whole),
-            *(Column(f"after_{k}", f"after {k} rows, %", percent) for k in (0, *COUNTS)),
-            Column("fitted", "the scales fitted to all rows, %", percent),
-            *(Column(f"mfu_{k}", f"one MFU of {k} rows, %", percent) for k in COUNTS),
-        ),
-        rows=tuple(rows),
-        note=f"Predictions out of source; medians of {DRAWS} draws of rows. One MFU: the geometric "
-        "mean over the same rows. After 0 rows: as predicted.",
-    )

@@ -110,15 +110,25 @@ class Table(Struct, frozen=True, kw_only=True):
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write NAME.csv, NAME.json, NAME.md and NAME.tex into a folder."""
+        """Write NAME.csv, NAME.json, NAME.md and NAME.tex into a folder; without a heading, only
+        the CSV."""
         folder.mkdir(parents=True, exist_ok=True)
-        shown = msgspec.json.format(msgspec.json.encode(self.printed())).decode()
-        texts = (self.csv(), shown + "\n", self.markdown(), self.latex())
-        for suffix, text in zip(SUFFIXES, texts, strict=True):
+        texts = [self.csv()]
+        if self.headed:
+            shown = msgspec.json.format(msgspec.json.encode(self.printed())).decode()
+            texts += [shown + "\n", self.markdown(), self.latex()]
+        for suffix, text in zip(SUFFIXES, texts, strict=False):
             path = folder / f"{self.name}{suffix}"
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(path)
+
+
+def sheet(name: str, rows: Sequence[Cells]) -> Table:
+    """A table that is written as CSV only: all columns of the rows."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = tuple(Column(key, "") for key in keys)
+    return Table(name=name, title="", columns=columns, rows=tuple(rows))
 
 
 def repeats(row: Sequence[str], above: Sequence[str], column: int) -> bool:
@@ -169,6 +179,16 @@ def signed_percent(value: Any) -> str:
 def gib(value: Any) -> str:
     """Bytes in GiB with two decimals."""
     return f"{float(value) / GIB:.2f}"
+
+
+def seconds(value: Any) -> str:
+    """Seconds with four digits, because steps take milliseconds or minutes."""
+    return f"{float(value):.4g}"
+
+
+def exponent(value: Any) -> str:
+    """A small number with an exponent and two digits."""
+    return f"{float(value):.1e}"
 
 
 def write_sheet(

@@ -90,7 +90,7 @@ def lines_of(path: Path) -> Sequence[Prediction]:
     """The predictions of a file, of the kind that its part has; CommandError without the file."""
     searched = path.name == PREDICTIONS["searched"]
     if not path.exists():
-        command = f"rematbench predict-gpu{' --part searched' if searched else ''}"
+        command = f"rematbench measure-gpu --predict{' --part searched' if searched else ''}"
         raise CommandError(f"{path}: no predictions; `{command}` makes them, first")
     return read_lines(path, Searched if searched else Prediction)
 

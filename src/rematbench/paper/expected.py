@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from rematbench.host.console import CommandError
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
 
@@ -16,6 +17,11 @@ Cells = list[list[str]]
 
 NOTHING = 1e-12
 """Absolute tolerance: a difference of equal shares leaves a rounding error of this size."""
+
+
+ROUNDING = 1e-9
+"""Largest difference of seconds (a share of them) and of shares between two searches that found the
+same: sums in another order."""
 
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +170,22 @@ def differences(
                 where = f"row {number}, {ours[0][index]}"
                 found.append(f"{where}: {cell!r}, expected {wanted!r}")
     return found
+
+
+def compare_folders(made: Path, committed: Path) -> list[str]:
+    """A line for each committed CSV file, which the file of its name must repeat up to ROUNDING;
+    CommandError for a file that is not there or differs."""
+    said = []
+    for path in sorted(committed.glob("*.csv")):
+        ours, theirs = read_cells(made / path.name), read_cells(path)
+        if ours is None or theirs is None:
+            raise CommandError(f"{made / path.name}: no such file, to compare with {path}")
+        if found := differences(ours, theirs, ROUNDING, ROUNDING):
+            raise CommandError(f"{made / path.name}: cells that differ: {len(found)}; {found[0]}")
+        said.append(f"{path.name}: {len(theirs) - 1} rows as committed")
+    if not said:
+        raise CommandError(f"{committed}: no committed searches (*.csv) there")
+    return said
 
 
 def _near(cell: str, wanted: str, tolerance: float, nothing: float) -> bool:

@@ -1,4 +1,4 @@
-"""Losses and gradient norms of three engines on the same weights and batches: records, a table.
+"""Losses and gradient norms of three engines on the same weights and batches.
 
 The executor runs one layout; the baselines run layouts that differ in degrees only.  All runs have
 one batch and one seed, so every row is compared with the executor's row of the same precision.
@@ -6,13 +6,11 @@ one batch and one seed, so every row is compared with the executor's row of the 
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
-from rematbench.host.table import Column, Table
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -29,7 +27,7 @@ from rematbench.worlds.packages.process import (
     run_jobs,
 )
 from rematbench.worlds.records.measured import BOUNDS, Engine, Measured, whole_norms
-from rematbench.worlds.records.record import Record, provenance, read_record, run_spec
+from rematbench.worlds.records.record import Record, provenance, run_spec
 
 STEPS = 2
 EXECUTOR = "executor"
@@ -129,11 +127,13 @@ def _engine(
         ]
         records = run_jobs(engine, jobs)
     return {
-        _name(engine, row, precision): record for row, record in zip(rows, records, strict=True)
+        record_name(engine, row, precision): record
+        for row, record in zip(rows, records, strict=True)
     }
 
 
-def _name(engine: str, row: Row, precision: Precision) -> str:
+def record_name(engine: str, row: Row, precision: Precision) -> str:
+    """The file name of a run's record, without suffix."""
     return f"{engine}-{row.name}-{precision}"
 
 
@@ -196,47 +196,4 @@ def executor_record(target: Problem, device: Device = "cpu", steps: int = STEPS)
         measured=seen if ok else None,
         engine=engine if ok else None,
         provenance=provenance(),
-    )
-
-
-COLUMNS = (
-    Column("engine", "engine"),
-    Column("case", "case"),
-    Column("precision", "precision"),
-    Column("loss", "loss", lambda value: f"{value:.7f}"),
-    Column("gradient_norm", "gradient norm", lambda value: f"{value:.7f}"),
-    Column("loss_error", "loss, relative", lambda value: f"{value:.1e}"),
-    Column("norm_error", "norm, relative", lambda value: f"{value:.1e}"),
-)
-
-
-def agreement_table(folder: Path) -> Table:
-    """The table of every record's first loss and norm of the whole gradient, and their relative
-    errors against the executor's record of the same precision."""
-    lines = []
-    for precision in PRECISIONS:
-        wanted: Measured | None = None
-        for engine, rows in ROWS.items():
-            for row in rows:
-                record = read_record(folder / f"{_name(engine, row, precision)}.json")
-                line: dict[str, Any] = {"case": row.name, "precision": precision}
-                found = record.measured
-                if found is None or record.engine is None:
-                    line["engine"] = f"{engine}: {record.status}: {record.reason}"
-                    lines.append(line)
-                    continue
-                line |= {"engine": record.engine.label, "loss": found.losses[0]}
-                line["gradient_norm"] = found.gradient_norms[0]
-                if wanted is None:
-                    wanted = found
-                else:
-                    line["loss_error"], line["norm_error"] = found.first_errors(wanted)
-                lines.append(line)
-    return Table(
-        name="agreement",
-        title="Three engines on the same weights and batch, executed on a CPU: the first step",
-        columns=COLUMNS,
-        rows=tuple(lines),
-        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step. Layouts "
-        "differ in degrees only.",
     )

@@ -39,7 +39,7 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             calls.write(f"{{problem.workload.seq_len}}\\n")
         return base
 '''
-TARGET = "results/smoke/runs.csv"
+TARGET = "results/smoke/tables/runs.csv"
 HERE = ("--config", "simulate_on=slurm")
 
 

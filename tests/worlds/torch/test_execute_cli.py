@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli.measured import converge
+from rematbench.cli.measured import measure
 from rematbench.host.console import CommandError
-from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.torch import processes
 from tests.typed import typed
@@ -170,5 +169,5 @@ def test_torchrun_gives_the_processes(tmp_path: Path) -> None:
 
 def test_a_curve_that_no_cell_asks_for_is_said(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"no such cell in .* has a plan"):
-        converge(data_dir("config") / "convergence.yaml", tmp_path / "out", only=["nosuch"])
+        measure("convergence", tmp_path / "out", only=["nosuch"])
     assert list((tmp_path / "out").iterdir()) == []

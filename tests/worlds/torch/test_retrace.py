@@ -1,4 +1,4 @@
-"""`rematbench retrace`: as committed, different, or nothing traced; and a cell's cost."""
+"""`rematbench verify` of a traced cell: as committed, different, or nothing traced; its cost."""
 
 import importlib.util
 import multiprocessing as mp
@@ -10,15 +10,14 @@ import pytest
 
 pytest.importorskip("torch", reason="the traced world needs torch")
 
-import typer
 from msgspec.structs import replace
 
-from rematbench.cli.verify import retrace
 from rematbench.worlds import traced
 from rematbench.worlds.records.record import read_record, write_record
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
 from tests.campaigns import suite_text, tiny
+from tests.typed import Ran, typed
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = ROOT / "config" / "traced.yaml"
@@ -38,32 +37,30 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_cell_is_traced_to_the_same_record(suite: Path, tmp_path: Path) -> None:
-    retrace(suite, CELL, suite.parent, tmp_path / "said.txt")
-    said = (tmp_path / "said.txt").read_text()
-    assert said.startswith(f"Traced again: {CELL}, with torch ")
-    assert said.endswith(", as committed.\n")
+def verified(suite: Path, folder: Path) -> Ran:
+    record = str(folder / f"{CELL}.json")
+    return typed("verify", record, "--suite", str(suite), "--if-installed")
 
 
-def test_a_byte_of_difference_fails_and_writes_nothing(
-    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cell_is_traced_to_the_same_record(suite: Path) -> None:
+    said = verified(suite, suite.parent)
+    assert (said.code, said.out) == (0, f"{CELL} (traced): every number equal\n")
+
+
+def test_a_byte_of_difference_fails(suite: Path, tmp_path: Path) -> None:
     record = read_record(suite.with_name(f"{CELL}.json"))
     rank = replace(record.measured.ranks[0], state_bytes=record.measured.ranks[0].state_bytes + 1)
     changed = replace(record, measured=replace(record.measured, ranks=(rank,)))
     write_record(changed, tmp_path / f"{CELL}.json")
-    with pytest.raises(typer.Exit):
-        retrace(suite, CELL, tmp_path, tmp_path / "said.txt")
-    assert "state_bytes" in capsys.readouterr().err
-    assert not (tmp_path / "said.txt").exists()
+    said = verified(suite, tmp_path)
+    assert said.code == 1
+    assert "state_bytes" in said.out
 
 
-def test_without_torch_the_line_says_so(
-    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torch_the_line_says_so(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    retrace(suite, CELL, suite.parent, tmp_path / "said.txt")
-    assert (tmp_path / "said.txt").read_text().startswith("Nothing was traced again: torch is not")
+    said = verified(suite, suite.parent)
+    assert (said.code, said.out) == (0, f"{CELL}: not run again without torch\n")
 
 
 @pytest.mark.soak

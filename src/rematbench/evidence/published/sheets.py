@@ -419,6 +419,12 @@ def read_cells(
     return sheet
 
 
+def read_predicted(path: Path) -> Sheet:
+    """The predicted rows of a sheet; UserError as of `read_cells`."""
+    sheet = read_cells(path, str(path.parent), *TABLED, "pred_status")
+    return sheet
+
+
 def check_numbers(sheet: Sheet, label: str) -> None:
     """ConfigError for a cell of NUMBERS or SHARES that is neither empty nor a number in range."""
     for column in sheet.columns:

@@ -1,8 +1,8 @@
 """The part `searched` of `measure-gpu`: the plans that a search finds, measured by turns.
 
-`predict-gpu --part searched` searches each job of the suite at each device memory and writes the
-plans with their predictions.  The measurement makes its cells from these lines, and holds torch to
-the memory that was searched for.
+`measure-gpu --predict --part searched` searches each job of the suite at each device memory and
+writes the plans with their predictions. The measurement makes its cells from these lines, and
+holds torch to the memory that was searched for.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,9 @@
 """Answers to a study's questions: one answer (or reason) per workload, layout and method."""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluation import fullest_rank
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result, Status, evaluate_method
+from rematbench.host.console import CommandError
 from rematbench.paper.studies.longest import longest_sequence
 from rematbench.paper.studies.measures import (
     attention_share,
@@ -229,6 +231,18 @@ def read_answers(text: bytes, label: str) -> list[StudyAnswer]:
         return msgspec.json.decode(text, type=list[StudyAnswer])
     except msgspec.DecodeError as error:
         raise ValueError(f"{label}: {error}") from error
+
+
+def load_answers(paths: Iterable[Path]) -> list[StudyAnswer]:
+    """The answers in files; CommandError for a file that cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            found += read_answers(path.read_bytes(), str(path))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CommandError(f"{path}: cannot be read ({reason})") from error
+    return found
 
 
 def line(answer: StudyAnswer) -> dict[str, Any]:

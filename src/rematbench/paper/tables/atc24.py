@@ -1,6 +1,7 @@
 """ATC'24 tables from predicted cells: Table 8, Figures 7 and 9, and the rows of the abstract."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rematbench.evidence.published.derived import (
@@ -10,9 +11,16 @@ from rematbench.evidence.published.derived import (
     PUBLISHED,
     WATERFALL,
 )
-from rematbench.evidence.published.sheets import number
+from rematbench.evidence.published.sheets import number, read_predicted
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
+INPUTS = {"predictions": "results/paper/tables/predictions.csv"}
+TABLES = (
+    "atc24_abstract_layouts",
+    "atc24_figure7_memory",
+    "atc24_figure9_scaling",
+    "atc24_table8_waterfall",
+)
 Row = Mapping[str, Any]
 Line = dict[str, Any]
 SPEED, PEAK = "tokens_per_s_per_gpu", "peak_device_bytes"
@@ -25,8 +33,9 @@ ERROR = Column("error", "error %", signed_percent)
 STATUS = Column("pred_status", "ours")
 
 
-def paper_tables(cells: Sequence[Row]) -> list[Table]:
+def build(predictions: Path) -> list[Table]:
     """All tables of the ATC'24 paper."""
+    cells = read_predicted(predictions)
     return [waterfall(cells), figure7(cells), figure9(cells), abstract(cells)]
 
 

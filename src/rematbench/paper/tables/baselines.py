@@ -1,14 +1,25 @@
-"""Tables of traced baselines: bytes beside predicted and published bytes, and tensors."""
+"""Tables of baselines: traced bytes beside predicted and published ones, tensors, and how far
+engines agree."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rematbench.host.table import Column, Table, gib, signed_percent
-from rematbench.paper.studies.baseline_points import Point, rows
+from rematbench.host.console import CommandError
+from rematbench.host.table import Column, Table, exponent, gib, signed_percent
+from rematbench.paper.studies.baseline_points import Point, load_points, rows
+from rematbench.worlds.agreement import PRECISIONS, ROWS, record_name
 from rematbench.worlds.packages.process import policy
 from rematbench.worlds.packages.stack import layer_tensors, stack_of
+from rematbench.worlds.records.measured import Measured
+from rematbench.worlds.records.record import read_record
 
+INPUTS = {
+    "records": "results/measured/traced/baselines",
+    "agreement": "results/measured/executed/agreement",
+}
+READS = ("config/baseline_points.yaml", "baselines/*/*.py")
+TABLES = ("agreement", "baselines_traced", "baselines_tensors")
 MIB = 2**20
 NOTE = (
     "Traced: one rank through the package's own schedules on fake tensors, states included. Known "
@@ -49,6 +60,24 @@ TENSORS = (
     Column("stack_bytes", "traced stack MiB", _mib),
     Column("why", "why"),
 )
+AGREEMENT = (
+    Column("engine", "engine"),
+    Column("case", "case"),
+    Column("precision", "precision"),
+    Column("loss", "loss", lambda value: f"{value:.7f}"),
+    Column("gradient_norm", "gradient norm", lambda value: f"{value:.7f}"),
+    Column("loss_error", "loss, relative", exponent),
+    Column("norm_error", "norm, relative", exponent),
+)
+
+
+def build(records: Path, agreement: Path) -> list[Table]:
+    """The tables of all points and engines."""
+    points = load_points()
+    traced = points_table(points, records)
+    if not traced.rows:
+        raise CommandError(f"{records}: no record of a point of config/baseline_points.yaml")
+    return [agreement_table(agreement), traced, tensors_table(points)]
 
 
 def points_table(points: Sequence[Point], folder: Path) -> Table:
@@ -88,4 +117,36 @@ def tensors_table(points: Sequence[Point]) -> Table:
         columns=TENSORS,
         rows=tuple(found),
         note="Without a policy. Per layer the traced bytes are these exactly (a test).",
+    )
+
+
+def agreement_table(folder: Path) -> Table:
+    """The table of every record's first loss and norm of the whole gradient, and their relative
+    errors against the executor's record of the same precision."""
+    lines = []
+    for precision in PRECISIONS:
+        wanted: Measured | None = None
+        for engine, own in ROWS.items():
+            for row in own:
+                record = read_record(folder / f"{record_name(engine, row, precision)}.json")
+                line: dict[str, Any] = {"case": row.name, "precision": precision}
+                found = record.measured
+                if found is None or record.engine is None:
+                    line["engine"] = f"{engine}: {record.status}: {record.reason}"
+                    lines.append(line)
+                    continue
+                line |= {"engine": record.engine.label, "loss": found.losses[0]}
+                line["gradient_norm"] = found.gradient_norms[0]
+                if wanted is None:
+                    wanted = found
+                else:
+                    line["loss_error"], line["norm_error"] = found.first_errors(wanted)
+                lines.append(line)
+    return Table(
+        name="agreement",
+        title="Three engines on the same weights and batch, executed on a CPU: the first step",
+        columns=AGREEMENT,
+        rows=tuple(lines),
+        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step. Layouts "
+        "differ in degrees only.",
     )

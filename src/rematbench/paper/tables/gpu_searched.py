@@ -5,18 +5,57 @@ it fit?
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.measure.records import Searched, Turn, by_cell
-from rematbench.paper.tables.gpu import TIME_BAR, beside_prediction, caveats, devices_of
-from rematbench.paper.tables.speed import seconds
+from rematbench.host.console import CommandError
+from rematbench.host.table import (
+    Column,
+    Table,
+    fixed,
+    gib,
+    percent,
+    seconds,
+    signed_percent,
+    whole,
+)
+from rematbench.measure.parts.comparison import (
+    TIME_BAR,
+    beside_prediction,
+    caveats,
+    devices_of,
+    runs_with,
+    turns_of,
+)
+from rematbench.measure.predictions import PREDICTIONS
+from rematbench.measure.records import Searched, Turn, by_cell, read_lines
+
+INPUTS = {"runs": "results/measured/gpu*"}
+TABLES = ("gpu_advice", "gpu_searched")
 
 LOSS_BAR = 0.02
 """Expected before any measurement: how much longer than the fastest measured plan the first one of
 the search takes, on average of jobs and memories (ours)."""
 
 Row = dict[str, Any]
+
+
+def build(runs: list[Path]) -> list[Table]:
+    """The tables of the plans of all runs."""
+    plans = searched_plans(runs)
+    if not plans:
+        raise CommandError("no turn of a plan (searched/*.jsonl) there")
+    return [advice_table(advice_rows(plans)), searched_table(plans)]
+
+
+def searched_plans(runs: list[Path]) -> list[Row]:
+    """The rows of all runs' plans; of a cell that several runs have, the last's."""
+    name = PREDICTIONS["searched"]
+    found: dict[str, Row] = {}
+    for path in runs_with(runs, name):
+        rows = searched_rows(read_lines(path / name, Searched), turns_of(path, "searched"))
+        found |= {row["cell"]: row for row in rows}
+    return list(found.values())
 
 
 def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]:

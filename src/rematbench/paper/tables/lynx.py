@@ -1,7 +1,9 @@
 """Tables of Lynx on its ladder of models: each policy at its best layout, and at equal layouts."""
 
+from pathlib import Path
+
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.paper.studies.answers import StudyAnswer, line
+from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
 from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
@@ -9,21 +11,27 @@ from rematbench.paper.studies.rows import (
     VERDICT,
     WORKLOAD,
     Line,
-    Told,
     best,
     of,
     ratio,
     speed,
 )
 
+INPUTS = {"answers": "results/paper/studies/lynx.json"}
+TABLES = ("lynx_ladder", "lynx_layouts")
 RIVALS = ("selective", "full (uniform)", "full (block)")
 EVEN = "lynx_heu, even stages"
 LYNX = ("lynx_heu", "lynx_opt", EVEN)
 
 
-def lynx_ladder(answers: list[StudyAnswer], told: Told) -> Table:
+def build(answers: Path) -> list[Table]:
+    """All tables of the study."""
+    found = load_answers([answers])
+    return [lynx_ladder(found), lynx_layouts(found)]
+
+
+def lynx_ladder(answers: list[StudyAnswer]) -> Table:
     """For each model and cluster, the best layout of Lynx against the best layout of its rivals."""
-    del told
     runs = of(answers, "run")
     rows = []
     for workload in dict.fromkeys(answer.workload for answer in runs):
@@ -94,9 +102,8 @@ def _gap(heu: StudyAnswer | None, opt: StudyAnswer | None) -> float | None:
     return None if found is None else found - 1
 
 
-def lynx_layouts(answers: list[StudyAnswer], told: Told) -> Table:
+def lynx_layouts(answers: list[StudyAnswer]) -> Table:
     """Every policy at every layout: at equal layouts the difference is the method's alone."""
-    del told
     runs = of(answers, "run")
     rows = []
     for answer in runs:

@@ -1,7 +1,11 @@
 """Tables of MEMO: alpha over the sequence length, longest sequences, averages, fragmentation."""
 
+from pathlib import Path
+
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.paper.studies.answers import StudyAnswer, line
+from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
+from rematbench.paper.studies.claims import load_claims
 from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
@@ -12,14 +16,30 @@ from rematbench.paper.studies.rows import (
     best,
     number_of,
     of,
+    published_numbers,
     ratio,
     told_of,
 )
 
+INPUTS = {"answers": "results/paper/studies/memo.json", "published": "results/published/claims.csv"}
+READS = ("config/claims.yaml",)
+TABLES = ("memo_average", "memo_fragmentation", "memo_lengths", "memo_longest")
 
-def memo_lengths(answers: list[StudyAnswer], told: Told) -> Table:
+
+def build(answers: Path, published: Path) -> list[Table]:
+    """All tables of the study."""
+    found = load_answers([answers])
+    told = published_numbers(read_sheet(published), load_claims())
+    return [
+        memo_lengths(found),
+        memo_longest(found, told),
+        memo_average(found),
+        fragmentation_table(found),
+    ]
+
+
+def memo_lengths(answers: list[StudyAnswer]) -> Table:
     """alpha, what binds, host bytes and both MFUs over the sequence length, 7B on 8 A800."""
-    del told
     runs = [a for a in of(answers, "run") if "average" not in a.workload]
     return Table(
         name="memo_lengths",
@@ -73,9 +93,8 @@ def memo_longest(answers: list[StudyAnswer], told: Told) -> Table:
     )
 
 
-def memo_average(answers: list[StudyAnswer], told: Told) -> Table:
+def memo_average(answers: list[StudyAnswer]) -> Table:
     """The MFU of MEMO over the MFU of its baselines on a grid of ours, each at its best layout."""
-    del told
     runs = [a for a in of(answers, "run") if "average" in a.workload]
     rows = []
     names = [n for n in dict.fromkeys(a.workload for a in runs) if not n.endswith("-deepspeed")]
@@ -114,9 +133,8 @@ def memo_average(answers: list[StudyAnswer], told: Told) -> Table:
     )
 
 
-def fragmentation_table(answers: list[StudyAnswer], told: Told) -> Table:
+def fragmentation_table(answers: list[StudyAnswer]) -> Table:
     """Bytes of a caching allocator against the static plan, for MEMO and for its baselines."""
-    del told
     rows = []
     for answer in of(answers, "fragmentation"):
         live = number_of(answer, "live_bytes")

@@ -1,7 +1,11 @@
 """Tables of MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
 
+from pathlib import Path
+
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import Column, Show, Table, fixed, gib, signed_percent, whole
-from rematbench.paper.studies.answers import StudyAnswer, line
+from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
+from rematbench.paper.studies.claims import load_claims
 from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,
@@ -10,11 +14,22 @@ from rematbench.paper.studies.rows import (
     Told,
     number_of,
     of,
+    published_numbers,
     ratio,
     told_of,
 )
 
+INPUTS = {"answers": "results/paper/studies/mst.json", "published": "results/published/claims.csv"}
+READS = ("config/claims.yaml",)
+TABLES = ("mst_longest", "mst_memory")
 EARLY = ", early update"
+
+
+def build(answers: Path, published: Path) -> list[Table]:
+    """All tables of the study."""
+    found = load_answers([answers])
+    told = published_numbers(read_sheet(published), load_claims())
+    return [mst_longest(found, told), mst_memory(found, told)]
 
 
 def mst_longest(answers: list[StudyAnswer], told: Told) -> Table:

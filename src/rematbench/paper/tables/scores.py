@@ -1,7 +1,10 @@
-"""Validation as tables: accuracy by source, promises, OOM verdicts, bands, decisions and cells."""
+"""Validation as tables: accuracy by source, promises, out-of-memory verdicts, bands, evidence,
+decisions, calibration and cells."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from msgspec.structs import asdict
@@ -11,30 +14,60 @@ from rematbench.evidence.accuracy import (
     Accuracy,
     Report,
     Verdicts,
+    left_out_errors,
+    load_accuracy,
     members,
     ratio_error,
     split_of,
+    validate,
 )
 from rematbench.evidence.bands import (
     LEVEL,
+    Errors,
+    bands_of,
+    by_source,
     coverage,
     peak_band,
     pooled,
+    quantile,
     ratio_band,
     ratio_coverage,
     ratio_errors,
     shipped_coverage,
     speed_errors,
 )
-from rematbench.evidence.decisions import Decision, decisions, mean_lines
-from rematbench.evidence.job_evidence import Known, known_cells, left_out_by_source
-from rematbench.evidence.published.sheets import Row, number
-from rematbench.evidence.user_fit import calibrated_table
+from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
+from rematbench.evidence.job_evidence import (
+    Known,
+    covered,
+    known_cells,
+    left_out_by_source,
+    out_of_source,
+)
+from rematbench.evidence.published.derived import PUBLISHED
+from rematbench.evidence.published.sheets import Row, number, read_predicted
+from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
-from rematbench.paper.tables.trust import evidence_table, regret_table
 from rematbench.spec.constants import Calibration
 from rematbench.spec.kernel_rates import fitted_parameters
+from rematbench.spec.load import calibration as shipped_calibration
 
+INPUTS = {
+    "predictions": "results/paper/tables/predictions.csv",
+    "more": "results/paper/predictions_more.csv",
+}
+READS = ("config/accuracy.yaml", "config/left_out.csv")
+TABLES = (
+    "accuracy_by_source",
+    "bands",
+    "calibrated",
+    "cells",
+    "decisions",
+    "evidence",
+    "oom_verdicts",
+    "promises",
+    "regret",
+)
 SHOWN = 40
 READ = (
     "Errors are of predictions only (fitted cells left out); n counts in-sample and held-out "
@@ -48,6 +81,20 @@ REACH = (
     "calibration.yaml, Blackwell's GEMMs; those of other GEMMs, activations, losses, copies, "
     "collectives and overlap are kept as evidence."
 )
+
+
+NOTHING, ALL = "nothing", "all rows"
+KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)
+
+
+def build(predictions: Path, more: Path) -> list[Table]:
+    """The tables of the published cells, and of the sweeps of `more`."""
+    cells = [cell for cell in read_predicted(predictions) if cell["cell"] == PUBLISHED]
+    accuracy, constants, strange = load_accuracy(), shipped_calibration(), out_of_source()
+    beside = read_predicted(more)
+    left_out = left_out_errors(strange, accuracy, constants)
+    report = validate(cells, constants, accuracy, left_out, beside)
+    return score_tables(report, cells, constants, accuracy, strange, beside)
 
 
 def how_to_read(calibration: Calibration) -> str:
@@ -267,6 +314,106 @@ def decision_table(found: Sequence[Decision]) -> Table:
         "all. One MFU cannot tell layouts apart: the mean over those that the formula (Fujii et "
         "al. or Korthikanti et al.) says fit. Dashes of the sources are left out.",
         shown=SHOWN,
+    )
+
+
+def evidence_table(known: Sequence[Known]) -> Table:
+    """Errors by the property of a job that no other source published.  A row counts at each of its
+    properties outside, or at NOTHING, and at ALL."""
+    errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
+    widths: dict[str, list[float]] = defaultdict(list)
+    for source, own in by_source(known).items():
+        others = [cell for cell in known if cell.source != source]
+        bands, published = bands_of(others), covered(cell.job for cell in others)
+        for cell in own:
+            width = bands.band(cell.job).half_width
+            for kind in (*(published.outside(cell.job) or (NOTHING,)), ALL):
+                errors[kind][source].append(abs(cell.log_error))
+                widths[kind].append(width)
+    rows = [
+        {
+            "outside": kind,
+            "sources": len(some),
+            "rows": len(widths[kind]),
+            "mean": fmean(fmean(own) for own in some.values()) if some else None,
+            "error": quantile(some) if some else None,
+            "half_width": median(widths[kind]) if some else None,
+        }
+        for kind, some in errors.items()
+    ]
+    return Table(
+        name="evidence",
+        title="Error by kind of evidence, each source left out",
+        columns=(
+            Column("outside", "outside"),
+            Column("sources", "sources", whole),
+            Column("rows", "rows", whole),
+            Column("mean", "mean error %", percent),
+            Column("error", f"{100 * LEVEL:.0f} % are below %", percent),
+            Column("half_width", "band %", percent),
+        ),
+        rows=tuple(rows),
+        note="Outside: what of a published row no other source has; a row counts at each such "
+        "thing. Errors of speeds (logarithms); every source weighs 1.",
+    )
+
+
+def regret_table(found: Sequence[Decision]) -> Table:
+    """The mean regrets of every source over its sweeps, and over all sweeps."""
+    groups: dict[str, list[Decision]] = defaultdict(list)
+    for one in found:
+        groups[one.job["source"]].append(one)
+    lines: list[Mapping[str, Any]] = [
+        {"source": source.partition(",")[0], "sweeps": len(some), **summary(some)}
+        for source, some in groups.items()
+    ]
+    lines += [
+        {"source": "mean over sweeps", "sweeps": count, **means}
+        for count, means in mean_lines(found)
+    ]
+    return Table(
+        name="regret",
+        title="Decisions: what the layout predicted to be fastest loses",
+        columns=(
+            Column("source", "source"),
+            Column("sweeps", "sweeps", whole),
+            Column("left_out", "left out %", percent),
+            Column("regret", "as shipped %", percent),
+            Column("floor", "one MFU %", percent),
+        ),
+        rows=tuple(lines),
+        note="Of the best measured speed; a pick that was out of memory loses all. Left out: "
+        "constants that never saw the source; as shipped: constants fitted to some rows of each "
+        "source. One MFU: with a memory formula. MosaicML and NVIDIA (NeMo) publish no sweep of "
+        "four layouts.",
+    )
+
+
+def calibrated_table() -> Table:
+    """One line per published stack: mean errors by the number of calibrating rows."""
+    rows = [
+        {
+            **{key: getattr(one, key) for key in ("source", "system", "cluster", "rows")},
+            "after_0": one.uncalibrated,
+            **{f"after_{k}": value for k, value in one.after.items()},
+            "fitted": one.fitted,
+            **{f"mfu_{k}": value for k, value in one.mfu.items()},
+        }
+        for one in calibrated()
+    ]
+    return Table(
+        name="calibrated",
+        title="Calibrated by its user: mean error of the rest after a few rows of a stack",
+        columns=(
+            *(Column(key, key) for key in ("source", "system", "cluster")),
+            Column("rows", "rows", whole),
+            *(Column(f"after_{k}", f"after {k} rows, %", percent) for k in (0, *COUNTS)),
+            Column("fitted", "the scales fitted to all rows, %", percent),
+            *(Column(f"mfu_{k}", f"one MFU of {k} rows, %", percent) for k in COUNTS),
+        ),
+        rows=tuple(rows),
+        note=f"Predictions out of source; medians of {DRAWS} draws of rows. One MFU: the geometric "
+        "mean over the same rows. After 0 rows: as predicted.",
     )
 
 

@@ -5,18 +5,24 @@ gives. A search takes minutes, but its answer takes one simulation; so each answ
 second time before a table is made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rematbench.advise.search.search_job import simulated
 from rematbench.advise.search.space import DEGREES
 from rematbench.evaluate.result import WORDS
-from rematbench.evidence.published.sheets import Row, number
+from rematbench.evidence.published.sheets import Row, number, read_sheet
+from rematbench.host.console import CommandError
 from rematbench.host.table import Column, Table, fixed, percent, signed_percent, whole
+from rematbench.host.workers import collect_rarely
 
-FILLED = ("layouts", "spaces")
-"""Searches whose plans may fill the device, as published plans do."""
-
+INPUTS = {
+    "layouts": "results/searched/layouts.csv",
+    "spaces": "results/searched/spaces.csv",
+    "sweeps": "results/searched/sweeps.csv",
+}
+TABLES = ("searched_layouts", "searched_spaces", "searched_sweeps")
 ROUNDING = 1e-6
 
 NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WORDS, "partition")
@@ -37,10 +43,22 @@ SIMULATED = (
 )
 
 
-def checked(name: str, rows: Sequence[Row]) -> str:
+def build(layouts: Path, spaces: Path, sweeps: Path) -> list[Table]:
+    """The tables; CommandError where a plan no longer takes the step that its line says."""
+    collect_rarely()
+    made = []
+    for path, table in ((layouts, layout_table), (spaces, space_table), (sweeps, sweep_table)):
+        rows = read_sheet(path, NEEDED)
+        if wrong := checked(table is not sweep_table, rows):
+            raise CommandError(f"{path}: {wrong}")
+        made.append(table(rows))
+    return made
+
+
+def checked(filled: bool, rows: Sequence[Row]) -> str:
     """A sentence on the first line whose plan no longer takes the step that the line says. Empty if
-    every line's step is confirmed."""
-    reserve_gib = 0.0 if name in FILLED else None
+    every line's step is confirmed.  `filled`: plans may fill the device, as published plans do."""
+    reserve_gib = 0.0 if filled else None
     for row in rows:
         if not row.get("run_with"):
             continue
@@ -77,7 +95,7 @@ def _rows(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
 
 SPEED = Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(0))
 BEST = (Column("name", "plan"), Column("layout", "layout"), SPEED)
-PROVED = (Column("gap", "gap %", percent), Column("simulations", "simulated", whole))
+PROVED = Column("gap", "gap %", percent)
 
 
 def layout_table(rows: Sequence[Row]) -> Table:
@@ -96,7 +114,7 @@ def layout_table(rows: Sequence[Row]) -> Table:
             Column("rank", "its rank", whole),
             Column("ranked", "of"),
             Column("decides", "decides"),
-            *PROVED,
+            PROVED,
             *(Column(key, "") for key in ("pred_step_s", "step_s", "decides_s", "run_with")),
         ),
         rows=_rows(rows),
@@ -126,7 +144,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
             Column("over_pick", "over our pick %", signed_percent),
             Column("best_measured", "measured"),
             Column("best_regret", "it loses %", percent),
-            *PROVED,
+            PROVED,
             Column("reason", "why not"),
             *(Column(key, "") for key in ("layers", "hidden", "step_s", "run_with")),
         ),
@@ -156,18 +174,10 @@ def space_table(rows: Sequence[Row]) -> Table:
             Column("published_mfu", "published MFU %", percent),
             Column("binds", "what binds"),
             Column("layouts", "layouts", whole),
-            *PROVED,
+            PROVED,
             Column("reason", "why not"),
             *(Column(key, "") for key in ("source", "step_s", "run_with")),
         ),
         rows=_rows(rows),
         note=FILLING + SIMULATED,
     )
-
-
-TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
-    "layouts": layout_table,
-    "sweeps": sweep_table,
-    "spaces": space_table,
-}
-"""The files of results/searched by name, each with the function that makes its table."""

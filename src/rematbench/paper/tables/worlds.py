@@ -1,17 +1,22 @@
 """The table of the worlds: for each method and layout, whether lossless, and bytes by world."""
 
 from collections.abc import Sequence
-from functools import cache
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from rematbench.host.table import Column, Table, fixed, signed_percent, whole
-from rematbench.plugins.discover import discover
+from rematbench.host.console import CommandError
+from rematbench.host.table import Column, Table, exponent, fixed, signed_percent, whole
 from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.measured import Measured
-from rematbench.worlds.records.record import Record
-from rematbench.worlds.records.suite import label_key
+from rematbench.worlds.records.record import Record, read_records
+from rematbench.worlds.records.suite import label_key, record_label
+
+INPUTS = {
+    "executed": "results/measured/executed/*.json",
+    "traced": "results/measured/traced/*.json",
+    "retraced": "results/paper/retraced.txt",
+}
+READS = ("methods/*.py",)  # the parameters of the methods
 
 MIB = 2**20
 
@@ -21,35 +26,15 @@ def mib(value: Any) -> str:
     return f"{float(value) / MIB:,.3f}"
 
 
-def exponent(value: Any) -> str:
-    """A small number with an exponent and two digits."""
-    return f"{float(value):.1e}"
-
-
-@cache
-def _defaults() -> dict[str, dict[str, Any]]:
-    return {name: entry.parameters for name, entry in discover().methods.items()}
-
-
-def _as_json(value: Any) -> Any:
-    return msgspec.json.decode(msgspec.json.encode(value))
-
-
-def label_of(record: Record) -> str:
-    """The method with those of its parameters that differ from its defaults."""
-    defaults = _defaults()
-    named = [
-        f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
-        for method, parameters in record.spec.parameters.items()
-        for key, value in parameters.items()
-        if value != _as_json(defaults.get(method, {}).get(key))
-    ]
-    return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method
-
-
-def has_its_own_table(record: Record) -> bool:
-    """Whether a record is a baseline's run or a loss curve (which has no bytes)."""
-    return record.engine is not None or bool(record.measured and not record.measured.ranks)
+def build(executed: list[Path], traced: list[Path], retraced: Path) -> Table:
+    """The table of all records; CommandError where a record breaks a law."""
+    found = read_records([*executed, *traced])
+    if not any(record.measured for _, record in found):
+        raise CommandError("no measured record")
+    if wrong := differing(found):
+        raise CommandError("; ".join(wrong))
+    again = retraced.read_text(encoding="utf-8").strip()
+    return worlds_table(found, f"Run again for this table: {again}.")
 
 
 def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
@@ -59,7 +44,7 @@ def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Tabl
     bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
         key = (problem, label_key(record.spec.method, record.spec.parameters))
-        row = rows.setdefault(key, {"problem": problem, "method": label_of(record)})
+        row = rows.setdefault(key, {"problem": problem, "method": record_label(record)})
         line = _line(record)
         if record.spec.method != IDENTITY and record.plan_hash == bases.get(problem, ""):
             line["remark"] = f"no-op: {IDENTITY}'s plan"

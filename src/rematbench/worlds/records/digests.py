@@ -73,14 +73,14 @@ def _imports(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def command_digest(module: str, methods: Iterable[Path] = ()) -> str:
-    """The digest of a command module's code and of the modules that the files of `methods` import.
-    The method files themselves are not covered: they are inputs of the caller.  ValueError for an
-    unknown module."""
+def command_digest(module: str, methods: Iterable[Path] = (), loaded: Iterable[str] = ()) -> str:
+    """The digest of a command module's code, of the modules `loaded` that it loads by name, and of
+    the modules that the files of `methods` import.  The method files themselves are not covered:
+    they are inputs of the caller.  ValueError for an unknown module."""
     root = f"{COMMANDS}.{module}"
     if _file(root) is None:
         raise ValueError(f"no module of commands {module!r}")
-    roots = {root, *(name for path in methods for name in _imports(path))}
+    roots = {root, *loaded, *(name for path in methods for name in _imports(path))}
     return digest(closure(tuple(sorted(roots))))
 
 

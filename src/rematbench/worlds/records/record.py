@@ -7,7 +7,7 @@ the event simulator, `traced` and `executed` numbers from the real code.
 import datetime
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -294,3 +294,11 @@ def read_record(path: Path) -> Record:
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         text = f"{path}: not a record of format {FORMAT}, the only one read here: {error}"
         raise RecordError(text) from error
+
+
+def read_records(paths: Iterable[Path]) -> list[tuple[str, Record]]:
+    """(problem name, record) of every record file, of a folder of all below it, in sorted order."""
+    files = sorted(
+        file for path in paths for file in ([path] if path.is_file() else path.rglob("*.json"))
+    )
+    return [(file.name.split(".")[0], read_record(file)) for file in files]

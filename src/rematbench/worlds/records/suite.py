@@ -1,6 +1,7 @@
 """Suites: problems, and the methods to run on each problem; one bundle of runs per method."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from msgspec import Struct
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
+from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.spec.configfile import (
@@ -100,6 +102,14 @@ def load_suite(path: Path) -> Suite:
     return read_suite(path, Suite)
 
 
+def load_matrix(path: Path) -> MatrixSpec:
+    """The matrix of a suite file; ConfigError if the suite declares none."""
+    spec = load_suite(path).matrix
+    if spec is None:
+        raise ConfigError(str(path), "matrix", "this suite declares none")
+    return spec
+
+
 def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
     """A suite of a kind that has keys of its own; as `load_suite`."""
     label = str(path)
@@ -181,3 +191,24 @@ def labels(suite: Suite, registry: Registry) -> dict[str, str]:
 def label_key(method: str, parameters: dict[str, dict[str, Any]]) -> str:
     """A method and its parameters as one text (a key of `labels`)."""
     return method + msgspec.json.encode(parameters, order="sorted").decode()
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return {name: entry.parameters for name, entry in discover().methods.items()}
+
+
+def _as_json(value: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def record_label(record: Record) -> str:
+    """The method with those of its parameters that differ from its defaults."""
+    defaults = _defaults()
+    named = [
+        f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
+        for method, parameters in record.spec.parameters.items()
+        for key, value in parameters.items()
+        if value != _as_json(defaults.get(method, {}).get(key))
+    ]
+    return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method

@@ -1,11 +1,16 @@
 """The Pareto front of recomputation seconds against kept bytes, for one layer of each model."""
 
+from pathlib import Path
+
 from rematbench.evaluate.problems import make_problem
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
 from rematbench.worlds.records.matrix_spec import MatrixSpec
+from rematbench.worlds.records.suite import load_matrix
+
+INPUTS = {"suite": "config/paper.yaml"}
 
 TP = 8
 SEQ_LEN = 8192
@@ -15,6 +20,11 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "balanced + FC1": ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "gate_out", "up_out"),
 }
 """Published points (Yuan et al., USENIX ATC 2024) that the computed front should contain."""
+
+
+def build(suite: Path) -> Table:
+    """The table of the models of the suite's matrix."""
+    return pareto_table(load_matrix(suite))
 
 
 def layer_problem(spec: MatrixSpec, model: str) -> Problem:

@@ -8,11 +8,30 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.engine.program.action import Kind
-from rematbench.host.table import Column, Table, whole
-from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
-from rematbench.measure.records import Spent
-from rematbench.paper.tables.gpu import CPU_NOTE
-from rematbench.paper.tables.speed import seconds
+from rematbench.host.table import Column, Table, seconds, whole
+from rematbench.measure.parts.checks import (
+    PACKAGES_RUN,
+    SUMMARY,
+    Finding,
+    Summary,
+    read_summary,
+)
+from rematbench.measure.parts.comparison import CPU_NOTE, runs_with
+from rematbench.measure.records import Spent, by_cell, read_lines
+
+INPUTS = {"runs": "results/measured/gpu*"}
+TABLES = ("gpu_checks", "gpu_actions")
+
+
+def build(runs: list[Path]) -> list[Table]:
+    """The tables of all runs; of a cell whose actions several runs timed, the last run counts."""
+    summaries = {str(path): read_summary(path / SUMMARY) for path in runs_with(runs, SUMMARY)}
+    spent: dict[str, list[Spent]] = {}
+    for path in runs_with(runs, "actions.jsonl"):
+        spent |= by_cell(read_lines(path / "actions.jsonl", Spent))
+    lines = [line for own in spent.values() for line in own]
+    tables = [checks_table(summaries)] if summaries else []
+    return [*tables, actions_table(lines)] if lines else tables
 
 
 def checks_table(summaries: Mapping[str, Summary]) -> Table:

@@ -1,19 +1,42 @@
 """Loss curves of long training runs against keep_all: every step, and a table of deviations."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from rematbench.host.table import Column, Table, fixed, whole
-from rematbench.paper.tables.worlds import exponent, label_of
+from rematbench.host.console import CommandError
+from rematbench.host.table import Column, Table, exponent, fixed, sheet, whole
+from rematbench.plugins.registry import IDENTITY
 from rematbench.worlds.records.measured import LEARNING_RATE
-from rematbench.worlds.records.record import Record
+from rematbench.worlds.records.record import Record, read_records
+from rematbench.worlds.records.suite import record_label
 
+INPUTS = {"records": "results/measured/convergence/*.json"}
+TABLES = ("convergence_deviation",)
+SHEETS = ("convergence",)
 Entries = Sequence[tuple[str, Record]]
+
+
+def build(records: list[Path]) -> list[Table]:
+    """The curves, step by step, and the table of their deviations."""
+    found = [(problem, record) for problem, record in read_records(records) if record.measured]
+    bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
+    alone = sorted({problem for problem, _ in found} - set(bases))
+    if alone or not bases:
+        of = f" on {', '.join(alone)}" if alone else ""
+        raise CommandError(f"no record of {IDENTITY}{of} to compare with")
+    return [curves_table(found, bases), sheet("convergence", curve_lines(found, bases))]
 
 
 def curve_lines(found: Entries, bases: Mapping[str, Record]) -> list[dict[str, object]]:
     """A line for each step of every (problem, record), with the loss less the base's loss."""
     return [
-        {"problem": at, "method": label_of(one), "step": step, "loss": loss, "deviation": loss - b}
+        {
+            "problem": at,
+            "method": record_label(one),
+            "step": step,
+            "loss": loss,
+            "deviation": loss - b,
+        }
         for at, one in found
         for step, (loss, b) in enumerate(zip(_losses(one), _losses(bases[at]), strict=True))
     ]
@@ -37,7 +60,7 @@ def curves_table(found: Entries, bases: Mapping[str, Record]) -> Table:
         rows=tuple(
             {
                 "problem": problem,
-                "method": label_of(record),
+                "method": record_label(record),
                 **_deviation(_losses(record), _losses(bases[problem])),
             }
             for problem, record in found

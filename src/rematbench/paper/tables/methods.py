@@ -1,16 +1,34 @@
-"""Tables from records: runs.csv (a line per run), measurements.csv (tidy), the table of methods."""
+"""Runs of a suite: the table of methods, and as sheets a line for each run and for each number."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rematbench.evaluate.evaluation import RankBytes
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.host.console import CommandError
+from rematbench.host.table import (
+    Column,
+    Table,
+    fixed,
+    gib,
+    percent,
+    sheet,
+    signed_percent,
+    whole,
+)
+from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.worlds.records.record import Metrics, Record, read_record
-from rematbench.worlds.records.suite import label_key
+from rematbench.worlds.records.record import Metrics, Record, read_records
+from rematbench.worlds.records.suite import label_key, labels, load_suite
+
+INPUTS = {
+    "suite": "config/{suite}.yaml",
+    "records": "results/{suite}/records/simulated/{method}",
+}
+TABLES = ("methods",)
+SHEETS = ("runs", "measurements")
 
 UNITS = {
     "step_s": "s",
@@ -25,10 +43,16 @@ UNITS = {
 Line = dict[str, Any]
 
 
-def read_records(folders: Iterable[Path]) -> list[tuple[str, Record]]:
-    """(problem name, record) of every record file below the folders, in sorted order."""
-    paths = sorted(path for folder in folders for path in folder.rglob("*.json"))
-    return [(path.name.split(".")[0], read_record(path)) for path in paths]
+def build(suite: Path, records: list[Path]) -> list[Table]:
+    """The table and the sheets of a suite's records."""
+    found = read_records(records)
+    if not found:
+        raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")
+    return [
+        method_table(found, labels(load_suite(suite), discover())),
+        sheet("runs", run_lines(found)),
+        sheet("measurements", measurement_lines(found)),
+    ]
 
 
 def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:

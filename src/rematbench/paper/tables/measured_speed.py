@@ -4,15 +4,28 @@ A row has step, MFU and bytes of an executed cell, and what its method gains wit
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.host.table import (
+    Column,
+    Table,
+    fixed,
+    gib,
+    percent,
+    seconds,
+    signed_percent,
+    whole,
+)
 from rematbench.plugins.registry import IDENTITY
 
+INPUTS = {"executed": "results/{suite}/executed.csv"}
+
 Row = Mapping[str, str]
-NAME = "measured_speed"
+NEEDED = ("problem", "engine", "method", "status", "record_key")
 
 NOTE = (
     "Step: median of timed steps that nobody observes, of each the slowest rank; the CSV has the "
@@ -26,20 +39,20 @@ NOTE = (
 )
 
 
+def build(executed: Path) -> Table:
+    """The table of all cells."""
+    return speed_table(read_sheet(executed, NEEDED))
+
+
 def signed(value: Any) -> str:
     """A number of percent with its sign and one decimal."""
     return f"{float(value):+.1f}"
 
 
-def seconds(value: Any) -> str:
-    """Seconds with four digits, because steps take milliseconds or minutes."""
-    return f"{float(value):.4g}"
-
-
 def speed_table(rows: Sequence[Row]) -> Table:
     """The table of the rows of executed.csv, in their order."""
     return Table(
-        name=NAME,
+        name="measured_speed",
         title="Measured speed and memory, problem x engine x method (executed)",
         columns=(
             *(Column(key, key) for key in ("problem", "engine", "method")),
@@ -68,11 +81,6 @@ def speed_table(rows: Sequence[Row]) -> Table:
         rows=tuple(_line(row, _base(row, rows)) for row in rows),
         note=NOTE,
     )
-
-
-def timed(rows: Sequence[Row]) -> int:
-    """How many cells have measured seconds."""
-    return sum(bool(row.get("step_s")) for row in rows)
 
 
 def _line(row: Row, base: Row | None) -> dict[str, Any]:

@@ -1,34 +1,33 @@
 """The ledger of claims: each row of claims.csv with our number, its error, basis and verdict."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rematbench.evaluate.result import Status
 from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
-from rematbench.evidence.published.sheets import number
+from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
 from rematbench.host.table import Column, Table, signed_percent
-from rematbench.paper.studies.answers import Number, StudyAnswer
+from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
 from rematbench.paper.studies.claims import (
     Claim,
     Claims,
     Ours,
     Part,
     evaluate_query,
+    load_claims,
     published,
 )
-from rematbench.paper.studies.rows import Told, published_numbers
-from rematbench.paper.tables.lynx import lynx_ladder, lynx_layouts
-from rematbench.paper.tables.memo import (
-    fragmentation_table,
-    memo_average,
-    memo_lengths,
-    memo_longest,
-)
-from rematbench.paper.tables.mst import mst_longest, mst_memory
-from rematbench.paper.tables.rule80 import scored_cells
+from rematbench.paper.studies.rule80 import scored_cells
 from rematbench.plugins.discover import discover
 
+INPUTS = {
+    "answers": "results/paper/studies/{study}.json",
+    "predictions": "results/paper/tables/predictions.csv",
+    "published": "results/published/claims.csv",
+}
+READS = ("config/claims.yaml",)
 Row = Mapping[str, str]
 WITHIN, OUTSIDE = "within tolerance", "outside"
 MET, MISSED = "met", "not met"
@@ -36,10 +35,14 @@ MET, MISSED = "met", "not met"
 PRIMARY, BESIDE, ALSO = "primary", "beside the headline", "also asked"
 """What a line asks: the claim in its own words, another number of its row, or another question."""
 PREDICT = "rematbench predict results/published/runs.csv -o predictions.csv"
-SHEETS = (
-    "rematbench sheets results/published/runs.csv -o sheets && "
-    "rematbench predict sheets/{}.csv -o predictions.csv"
-)
+BUNDLE = "rematbench predict results/published/runs.csv --bundle {} -o predictions.csv"
+
+
+def build(answers: list[Path], predictions: Path, published: Path) -> Table:
+    """The table of all published claims."""
+    predicted = prediction_answers(read_predicted(predictions))
+    found = [*load_answers(answers), *predicted]
+    return claims_table(read_sheet(published), load_claims(), found)
 
 
 def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]) -> Table:
@@ -245,7 +248,7 @@ def _layout_answer(cell: Mapping[str, Any]) -> StudyAnswer:
         status=statuses.get(cell["pred_status"], "failed"),
         reason=cell["pred_reason"],
         values=values,
-        command=SHEETS.format(name),
+        command=BUNDLE.format(name),
     )
 
 
@@ -266,20 +269,3 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
         command=PREDICT,
     )
     return [made]
-
-
-def study_tables(
-    answers: Sequence[StudyAnswer], rows: Iterable[Mapping[str, str]], claims: Claims
-) -> list[Table]:
-    """Every table whose study has answers."""
-    told = published_numbers(rows, claims)
-    makers: dict[str, tuple[Callable[[list[StudyAnswer], Told], Table], ...]] = {
-        "lynx": (lynx_ladder, lynx_layouts),
-        "mst": (mst_longest, mst_memory),
-        "memo": (memo_lengths, memo_longest, memo_average, fragmentation_table),
-    }
-    made = []
-    for study, tables in makers.items():
-        own = [answer for answer in answers if answer.study == study]
-        made += [make(own, told) for make in tables if own]
-    return made

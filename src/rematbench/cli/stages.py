@@ -1,0 +1,47 @@
+"""The command `stages`: what fills the memory of each pipeline rank."""
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec.structs import asdict
+from typer import Argument, Option
+
+from rematbench.cli.targets import need_file
+from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.stage_memory import stage_bytes
+from rematbench.host.console import console, rich_table
+from rematbench.host.table import Column, Table, gib, write_sheet
+from rematbench.worlds.records.record import read_record
+from rematbench.worlds.records.replay import replay
+
+
+def stages(
+    record: Annotated[Path, Argument(metavar="RECORD.json", help="From simulate --out or run.")],
+    output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
+    cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the run's was a file.")] = "",
+) -> None:
+    """What fills each pipeline stage's memory at its peak.
+
+    \b
+    Example:
+      rematbench simulate keep_all --model llama-7b --cluster a800-80gb --gpus 4
+        --seq-len 4096 --global-batch 16 --pp 4 --out run.json
+      rematbench stages run.json
+    """
+    need_file("-o", output)
+    again = replay(read_record(record), cluster=cluster)
+    program = lower(again.plan, again.problem)
+    bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
+    rows = tuple(asdict(bar) for bar in bars)
+    columns = [Column("rank", "rank")]
+    columns += [Column(key, key.replace("_", "-"), gib) for key in rows[0] if key != "rank"]
+    table = Table(
+        name="stages",
+        title=f"GiB at the peak of each stage: {again.title}",
+        columns=tuple(columns),
+        rows=rows,
+        note="Parts and free add up to the device's memory; free below zero does not fit.",
+    )
+    console().print(rich_table(table))
+    if output is not None:
+        write_sheet(output, [{**row, "title": again.title} for row in rows])

@@ -1,0 +1,86 @@
+"""The command `table`: the tables of the paper, made alone."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.cli.targets import need_folder
+from rematbench.host.console import CommandError, align_left, console, grid, plain, rich_table
+from rematbench.host.table import Table
+from rematbench.paper.catalog import PAPER, TableFile, maker, table_files
+
+
+def table(
+    names: Annotated[
+        list[str] | None, Argument(metavar="[NAME..]", help="Tables (--list names them).")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        Option("-o", "--output", metavar="DIR", help="Where (default: results/SUITE/tables)."),
+    ] = None,
+    suite: Annotated[str, Option(help="The suite, for tables of any suite.")] = PAPER,
+    given: Annotated[
+        list[str] | None,
+        Option("--input", metavar="NAME=PATH", help="In place of a declared input (repeatable)."),
+    ] = None,
+    show: Annotated[bool, Option("--show", help="Print them too.")] = False,
+    every: Annotated[bool, Option("--list", help="List all tables with their inputs.")] = False,
+) -> None:
+    """Make tables: a CSV of raw values, and JSON (for the page), Markdown and LaTeX.
+
+    Each stands in a file of src/rematbench/paper/tables, whose INPUTS name what it reads, from the
+    checkout's folder on.  `snakemake --cores 1 results/paper/tables/NAME.csv` makes the inputs too.
+
+    \b
+    Example:
+      rematbench table --list
+      rematbench table searched_layouts -o tables
+    """
+    if every:
+        _list()
+        return
+    if not names:
+        raise CommandError("give a NAME, or --list")
+    files = dict.fromkeys(maker(name).name for name in names)
+    folder = output or Path("results") / suite / "tables"
+    need_folder("-o", folder)
+    for file in files:
+        made = _built(table_files()[file], suite, given or ())
+        for name in [name for name in names if maker(name).name == file]:
+            if name not in made:
+                raise CommandError(f"{name}: its inputs have nothing for it")
+            made[name].write(folder)
+            if show:
+                console().print(rich_table(made[name]))
+            typer.echo(f"{folder / name}.csv: {len(made[name].rows)} rows")
+
+
+def _built(file: TableFile, suite: str, given: Sequence[str]) -> dict[str, Table]:
+    """The tables of a file by name; CommandError for a missing input."""
+    named: dict[str, list[str]] = {}
+    for name, _, path in (word.partition("=") for word in given):
+        if name not in file.inputs:
+            raise CommandError(f"--input {name}: {file.name}.py has {', '.join(file.inputs)}")
+        named.setdefault(name, []).append(path)
+    arguments = file.arguments(suite, named)
+    for name, value in arguments.items():
+        paths = value if isinstance(value, list) else [value]
+        missing = [path for path in paths if not path.exists()]
+        if missing or not paths:
+            lost = str(missing[0]) if missing else file.inputs[name]
+            target = f"results/{suite}/tables/{file.names[0]}.csv"
+            raise CommandError(f"no {lost} here: `snakemake --cores 1 {target}` makes it")
+    made = importlib.import_module(file.module).build(**arguments)
+    return {one.name: one for one in (made if isinstance(made, list) else [made])}
+
+
+def _list() -> None:
+    shown = align_left(grid("table", "file", "inputs"), 1, 2)
+    for file in table_files().values():
+        for name in file.names:
+            shown.add_row(name, f"{file.name}.py", plain(" ".join(file.inputs.values())))
+    console().print(shown)

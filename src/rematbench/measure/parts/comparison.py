@@ -1,0 +1,70 @@
+"""What is measured on one GPU beside what was predicted, for tables.
+
+Every error is signed: measured less predicted, over predicted.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rematbench.measure.parts.checks import SUMMARY, read_summary
+from rematbench.measure.records import Prediction, Turn, read_lines
+
+TIME_BAR = 0.05
+"""Expected before any measurement: the mean absolute error of time (ours)."""
+CPU_NOTE = "Run on a CPU, to try it out: the seconds mean nothing."
+
+
+def runs_with(runs: Iterable[Path], name: str) -> list[Path]:
+    """The folders of measurements that have a file, in the order of their measurement."""
+    there = [path for path in runs if (path / name).exists()]
+    return sorted(there, key=_written)
+
+
+def _written(folder: Path) -> str:
+    summary = folder / SUMMARY
+    return read_summary(summary).written if summary.exists() else ""
+
+
+def turns_of(folder: Path, part: str) -> list[Turn]:
+    """The turns of a part of a measurement."""
+    files = sorted(folder.glob(f"{part}/*.jsonl"))
+    return [turn for file in files for turn in read_lines(file, Turn)]
+
+
+def signed_error(got: float | None, want: float | None) -> float | None:
+    """Measured less predicted over predicted; None where one is not known."""
+    return got / want - 1.0 if got and want else None
+
+
+def mean_error(errors: Sequence[float | None]) -> str:
+    """The mean absolute error and how many it is of."""
+    known = [abs(error) for error in errors if error is not None]
+    return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none known"
+
+
+def beside_prediction(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Measured and predicted numbers of a cell with their errors; medians of its turns' seconds,
+    peaks of all its turns."""
+    steps = [statistics.median(turn.step_s) for turn in turns if turn.step_s]
+    found: dict[str, Any] = {"n": len(steps) or None}
+    got = {"step_s": statistics.median(steps) if steps else None}
+    for key in ("allocated_bytes", "reserved_bytes", "pinned_bytes"):
+        got[key] = max(getattr(turn, key) for turn in turns) or None
+    for key, value in got.items():
+        want = getattr(line, key) if line else None
+        found |= {key: value, f"predicted_{key}": want, f"{key}_error": signed_error(value, want)}
+    return found
+
+
+def devices_of(rows: Sequence[dict[str, Any]]) -> str:
+    """The names of the devices that rows were measured on."""
+    return ", ".join(sorted({row["device"] for row in rows}))
+
+
+def caveats(rows: Sequence[dict[str, Any]]) -> str:
+    """What a note says first: that rows are of a CPU, or were predicted too late; else nothing."""
+    early = all(row["predicted_first"] for row in rows)
+    told = "" if early else "NOT every prediction was written before its measurement. "
+    return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + told

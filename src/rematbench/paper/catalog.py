@@ -1,0 +1,211 @@
+"""The tables and figures that exist, read from their files: a new file is a new table or figure.
+
+A file NAME.py of `paper/tables/` declares INPUTS, a name and a path for each argument of its
+`build`, which returns the Table (or several).  Paths are relative to the checkout.  A path with a
+`*` or a placeholder of `VALUES` stands for all paths that match and gives `build` a list; `{suite}`
+stands for one suite.  Where the file makes other tables than NAME, TABLES names them, and SHEETS
+those without a printed form; READS has the files that its code reads by itself.  A file of
+`figures/` that is drawn from tables alone names them in TABLES.
+
+All of these are literals, so that no file is imported to know what it makes.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rematbench.evidence.published.derived import all_cells
+from rematbench.evidence.published.derived import bundles as sheet_bundles
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.host.table import SUFFIXES
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import ConfigError, convert
+from rematbench.worlds.records.suite import bundles, load_matrix, load_suite
+
+TABLES = Path(__file__).parent / "tables"
+PAPER = "paper"
+SUITE = "{suite}"
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one file of tables declares; `name`: the file's name without suffix."""
+
+    name: str
+    inputs: dict[str, str]
+    reads: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    sheets: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return f"rematbench.paper.tables.{self.name}"
+
+    @property
+    def of_any_suite(self) -> bool:
+        """Whether the tables are made for each suite, not for the paper's alone."""
+        return any(SUITE in pattern for pattern in self.inputs.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tables and sheets."""
+        return (*self.tables, *self.sheets)
+
+    def outputs(self, folder: str) -> list[str]:
+        """The files that are written into a folder."""
+        printed = [f"{folder}/{name}{suffix}" for name in self.tables for suffix in SUFFIXES]
+        return [*printed, *(f"{folder}/{name}.csv" for name in self.sheets)]
+
+    def arguments(
+        self, suite: str, given: Mapping[str, Sequence[str]]
+    ) -> dict[str, Path | list[Path]]:
+        """The arguments of `build`, with the paths of `given` in place of declared ones."""
+        made: dict[str, Path | list[Path]] = {}
+        for name, pattern in self.inputs.items():
+            paths = [Path(path) for path in given.get(name) or expanded(pattern, suite)]
+            made[name] = paths if is_many(pattern) else paths[0]
+        return made
+
+    def files(self, suite: str) -> dict[str, list[str]]:
+        """The files behind all inputs by name: of a committed folder, the records below it."""
+        patterns = self.inputs | {f"reads_{i}": path for i, path in enumerate(self.reads)}
+        return {
+            name: [file for path in expanded(pattern, suite) for file in _files(path, pattern)]
+            for name, pattern in patterns.items()
+        }
+
+
+def _files(path: str, pattern: str) -> list[str]:
+    if PLACEHOLDER.search(pattern) or not Path(path).is_dir():
+        return [path]
+    return sorted(str(file) for file in Path(path).rglob("*.json*"))
+
+
+@cache
+def table_files() -> dict[str, TableFile]:
+    """Every file of tables by name; ConfigError for a wrong declaration and for a table that two
+    files make."""
+    found: dict[str, TableFile] = {}
+    makers: dict[str, str] = {}
+    for path in sorted(TABLES.glob("*.py")):
+        if path.stem == "__init__":
+            continue
+        one = _table_file(path)
+        for name in one.names:
+            if name in makers:
+                raise ConfigError(str(path), name, f"{makers[name]}.py makes this table too")
+            makers[name] = one.name
+        found[one.name] = one
+    return found
+
+
+def _table_file(path: Path) -> TableFile:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    declared = _literals(tree, path, ("INPUTS", "READS", "TABLES", "SHEETS"))
+    if not {"TABLES", "SHEETS"} & declared.keys():
+        declared["TABLES"] = [path.stem]
+    plain = {key.lower(): value for key, value in declared.items()}
+    one = convert({"name": path.stem, **plain}, TableFile, str(path))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "build":
+            arguments = [argument.arg for argument in node.args.args]
+            if arguments != list(one.inputs):
+                raise ConfigError(str(path), "build", "its arguments are not the names of INPUTS")
+            return one
+    raise ConfigError(str(path), "build", "no such function")
+
+
+def _literals(tree: ast.Module, path: Path, names: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in names:
+                try:
+                    found[name] = ast.literal_eval(value)
+                except ValueError as error:
+                    raise ConfigError(str(path), name, "is not a literal") from error
+    return found
+
+
+def maker(table: str) -> TableFile:
+    """The file that makes a table; ConfigError for an unknown table."""
+    for one in table_files().values():
+        if table in one.names:
+            return one
+    known = ", ".join(name for one in table_files().values() for name in one.names)
+    raise ConfigError("", "table", f"unknown table {table!r} (allowed: {known})")
+
+
+def figures(folder: Path) -> dict[str, tuple[str, ...]]:
+    """The figures that are drawn from the paper's tables alone, with the names of the tables."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        declared = _literals(tree, path, ("TABLES",))
+        if declared:
+            found[path.stem] = tuple(declared["TABLES"])
+    return found
+
+
+def is_many(pattern: str) -> bool:
+    """Whether a pattern gives `build` a list of paths."""
+    return "*" in pattern or bool(set(PLACEHOLDER.findall(pattern)) - {"suite"})
+
+
+def expanded(pattern: str, suite: str) -> list[str]:
+    """The paths that a pattern stands for, in the order of their values or of their names."""
+    text = pattern.replace(SUITE, suite)
+    if "*" in text:
+        return sorted(str(path) for path in Path().glob(text))
+    names = PLACEHOLDER.findall(text)
+    if not names:
+        return [text]
+    if len(names) > 1 or names[0] not in VALUES:
+        raise ConfigError("INPUTS", pattern, f"allowed: one of {', '.join(VALUES)}")
+    return [text.replace(f"{{{names[0]}}}", value) for value in VALUES[names[0]](suite)]
+
+
+def suites() -> list[str]:
+    """The names of the suites: the files of config/ with problems."""
+    files = sorted(Path("config").glob("*.yaml"))
+    return [path.stem for path in files if "\nproblems:" in path.read_text(encoding="utf-8")]
+
+
+def studies() -> list[str]:
+    """The names of the studies."""
+    return sorted(path.stem for path in Path("config/study").glob("*.yaml"))
+
+
+@cache
+def sheets() -> dict[str, list[dict[str, str]]]:
+    """The cells to predict for the papers' tables, by bundle."""
+    return sheet_bundles(all_cells(read_sheet(Path("results/published/runs.csv"))), discover())
+
+
+@cache
+def matrix_parts() -> dict[str, list[str]]:
+    """The parts that the matrix is computed in, a model and half of the lengths each, with the
+    options of `rematbench matrix`."""
+    spec = load_matrix(Path("config/paper.yaml"))
+    half = len(spec.seq_lens) // 2
+    halves = {"short": spec.seq_lens[:half], "long": spec.seq_lens[half:]}
+    return {
+        f"{work.model}.{name}": ["--model", work.model, *(f"--seq-len={n}" for n in lengths)]
+        for work in spec.works
+        for name, lengths in halves.items()
+    }
+
+
+VALUES: dict[str, Callable[[str], Iterable[str]]] = {
+    "bundle": lambda _: sorted(sheets()),
+    "method": lambda suite: bundles(load_suite(Path(f"config/{suite}.yaml")), discover()),
+    "part": lambda _: matrix_parts(),
+    "study": lambda _: studies(),
+}
+"""What a placeholder of a path stands for, by the name of a suite."""

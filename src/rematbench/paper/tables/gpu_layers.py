@@ -1,0 +1,167 @@
+"""Steps and bytes on one GPU beside their predictions, and speeds over full recomputation."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rematbench.host.console import CommandError
+from rematbench.host.table import (
+    Column,
+    Table,
+    fixed,
+    gib,
+    percent,
+    seconds,
+    signed_percent,
+    whole,
+)
+from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_names, load_layers
+from rematbench.measure.parts.comparison import (
+    TIME_BAR,
+    beside_prediction,
+    caveats,
+    devices_of,
+    mean_error,
+    runs_with,
+    signed_error,
+    turns_of,
+)
+from rematbench.measure.parts.layers import ratio
+from rematbench.measure.predictions import PREDICTED
+from rematbench.measure.records import Prediction, Turn, by_cell, read_lines
+from rematbench.worlds.records.measured import measured_speed
+from rematbench.worlds.records.suite_cells import problem_of
+
+INPUTS = {"runs": "results/measured/gpu*", "suite": "config/gpu_layers.yaml"}
+READS = ("methods/*.py",)
+TABLES = ("gpu_layers", "gpu_ratios")
+BYTES_BAR = 0.005
+"""Expected before any measurement: the mean absolute error of allocated bytes (ours)."""
+KEEP_BAR = (1.15, 1.26)
+"""Expected before any measurement: speed of what keeps attention over full recomputation, at 32K to
+128K tokens (ours)."""
+KEEPS = "keep attention"
+
+
+def build(runs: list[Path], suite: Path) -> list[Table]:
+    """The tables of all cells in the suite's order; of a cell that several runs have, the last row
+    that was measured counts, else the last."""
+    asked = load_layers(suite)
+    found: dict[str, dict[str, Any]] = {}
+    for path in runs_with(runs, "layers"):
+        turns = turns_of(path, "layers")
+        for row in layer_rows(asked, path, turns) if turns else ():
+            if row["step_s"] or not found.get(row["cell"], {}).get("step_s"):
+                found[row["cell"]] = row
+    if not found:
+        raise CommandError("no turn of a cell (layers/*.jsonl) there")
+    problems = [problem.name for problem in asked.problems]
+    order = sorted(layer_names(asked), key=lambda name: problems.index(problem_of(name)))
+    rows = [found[name] for name in order if name in found]
+    return [layers_table(rows), ratios_table(rows)]
+
+
+def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """A row for each cell that has a turn (or a refusal), beside its prediction if it has one.  A
+    rank that runs alone has no MFU."""
+    known = {line.cell: line for line in read_lines(folder / PREDICTED, Prediction)}
+    labels, found, by_hand = layer_names(suite), by_cell(turns), by_hand_names(suite)
+    problems = {spec.name: spec.problem() for spec in suite.problems}
+    rows = []
+    for name, label in labels.items():
+        line = known.get(name)
+        if name not in found or (line is None and name not in by_hand):
+            continue
+        problem, last = problem_of(name), found[name][-1]
+        row: dict[str, Any] = {"cell": name, "problem": problem, "method": label}
+        row["run"] = folder.name
+        row |= {"status": _status(last), "reason": last.reason}
+        row |= {"context": problems[problem].workload.seq_len, "device": last.provenance.device}
+        row |= beside_prediction(line, found[name])
+        reference = f"{problem}.{suite.references[problem]}"
+        if row["step_s"]:
+            row |= _ratios(found[name], found.get(reference, ()), line, known[reference])
+        if row["step_s"] and problem not in suite.alone:
+            speed = measured_speed(problems[problem], [row["step_s"]], row["device"])
+            row |= {"mfu_causal": speed.mfu_causal, "mfu_dense": speed.mfu_dense}
+        first = line is None or last.provenance.written >= line.provenance.written
+        row |= {"against": labels[reference], "predicted_first": first}
+        rows.append(row)
+    return rows
+
+
+def _status(turn: Turn) -> str:
+    """The status; of a refused cell also the reason, without the name of the only rank."""
+    short = turn.reason.replace("device memory of pipeline rank 0: ", "")
+    return f"refused: {short}" if turn.status == "refused" else turn.status
+
+
+def _ratios(
+    turns: Sequence[Turn], reference: Sequence[Turn], line: Prediction | None, other: Prediction
+) -> dict[str, Any]:
+    found, step_s = ratio(turns, reference), line.step_s if line else None
+    predicted = other.step_s / step_s if other.step_s and step_s else None
+    if found is None:
+        return {"predicted_ratio": predicted}
+    half = found.half_width if math.isfinite(found.half_width) else None
+    error = signed_error(found.mean, predicted)
+    return {"ratio": found.mean, "half_width": half, "rounds": found.n,
+            "predicted_ratio": predicted, "ratio_error": error}  # fmt: skip
+
+
+def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Steps and bytes, measured beside predicted."""
+    bars = (
+        f"Mean absolute errors: time {mean_error([row['step_s_error'] for row in rows])} "
+        f"(expected: at most {100 * TIME_BAR:g} %), allocated bytes "
+        f"{mean_error([row['allocated_bytes_error'] for row in rows])} (expected: at most "
+        f"{100 * BYTES_BAR:g} %)."
+    )
+    shown: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("step_s", "step s", seconds),
+        ("allocated_bytes", "allocated GiB", gib),
+        ("reserved_bytes", "reserved GiB", gib),
+        ("pinned_bytes", "pinned GiB", gib),
+    )
+    columns = [Column(key, key) for key in ("problem", "method", "status")]
+    columns.append(Column("n", "n", whole))
+    for key, heading, show in shown:
+        columns += [Column(key, heading, show), Column(f"predicted_{key}", "predicted", show)]
+        columns.append(Column(f"{key}_error", "error %", signed_percent))
+    columns.append(Column("run", "run"))
+    columns += [Column(key, "") for key in ("reason", "device", "predicted_first")]
+    return Table(
+        name="gpu_layers",
+        title=f"Steps on {devices_of(rows)}, measured beside predicted",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        note=f"{caveats(rows)}n: turns; a step is the median of the medians of turns, bytes the "
+        f"most of any turn. Predicted pinned bytes count powers of two. {bars}",
+    )
+
+
+def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Each method's speed over the problem's reference, and both MFUs, by context."""
+    low, high = KEEP_BAR
+    ran = [row for row in rows if row["step_s"]]
+    kept = [row["ratio"] for row in ran if KEEPS in row["method"] and row.get("ratio")]
+    text = ", ".join(f"{value:.3f}" for value in kept) or "not measured"
+    return Table(
+        name="gpu_ratios",
+        title=f"Speed over full recomputation and MFU by context, on {devices_of(rows)}",
+        columns=(
+            Column("context", "context", whole),
+            *(Column(key, key) for key in ("problem", "method", "against")),
+            Column("rounds", "n", whole),
+            Column("ratio", "ratio", fixed(4)),
+            Column("half_width", "95 % +-", fixed(4)),
+            Column("predicted_ratio", "predicted", fixed(4)),
+            Column("ratio_error", "error %", signed_percent),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("mfu_dense", "MFU dense %", percent),
+        ),
+        rows=tuple(sorted(ran, key=lambda row: (row["context"], row["problem"]))),
+        note=f"{caveats(rows)}Ratio: seconds of `against` over the method's, paired by round. What "
+        f"keeps attention: {text} (expected: {low:g} to {high:g} at 32K to 128K).",
+    )
