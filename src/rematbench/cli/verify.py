@@ -1,4 +1,5 @@
-"""The commands `verify` (repeats the runs of records) and `retrace` (the workflow's one cell)."""
+"""The commands `verify` (repeats the runs of records) and `retrace` (one cell, for the
+workflow)."""
 
 import importlib.util
 from pathlib import Path
@@ -21,20 +22,21 @@ from rematbench.worlds.reruns import verify as verified
 def verify(
     records: Annotated[list[Path], Argument(metavar="RECORD...", help="Record files.")],
     suite: Annotated[
-        Path | None, Option(metavar="SUITE.yaml", help="Cells by the records' names, from here.")
+        Path | None, Option(metavar="SUITE.yaml", help="The suite that defines the records' cells.")
     ] = None,
-    cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the runs' was a file.")] = "",
+    cluster: Annotated[
+        str, Option(metavar="FILE.yaml", help="The cluster file, if it is not shipped.")
+    ] = "",
     methods: Methods = None,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
     ] = None,
 ) -> None:
-    """Run again what records say, in the world that each says, and compare every number.
+    """Repeat the runs of records and compare every number.
 
-    Simulated, traced and executed runs, loss curves and real packages.  Dates, hosts and seconds
-    of a GPU are not compared; losses and gradients may differ by rounding.  Exit code 1 if a
-    record differs.  A spec names its cluster: one that is not shipped is given by --cluster,
-    or with the problem of a suite by --suite.
+    Records may be simulated, traced or executed runs, loss curves and runs of real packages.
+    Dates, hosts and seconds of a GPU are not compared; losses and gradients may differ by rounding.
+     Exit code 1 if a record differs.  For a cluster that is not shipped, give --cluster or --suite.
 
     \b
     Example:
@@ -55,7 +57,7 @@ def verify(
                 return recorded_cell(name, record, registry, cluster)
             return single_cell(suite, name, methods or [])
 
-        key = (name, record.run_id)  # keep_all's curve is made once for all that compare with it
+        key = (name, record.run_id)  # the curve of keep_all runs once for all comparisons
         if key not in made:
             made[key] = rerun_record(record, cell, registry)
         return made[key]
@@ -75,11 +77,11 @@ def retrace(
     suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="The suite of the traced grid.")],
     cell: Annotated[str, Argument(metavar="PROBLEM.METHOD.NUMBER", help="The record's name.")],
     committed: Annotated[Path, Option(metavar="DIR", help="Folder of the committed records.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="One line: what was.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="The result, one line.")],
 ) -> None:
     """Trace one cell again and compare it with its committed record; exit code 1 if it differs.
 
-    Without torch nothing is traced, and the line says so.
+    Without torch nothing is traced, and the result states this.
 
     \b
     Example:
