@@ -43,5 +43,5 @@ def applicable_settings(settings: dict[str, Any], problem: Problem) -> dict[str,
     ops = settings.get("ops")
     if not isinstance(ops, list):
         return settings
-    present = {op.name for table in problem.layer_kinds for op in table.ops}
-    return {**settings, "ops": [name for name in ops if name in present]}
+    applicable_settings = {op.name for table in problem.layer_kinds for op in table.ops}
+    return {**settings, "ops": [name for name in ops if name in applicable_settings]}
