@@ -14,7 +14,7 @@ FLOOR = 1e-9
 """The value at which a deviation of exactly zero is drawn."""
 SHOWN = (FLOOR / 2, 4e-4)
 EQUAL = (style.GREEN, "o")
-PARTED = (style.RED, "s")
+DEVIATING = (style.RED, "s")
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def largest(axis: Axes, curves: pd.DataFrame) -> None:
     others = sorted(_others(curves), key=lambda entry: entry[0], reverse=True)
     for row, (_, curve) in enumerate(others):
         gap = curve.gap.max()
-        color, marker = PARTED if gap > 0 else EQUAL
+        color, marker = DEVIATING if gap > 0 else EQUAL
         axis.plot(max(gap, FLOOR), row, color=color, marker=marker, ls="", clip_on=False)
     axis.set_xscale("log")
     axis.set_xlim(*SHOWN)

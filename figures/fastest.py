@@ -1,5 +1,5 @@
 """The fastest method of every model, cluster and context length, with its 80 % band.  A square
-marks each method that ties with the fastest, in the colour of that method.  A word gives the gain
+marks each method that ties with the fastest, in the colour of that method.  A text gives the gain
 of the fastest plan of all compositions.
 
 usage: fastest.py matrix_fastest.csv FIGURE.pdf
@@ -23,7 +23,7 @@ SPARE = (style.GREEN, style.PINK)
 """Colours of the two most frequent fastest methods without a colour in `style.STRONG`."""
 LETTERS = 19
 """Most letters of a method's name on one line of a cell."""
-LEAST = 0.01
+MIN_GAIN = 0.01
 """Smallest gain of the fastest plan that is shown: the gap that a search may leave unproved."""
 FREE, TIED = 0.6, 0.2
 """Strength of a cell's colour, without and with ties."""
@@ -77,7 +77,7 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
     lift = 0.27 if "\n" in name else 0.22
     axis.text(across + 0.5, down + lift, name, size=5.5, weight="bold", **middle)
     if row.arm:
-        rate, low, high = (shown(row, key) for key in ("tokens_per_s_per_gpu", "low", "high"))
+        rate, low, high = (rate_text(row, key) for key in ("tokens_per_s_per_gpu", "low", "high"))
         axis.text(across + 0.5, down + 0.62, f"{rate} ({low} to {high})", size=5.5, **middle)
     ties = sorted(filter(None, row.ties.split(", ")), key=lambda arm: arm not in colors)
     for place, arm in enumerate(ties):
@@ -91,12 +91,12 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
 
 
 def by_any_plan(row: object) -> list[str]:
-    """The word for the gain of the fastest plan of all, where the gain is above LEAST."""
+    """The text of the gain of the fastest plan of all, if the gain is above MIN_GAIN."""
     gain = float(row.any_gain or 0.0)
-    return [f"search +{100.0 * gain:.0f} %"] if gain > LEAST else []
+    return [f"search +{100.0 * gain:.0f} %"] if gain > MIN_GAIN else []
 
 
-def shown(row: object, key: str) -> str:
+def rate_text(row: object, key: str) -> str:
     """Tokens/s/GPU as text: a whole number from 100 on, or else one decimal."""
     value = float(getattr(row, key))
     return f"{value:,.0f}" if value >= 100.0 else f"{value:.1f}"
@@ -119,7 +119,7 @@ def legend(colors: dict[str, str]) -> list[Artist]:
     named.append(Patch(fc=pale(style.GREY, FREE), label=OTHERS))
     named.append(Patch(fill=False, ec=style.BLACK, label="inside what was published"))
     small = {"ls": "", "marker": "s", "ms": 3}
-    named.append(Line2D([], [], color=style.GREY, **small, label="one that ties (its colour)"))
+    named.append(Line2D([], [], color=style.GREY, **small, label="a method that ties"))
     return named
 
 

@@ -1,5 +1,5 @@
 """MFU against context length: one panel per model and cluster, a line per method at its best
-layout.  Grey: the 80 % band of the fastest method.  Dotted: contexts that nobody published.
+layout.  Grey: the 80 % band of the fastest method.  Dotted: contexts without published runs.
 
 usage: matrix_context.py matrix_best_layout.csv FIGURE.pdf
 """

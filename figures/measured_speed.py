@@ -27,7 +27,7 @@ def main() -> None:
     rows = rows[rows.step_s.notna()]
     wrong = rows[rows.alike == "NO"]
     rows = rows.drop(wrong.index)
-    left = f"; {len(wrong)} left out: they do not train alike" if len(wrong) else ""
+    left = f"; {len(wrong)} omitted: their training results differ" if len(wrong) else ""
     if rows.empty:
         for old in (target.with_suffix(".pdf"), target.with_suffix(".png")):
             old.unlink(missing_ok=True)

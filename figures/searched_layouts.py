@@ -65,9 +65,9 @@ def losses(axis: Axes, cells: pd.DataFrame) -> None:
     loss = 100 * cells.loss
     axis.bar(range(len(cells)), loss, 0.6, color=style.RED)
     axis.axhline(EXPECTED, color=style.GREY, lw=0.6, ls="--")
-    for at, (each, part) in enumerate(zip(loss, cells.decides, strict=True)):
-        if each >= NAMED:
-            axis.annotate(part, (at, each), ha="center", va="bottom", fontsize=6)
+    for at, (percent, part) in enumerate(zip(loss, cells.decides, strict=True)):
+        if percent >= NAMED:
+            axis.annotate(part, (at, percent), ha="center", va="bottom", fontsize=6)
     axis.set_xticks(range(len(cells)), cells.gpus.astype(str), rotation=90)
     axis.set_ylim(0, 1.25 * max(EXPECTED, loss.max()))
     axis.set_xlabel("GPUs")

@@ -1,7 +1,7 @@
-"""One look for every figure: sizes for a paper's column, a colour-blind safe palette, PDF + PNG.
+"""The common style of all figures: sizes for a paper's column, a palette, PDF and PNG.
 
 The colours are those of Okabe and Ito (2008), which are distinct under all common colour-vision
-deficiencies.  Kinds also differ in marker or hatch, so that a grey print is readable.
+deficiencies.  Series also differ in marker or hatch, so that a grey print is readable.
 """
 
 import sys
@@ -89,7 +89,7 @@ def apply() -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure as PDF and PNG.  The files have no dates, so equal data give equal bytes.  A
-    palette makes the PNG a quarter as large: the page has all of them inside."""
+    palette reduces the PNG, which the page embeds, to a quarter of its size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
     figure.set_layout_engine("none")  # the layout of the PDF holds

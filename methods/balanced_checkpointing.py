@@ -1,4 +1,4 @@
-"""balanced_checkpointing: recompute only what is cheap to rebuild per byte it frees.
+"""balanced_checkpointing: recompute only activations that are cheap to rebuild per freed byte.
 
 Claim: rebuilding both norms' outputs and SiLU x up inside the linears that read them frees a third
 of a layer's activations for well under one per cent of its work.
@@ -23,9 +23,9 @@ FC1 = ("gate_out", "up_out")
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`point`: a rung of the ladder none < published < published+fc1 < all < full, or `front`: the
     fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes.
-    `all` drops what `full` drops, but runs only the operators that the missing tensors need.
-    `scope`: rebuild before each consumer, or at the start of the layer's backward (`full` always
-    does the latter)."""
+    `all` drops the same tensors as `full`, but runs only the operators that these tensors need.
+    `scope`: rebuild before each consumer, or at the start of the layer's backward (always, for
+    `full`)."""
 
     name: ClassVar[str] = "balanced_checkpointing"
     grid: ClassVar[tuple[Settings, ...]] = tuple(

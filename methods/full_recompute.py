@@ -1,11 +1,12 @@
-"""full_recompute: keep the inputs of groups of layers and run whole layers again in the backward.
+"""full_recompute: keep the inputs of groups of layers and recompute whole layers in the backward.
 
 Claim: activations fall to one tensor per group, for one more forward pass.
 Source: Chen et al. 2016 (arXiv 1604.06174); as Megatron-LM's `--recompute-granularity full` with
 `--recompute-method uniform|block` and `--recompute-num-layers N`; `every` is torchtitan's
 selective checkpointing of whole layers (`selective_ac_option: N`); inputs on the host: DeepSpeed's
-`cpu_checkpointing` (Rasley et al. 2020), which long-context recipes have under names of their own.
-Deviations: groups never cross a chunk (nor do Megatron's); attention's random state is not counted.
+`cpu_checkpointing` (Rasley et al. 2020), which long-context recipes also have.
+Deviations: groups never cross a chunk (as in Megatron); the random state of attention is not
+counted.
 """
 
 from typing import ClassVar, Literal
@@ -30,10 +31,10 @@ from rematbench.workload import PositiveInt
 
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input.
-    `block`: the first `num_layers` layers of every chunk, each on its own; the rest is kept.
-    `every` n: only each n-th layer of the model, each on its own (uniform, one layer).
-    `inputs` host: inputs of groups leave after the next layer's forward and come back a layer ahead
-    of their backward."""
+    `block`: the first `num_layers` layers of every chunk, each as a group; the rest is kept.
+    `every` n: only each n-th layer of the model, each as a group (uniform, one layer).
+    `inputs` host: the inputs of groups are freed on the device after the next layer's forward, and
+    copied back one layer ahead of their backward."""
 
     name: ClassVar[str] = "full_recompute"
     method: Literal["uniform", "block"] = "uniform"
@@ -42,7 +43,8 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inputs: Literal["device", "host"] = "device"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Drop what the base keeps of each recomputed layer, but the inputs of the groups."""
+        """Drop the activations that the base keeps of each recomputed layer, except the inputs of
+        the groups."""
         layers = problem.workload.model.num_layers
         if self.every > 1 and (self.method, self.num_layers) != ("uniform", 1):
             return Unsupported("`every` goes with method uniform and num_layers 1")
@@ -69,7 +71,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if (self.every, self.method) != (1, "uniform"):
             return "inputs on the host go with method uniform and every 1"
         if base.transfers != Transfers():
-            return "inputs on the host: the base moves tensors in its own way"
+            return "inputs on the host: the base already sets how tensors are copied"
         return ""
 
     def _rules(self, inner: tuple[str, ...], base: Plan, layers: int) -> list[Rule]:

@@ -1,7 +1,7 @@
 """keep_all: every activation stays on the device from its forward to its backward.
 
-Claim: the fastest plan wherever it fits, and the yardstick for all others.
-Source: what any framework does when nothing is asked of it.
+Claim: the fastest plan wherever it fits, and the reference for all other methods.
+Source: the default of every framework.
 Deviations: none.
 """
 
@@ -19,5 +19,5 @@ class KeepAll(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: ClassVar[str] = "keep_all"
 
     def plan(self, problem: Problem, base: Plan) -> Plan:
-        """The base itself."""
+        """The unchanged base."""
         return base

@@ -1,15 +1,15 @@
 """lynx_heu: rebuild activations beside collectives, one policy for all equal layers of a stage.
 
-Claim: a policy found for one layer in a fraction of a second (0.16 s on average, 99 % less than the
-optimal search) moves recomputation off the critical path: it runs beside tensor-parallel
-collectives of the backward, before pipeline receives and in the pipeline's bubbles, up to 1.37x
-faster than existing recomputation (v4; v1 says 1.02 to 1.53x).
+Claim: a policy for one layer, computed in a fraction of a second (0.16 s on average, 99 % less than
+the optimal search), moves recomputation off the critical path.  Recomputation overlaps with
+tensor-parallel collectives of the backward, and runs before pipeline receives and in the pipeline's
+bubbles: up to 1.37x faster than existing recomputation (v4; v1: 1.02 to 1.53x).
 Source: Chen et al., Lynx, arXiv 2406.08756 v4; its recomputation-aware partitioning moves layers
 between stages until stage times balance, given what each stage must rebuild to fit.
-Deviations: the equations could not be read, so the formulation is ours (solve/lynx.py): every set
-of droppable operators of one layer, each placed greedily into windows, gives a front of kept bytes
-against exposed seconds, and a stage takes the cheapest point that its memory allows.  Windows of
-the forward are not used; work that needs a collective itself never goes into a window.
+Deviations: the equations could not be read, so the formulation is ours (solve/layer_policies.py).
+Every set of droppable operators of one layer is placed greedily into windows, which gives a front
+of kept bytes against exposed seconds; a stage takes the cheapest point that its memory allows.
+Windows in the forward are not used; work with collectives is never placed in a window.
 """
 
 from typing import ClassVar
@@ -29,7 +29,7 @@ class LynxHeu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repartition: bool = True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Rebuild what must go for the plan to fit, where it costs least."""
+        """Drop the tensors that the device cannot hold, and rebuild them at the lowest cost."""
         lay = problem.layout
         if lay.tp == lay.pp == lay.cp == lay.ulysses == 1:
             return Unsupported("needs tp, cp or pp > 1: there is no communication to hide beside")

@@ -2,19 +2,21 @@
 
 Claim: the largest share that hides behind one layer's forward and fits the host removes nearly all
 activations from the device, at little recomputation: 52.30 % MFU at 7B and 1M tokens on 8 A800.
-Source: Zhao et al., MEMO, arXiv 2407.12117 v3.  The layer input and the attention output leave
-whole, so attention never runs again; of every other saved tensor alpha of the tokens leaves and
-1 - alpha is rebuilt just before the layer's backward; the model's last two layers are exempt.
+Source: Zhao et al., MEMO, arXiv 2407.12117 v3.  The layer input and the attention output are
+offloaded entirely, so attention is never recomputed.  Of every other saved tensor, alpha of the
+tokens is offloaded and 1 - alpha is rebuilt just before the layer's backward.  The model's last two
+layers are exempt.
     alpha: (S_in + S_attn + alpha S_other) / B <= T_layer_forward      (a GPU's share of PCIe)
            n (S_in + S_attn + alpha S_other) <= M_host                 (its share of host memory)
 with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism).  Two rounding
-buffers take turns; after the backward of layer i + 2 the copies of layer i come back.
-Deviations: the row statistics of attention leave with its output; a split tensor is stored in
-parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold what leaves, not the
-whole layer; under pipeline parallelism the last layer that a chunk swaps leaves from memory of its
-own, beside the next pass; a part of a tensor is pinned in a block of a power of two, as torch does.
-Addresses are planned by best fit (its MIP gains nothing on these programs), for up to 3,000
-tensors of a step; beyond, the framework's allocator stands for the plan.
+buffers alternate; after the backward of layer i + 2 the tensors of layer i are copied back.
+Deviations: the row statistics of attention are offloaded with its output.  A split tensor is stored
+in parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded
+tensors, not the whole layer.  Under pipeline parallelism the last swapped layer of a chunk is
+copied from separate memory during the next pass.  A part of a tensor is pinned in a block of a
+power of two, as in torch.  Addresses are planned by best fit (the paper's MIP gains nothing on
+these programs) for up to 3,000 tensors of a step; above, the framework's allocator replaces the
+plan.
 """
 
 from typing import ClassVar
@@ -55,7 +57,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffers: NonNegativeInt = 2
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Swap and recompute what the base keeps of all layers but the last ones."""
+        """Swap and recompute the activations that the base keeps, except in the last layers."""
         reason = self._refusal(problem, base)
         if reason:
             return Unsupported(reason)
@@ -105,7 +107,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _moved(plan: Plan, share: SwapShare, buffers: int) -> Plan:
-    """The plan with copies by layer through rounding buffers, and what its share was."""
+    """The plan with copies by layer through rounding buffers, and its share in `fit`."""
     moves = Transfers(
         granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers
     )

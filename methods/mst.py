@@ -1,15 +1,16 @@
-"""mst: compute the MLP and the LM head with its loss in mini-sequences, one piece at a time.
+"""mst: compute the MLP and the LM head with its loss in mini-sequences, piece by piece.
 
 Claim: the transients that bound long sequences, the MLP's wide tensors and above all the logits,
 shrink by the number of pieces, at no extra bytes saved and a few per cent of time.
 Source: Luo et al., mini-sequence transformer (MsT), arXiv 2407.15892: MLP pieces of d rows (C = d,
 so sequences up to d are not split), V / d pieces for the head (32 for Llama-3), logits of a piece
-computed again in its backward; used with full recomputation and optimizer-in-backward.
-Deviations: the rule stops at 32 pieces of the MLP, past which its transients no longer set the
-peak and kernels only shrink; the loss's saved statistics are recomputed by piece instead of kept;
-weight gradients of the pieces are accumulated in place, as autograd does; an MLP of whose inner
-tensors the base offloads or rebuilds a part is left whole; what the loss saves is rebuilt by piece
-also where the base would offload it (it is the logits' size, which is what pieces are to avoid).
+recomputed in its backward; used with full recomputation and optimizer-in-backward.
+Deviations: the rule stops at 32 pieces of the MLP, because with more pieces its transients no
+longer set the peak and kernels only shrink.  The loss's saved statistics are recomputed by piece
+instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  The MLP
+is not split if the base offloads or rebuilds a part of its inner tensors.  The loss's saved tensors
+are rebuilt by piece even if the base would offload them: they have the size of the logits, which
+pieces are to avoid.
 """
 
 from math import ceil
@@ -39,7 +40,7 @@ HEAD = ("lm_head", "loss")
 class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules, for the MLP up to
     `max_mlp_chunks`; 1: not split).
-    `optimizer_in_backward`: update each layer as soon as its gradients are there."""
+    `optimizer_in_backward`: update each layer as soon as its gradients are complete."""
 
     name: ClassVar[str] = "mst"
     pieces: ClassVar[bool] = True
@@ -52,7 +53,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_in_backward: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Add mini-sequences to the base; what it saves is the base's own affair."""
+        """Add mini-sequences to the base; its rules stay as they are."""
         reason = completed_after_backward(problem) if self.optimizer_in_backward else ""
         if reason:
             return Unsupported(reason)
@@ -71,7 +72,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
 
     def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:
-        """Pieces of the MLP, and a remark where it stays whole."""
+        """Number of pieces of the MLP, and a remark if it is not split."""
         table, model = problem.layer_kinds[0], problem.workload.model
         layout = problem.layout
         local = problem.workload.seq_len // (layout.cp * layout.ulysses)
@@ -90,8 +91,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """The plan with what the loss saves rebuilt by piece, whatever rules of the base (a budget of
-    bytes, say) reach it, and a remark where it would have left the device."""
+    """The plan with the loss's saved tensors rebuilt by piece, which overrides the rules of the
+    base (for example a byte budget), and a remark if the base would offload or rebuild a part."""
     saved = problem.head.op("loss").saves
     parted = not parted_activations(problem, plan, "head").isdisjoint(saved)
     if not parted and kept_activations(problem, plan, "head").isdisjoint(saved):

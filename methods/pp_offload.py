@@ -1,19 +1,20 @@
-"""pp_offload: offload a fixed share of every chunk's activations beside the pipeline's other work.
+"""pp_offload: offload a fixed share of every chunk's activations during passes of other chunks.
 
 Claim: under interleaved 1F1B a chunk's copies to and from the host hide behind the backward of
-another, so memory falls by up to the share alpha at almost no time.
+another chunk, so memory falls by up to the share alpha at almost no time.
 Source: Yuan et al., USENIX ATC 2024, pipeline-parallel-aware offloading; artifact
-kwai/Megatron-Kwai.  One alpha for all ranks; bytes, rounded up to 1 MiB; largest tensors first;
-in warm-up the copy ends before the point-to-point send; the last rank's last chunk is exempt in
+kwai/Megatron-Kwai.  One alpha for all ranks; bytes, rounded up to 1 MiB; largest tensors first.  In
+warm-up the copy ends before the point-to-point send.  The last rank's last chunk is exempt in
 steady state, where its backward follows at once.
-Two fixed reload buffers (ping-pong), and a copied chunk leaves the device two passes after its
-forward: together the four chunk buffers that the paper's memory model counts.
+There are two fixed reload buffers (ping-pong), and a copied chunk is freed two passes after its
+forward: together these are the four chunk buffers in the paper's memory model.
 Buffers and releases are read from the artifact (megatron/core/pipeline_parallel/offload.py and
 schedules.py).
-Deviations: what the base recomputes or offloads is not counted in alpha's total; above one half
-the artifact takes the smallest tensors first (so as not to split FC1's output); "the copy ends
-before the send" is read as the copy that runs beside a pass, not the pass's own (whose wait would
-lengthen every hop of the pipeline's fill, which the published times do not show).
+Deviations: tensors that the base recomputes or offloads are not counted in alpha's total.  Above
+one half the artifact takes the smallest tensors first (in order not to split FC1's output).  "The
+copy ends before the send" is read as the copy that is concurrent with a pass, not the copy of that
+pass: to wait for the latter would lengthen every hop of the pipeline's fill, which the published
+times do not show.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -39,9 +40,9 @@ from rematbench.workload import NonNegativeInt, PositiveInt
 
 
 class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`: the share, or None to take the smallest that fits: `paper` by the paper's estimator
-    under `cap_bytes`, `ledger` by our own peak against the cluster's usable bytes, in so many
-    `steps` from 0 to 1 (alpha is published to three decimals)."""
+    """`alpha`: the share, or None for the smallest share that fits.  `fit` paper: by the paper's
+    estimator and `cap_bytes`; `ledger`: by our peak and the cluster's usable bytes, with `steps`
+    steps from 0 to 1 (alpha is published to three decimals)."""
 
     name: ClassVar[str] = "pp_offload"
     grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(1, 5))
@@ -69,7 +70,7 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
 
     def _share(self, problem: Problem, base: Plan) -> tuple[float, str]:
-        """Alpha, and what it comes from."""
+        """Alpha, and its source."""
         if self.alpha is not None:
             return self.alpha, "given"
         if self.fit == "paper":
@@ -93,7 +94,7 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return steps / self.steps, "device ledger"
 
     def _refusal(self, problem: Problem, base: Plan, alpha: float) -> str:
-        """Why alpha of what the base keeps cannot leave; empty if it can."""
+        """The reason why alpha of the kept bytes cannot be offloaded; empty if it can."""
         made = self.at(problem, base, alpha)
         if alpha > 0.0 and made == base:
             return "the base keeps no activation of the chunks that are offloaded"
@@ -115,8 +116,9 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def offloaded(problem: Problem, base: Plan) -> list[Select]:
-    """All sites but the last rank's last chunk, whose backward follows its forward at once (unless
-    all forwards come first: GPipe, or interleaving with a single group of micro-batches)."""
+    """All sites except the last rank's last chunk, whose backward follows its forward at once.
+    That chunk is included if all forwards come first: GPipe, or interleaving with one group of
+    micro-batches."""
     lay = problem.layout
     last = lay.pp - 1
     one_group = base.schedule == "interleaved_1f1b" and lay.num_micro_batches == lay.pp

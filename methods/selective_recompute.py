@@ -1,10 +1,10 @@
-"""selective_recompute: drop chosen activations and rebuild them just before they are needed.
+"""selective_recompute: drop chosen activations and rebuild them just before use.
 
 Claim: recomputing only core attention saves most activation bytes for a few per cent more work.
 Source: Korthikanti et al. 2022 (arXiv 2205.05198, `--recompute-activations`); with `keep`, the
 per-operator selective checkpointing of torchtitan (distributed/activation_checkpoint.py).
-Deviations: with flash attention there are no scores to drop, so the default does nothing and says
-so; Megatron's flag would run the flash kernel again for nothing.
+Deviations: with flash attention there are no scores to drop, so the default is a no-op with a note;
+Megatron's flag would recompute the flash kernel without a benefit.
 """
 
 from typing import ClassVar
@@ -20,10 +20,10 @@ CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 
 
 class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`activations` to drop, or `ops` whose saved outputs to drop, or `keep`: drop all of a layer
-    but these and its input.  Nothing given: the internals of unfused attention.
-    `scope`: rebuild before each consumer, or at the start of the layer's backward.  `held`: outputs
-    that the policy caches though no backward reads them."""
+    """`activations`: names to drop; `ops`: operators whose saved outputs are dropped; `keep`: drop
+    all activations of a layer except these and its input.  If all are empty: drop the internals of
+    unfused attention.  `scope`: rebuild before each consumer, or at the start of the layer's
+    backward.  `held`: outputs that the policy caches although no backward reads them."""
 
     name: ClassVar[str] = "selective_recompute"
     activations: tuple[str, ...] = ()

@@ -84,7 +84,7 @@ def on(given: Problem, **facts: Any) -> Problem:
 def tight(given: Problem, share: float) -> Problem:
     """The problem on a device with room for so much of what lies between lean and keep-all."""
     given = remade(given, evaluator=evaluate)
-    lean = Relocation(given, given.base_plan, exact=False).lean(given.base_plan)
+    lean = Relocation(given, given.base_plan, exact=False).smallest_plan(given.base_plan)
     least, most = (given.cost.peak_bytes(plan) for plan in (lean, given.base_plan))
     return on(given, hbm_bytes=int(least + share * (most - least)) + given.non_torch_bytes)
 

@@ -1,4 +1,4 @@
-"""The plan: what a method decides, as data.  A method file needs no other vocabulary."""
+"""The plan: the decisions of a method as data."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
@@ -22,11 +22,11 @@ MIB = 1 << 20
 
 
 class PlanError(UserError):
-    """A plan that cannot be lowered; the message names the rule, the site or the number."""
+    """A plan that cannot be lowered; the message has the rule, the site or the number."""
 
 
 class Unsupported(Struct, frozen=True):
-    """A method's answer for a problem it cannot plan; tables show `reason` in its row."""
+    """The result of a method for a problem that it cannot plan; tables show `reason` in its row."""
 
     reason: str
 
@@ -48,7 +48,7 @@ class Group(Struct, frozen=True, tag="group"):
 
 
 class Window(Struct, frozen=True, tag="window"):
-    """The place where recomputation is hidden: beside a collective of operator `op` in `direction`,
+    """The place where recomputation is hidden: during a collective of operator `op` in `direction`,
     `layer_offset` layers before the consumer, or before the pipeline's receive or send."""
 
     op: str
@@ -59,9 +59,9 @@ class Window(Struct, frozen=True, tag="window"):
 class Recompute(Struct, frozen=True, tag="recompute"):
     """Drop the tensor after its last forward reader and recompute it in the backward.
 
-    `scope` says when: just before each consumer, at the start of the layer's backward, or once for
-    a group of layers.  `whole` recomputes every operator of the scope (a checkpointed module, as in
-    Megatron's full recomputation), not only the operators that the missing tensors need.
+    `scope` is the time: just before each consumer, at the start of the layer's backward, or once
+    for a group of layers.  `whole` recomputes every operator of the scope (a checkpointed module,
+    as in Megatron's full recomputation), not only the operators that the missing tensors need.
     """
 
     scope: Scope | Group = "consumer"
@@ -75,8 +75,8 @@ class Offload(Struct, frozen=True, tag="offload"):
 
 class Split(Struct, frozen=True, tag="split"):
     """Divide the rows of one site: floor(rows x offload) rows are offloaded to the host, floor(rows
-    x recompute) rows are rebuilt, the rest is kept.  A row is a token of the rank's own shard: the
-    same rows before and after a gather."""
+    x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's shard, the
+    same before and after a gather."""
 
     offload: Fraction = 0.0
     recompute: Fraction = 0.0
@@ -86,8 +86,7 @@ class Split(Struct, frozen=True, tag="split"):
 class ByteBudget(Struct, frozen=True, tag="byte_budget", kw_only=True):
     """Offload a share `alpha` of the saved BYTES of one (chunk, micro-batch), rounded up to
     `granularity`.  Tensors under `min_bytes` are kept.  Whole tensors are offloaded, the largest
-    first; the tensor at the boundary is split.  The fate covers keep and offload only (as ATC'24
-    splits)."""
+    first; the tensor at the boundary is split.  Nothing is recomputed (as in ATC'24)."""
 
     alpha: Fraction
     granularity: PositiveInt = MIB
@@ -100,7 +99,7 @@ Fate = Keep | Recompute | Offload | Split | ByteBudget
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sites that a rule applies to; None means all.  `layers` are global indices;
     `micro_batches` is a half-open range [first, last).  `kept`: only sites that all earlier rules
-    leave whole on the device, so that a composed method changes nothing that its base decided."""
+    keep whole on the device, so that a composed method overrides no decision of its base."""
 
     stages: tuple[int, ...] | None = None
     chunks: tuple[int, ...] | None = None
@@ -121,20 +120,21 @@ class Rule(Struct, frozen=True):
 
 
 class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When offloaded tensors are copied, and into which device memory.
+    """The times of copies of offloaded tensors, and the device memory that they use.
 
     `granularity` chunk: the D2H copy is issued when the chunk's forward ends, and the device tensor
     is freed after the rank's next pass (`release_lag` passes); the H2D copy is issued when the
-    previous backward starts.  Both copies run beside a pass.
+    previous backward starts.  Both copies overlap with a pass.
     `granularity` layer: the D2H copy is issued after each layer's forward, and the device tensor is
     freed after the next layer (for a chunk's last layer: after the rank's next pass, unless that
     pass is the chunk's own backward); the H2D copy is issued `prefetch_layers` layers ahead in the
     backward (that chunk's last layer: before the rank's preceding pass, into fresh memory).
-    `before_send_phases`: phases in which the copy beside a forward must end before that forward's
-    send starts (copies never share the link with point-to-point traffic).
-    `reload_slots`: staging slots that are used in turn (0: fresh memory).  With chunk granularity a
-    slot takes a reloaded chunk.  With layer granularity the slots are rounding buffers in both
-    directions: a layer may write into a slot when the copies of the slot's last tenant are done.
+    `before_send_phases`: phases in which the copy during a forward must end before that forward's
+    send starts (copies then never share the link with point-to-point traffic).
+    `reload_slots`: number of staging slots, which alternate (0: fresh memory).  With chunk
+    granularity a slot holds a reloaded chunk.  With layer granularity the slots are rounding
+    buffers in both directions: a layer may write into a slot when the copies of the slot's previous
+    layer are complete.
     """
 
     granularity: Literal["chunk", "layer"] = "chunk"
@@ -145,11 +145,12 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one kind of state is stored and when it is gathered.
+    """The storage of one kind of state, and the times at which it is gathered.
 
-    `shards`: the ranks that share the state.  `gather`: per step (after the optimizer) or per layer
-    (before each use, `prefetch_layers` ahead).  `release`: whether a layer's gathered copy is freed
-    after its forward or after its backward (never: a state gathered per step is gathered in place).
+    `shards`: the number of ranks that share the state.  `gather`: per step (after the optimizer) or
+    per layer (before each use, `prefetch_layers` ahead).  `release`: whether a layer's gathered
+    copy is freed after its forward or after its backward (never: a state gathered per step is
+    gathered in place).
     `keeps_ends`: embedding and head are released only after their backward, not after their forward
     (the root group of FSDP).  `update` (optimizer): once per step, or for each layer as soon as its
     gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
@@ -181,7 +182,7 @@ class Pass(NamedTuple):
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a method decides.
+    """All decisions of a method.
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
     rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes for each
@@ -204,7 +205,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":
-        """This plan with rules appended; the new rules win over earlier ones."""
+        """This plan with rules appended; they override earlier rules."""
         return msgspec.structs.replace(self, rules=(*self.rules, *rules))
 
     def noting(self, **facts: float | str) -> "Plan":

@@ -24,8 +24,8 @@ AttentionKind = Literal["flash", "unfused"]
 
 
 class Evaluation(Protocol):
-    """The numbers that the chunk-level evaluator gives a method: seconds of a step, peak device
-    bytes of each rank, and reserved bytes of the fullest rank."""
+    """The result of the chunk-level evaluator: seconds of a step, peak device bytes of each rank,
+    and reserved bytes of the fullest rank."""
 
     @property
     def step_s(self) -> float: ...
@@ -53,9 +53,9 @@ class Problem:
     """The planning problem that a method receives.
 
     `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
-    stack's ("": the stack's).  `reserve_bytes` of each device stay free where a method tunes its
-    plan to the device.  `evaluator` is the chunk-level evaluator; `weigher` gives the bytes
-    of a plan without simulating time (the results of both are memoised).
+    stack's ("": the stack's).  A method that tunes its plan to the device leaves `reserve_bytes` of
+    each device free.  `evaluator` is the chunk-level evaluator; `weigher` computes the bytes of a
+    plan without simulating time (the results of both are memoised).
     Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
     """
 
@@ -80,10 +80,10 @@ class Problem:
         check_layout(self.layout, self.workload, self.cluster, self.system)
 
     def __getstate__(self) -> dict[str, object]:
-        """The problem for another process, which makes its own chunks, costs and evaluations."""
-        own = ("chunks", "_costs")
-        kept = {key: value for key, value in self.__dict__.items() if key not in own}
-        return {**kept, "_memo": {}, "_weights": {}}
+        """The problem for another process, without cached chunks, costs and evaluations."""
+        cached = ("chunks", "_costs")
+        state = {key: value for key, value in self.__dict__.items() if key not in cached}
+        return {**state, "_memo": {}, "_weights": {}}
 
     @property
     def kernel(self) -> AttentionBackend:
@@ -98,13 +98,13 @@ class Problem:
     @property
     def constants(self) -> tuple[str, str, str]:
         """The entries of config/calibration.yaml that apply: GPU generation, cluster, stack."""
-        found = self.calibration
-        network = found.network_entry(self.cluster.constants)
-        return self.cluster.generation, network, found.system_entry(self.system.constants)
+        network = self.calibration.network_entry(self.cluster.constants)
+        system = self.calibration.system_entry(self.system.constants)
+        return self.cluster.generation, network, system
 
     @cached_property
     def chunks(self) -> dict[Hashable, object]:
-        """What lowering knows of the problem's chunks (`ChunkOps.of`, `ChunkOps.fates`)."""
+        """A cache of lowering for the problem's chunks (`ChunkOps.of`, `ChunkOps.fates`)."""
         return {}
 
     @cached_property
@@ -124,8 +124,8 @@ class Problem:
 
     @cached_property
     def _costs(self) -> dict[str, Any]:
-        """What all costs of the problem know.  It names no problem: a problem that nothing uses is
-        freed at once, and waits for no collection."""
+        """The attributes of the problem's CostModel, which all its facades share.  They do not
+        refer to the problem, so an unused problem is freed without a garbage collection."""
         return vars(
             CostModel(
                 cluster=self.cluster,
@@ -190,8 +190,8 @@ def tied_on_one_rank(problem: Problem) -> bool:
 
 
 def completed_after_backward(problem: Problem) -> str:
-    """The reason why some gradient is incomplete at the end of its unit's backward, so that an
-    update at that point (optimizer-in-backward) would be wrong; empty if all are complete."""
+    """The reason why a gradient is incomplete at the end of its unit's backward, so that
+    optimizer-in-backward would be wrong; empty if all gradients are complete."""
     layout = problem.layout
     if layout.num_micro_batches > 1:
         return (
@@ -211,7 +211,7 @@ def head_parameters(problem: Problem) -> int:
 
 
 def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """Parameters of each operator of a table that has any."""
+    """Parameters of each operator of a table that has parameters."""
     return [op.parameters for op in weighted_operators(problem, table)]
 
 
@@ -277,13 +277,13 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods.  `known`: the
-    facts of the problem's CostModel, which all of the problem's facades share."""
+    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes`:
+    those of the problem's CostModel, which all facades of the problem share."""
 
     __slots__ = ("_problem",)
 
-    def __init__(self, problem: Problem, known: dict[str, Any]) -> None:
-        self.__dict__ = known
+    def __init__(self, problem: Problem, attributes: dict[str, Any]) -> None:
+        self.__dict__ = attributes
         self._problem = problem
 
     def evaluate(self, plan: Plan) -> Evaluation:
@@ -297,8 +297,8 @@ class CostFacade(CostModel):
         return memo[key]
 
     def weigh(self, plan: Plan) -> Weight | Evaluation:
-        """Peaks and reserved bytes of a plan (memoised); its seconds are not simulated where the
-        problem has a weigher."""
+        """Peaks and reserved bytes of a plan (memoised); if the problem has a weigher, without a
+        simulation of time."""
         key = msgspec.json.encode(plan)
         weights, weigher = self._problem._weights, self._problem.weigher
         if weigher is None or key in self._problem._memo:
@@ -313,7 +313,7 @@ class CostFacade(CostModel):
 
     def headroom_bytes(self, plan: Plan) -> int:
         """Usable device bytes, minus `reserve_bytes`, minus the bytes that the fullest rank
-        reserves; negative where a plan tuned to the device takes too much."""
+        reserves; negative for a plan that does not fit."""
         room = self._problem.usable_bytes - self._problem.reserve_bytes
         return room - self.weigh(plan).reserved_bytes
 
@@ -328,7 +328,7 @@ class CostFacade(CostModel):
     def rebuild_ops(
         self, table: OpTable, missing: frozenset[str], available: frozenset[str]
     ) -> tuple[Op, ...]:
-        """Operators to recompute, in forward order, so that the tensors `missing` exist again."""
+        """Operators to recompute, in forward order, to rebuild the tensors `missing`."""
         return rebuild_ops(table, missing, available)
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
@@ -344,7 +344,7 @@ class CostFacade(CostModel):
 def rebuild_ops(
     table: OpTable, missing: frozenset[str], available: frozenset[str]
 ) -> tuple[Op, ...]:
-    """The fewest operators, in forward order, that make `missing` from `available` (dataflow)."""
+    """The fewest operators, in forward order, that compute `missing` from `available`."""
     needed = set(missing)
     chosen: list[Op] = []
     for op in reversed(table.ops):

@@ -25,7 +25,7 @@ from rematbench.plan import (
     Split,
     Transfers,
 )
-from rematbench.plugins.policies import Policy, present
+from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem
@@ -106,7 +106,7 @@ def test_a_composition_plans_on_the_plan_before_it() -> None:
 
 
 def test_operators_that_a_model_has_not_are_left_out() -> None:
-    settings = present(
+    settings = applicable_settings(
         {"ops": ["fc1", "act", "mul"], "scope": "layer"}, demo(system="megatron-core")
     )
     assert settings == {"ops": ["fc1", "act"], "scope": "layer"}

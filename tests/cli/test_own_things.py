@@ -123,7 +123,7 @@ def test_a_broken_file_of_mine_is_mentioned_when_another_is_run(tmp_path: Path) 
     assert slip.err.count("\n") == 1
     assert "did you mean 'mine'?" in slip.err
     asked = typed("simulate", str(path), *WORDS)
-    assert f"a file is found by --methods {tmp_path}" in asked.err
+    assert f"use --methods {tmp_path}" in asked.err
 
 
 def test_a_table_says_once_which_method_failed(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
     first, said = ran.out.splitlines()
     assert "2 rows (2 ok)" in first
     assert said.startswith(
-        "unknown model 'llama7b'; did you mean 'llama-7b'?: shapes are the row's"
+        "unknown model 'llama7b'; did you mean 'llama-7b'?: shapes are from the row"
     )
 
 

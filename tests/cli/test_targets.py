@@ -160,7 +160,7 @@ def test_an_unsound_program_is_one_line_that_says_whose_fault_it_is(
     monkeypatch.setattr(suite, "check", unsound)
     code, line = said("simulate", "keep_all", *RUN, "--check")
     assert code == 2
-    assert "a bug of rematbench, or of a method's file of yours" in line
+    assert "a bug in rematbench or in your method file" in line
     assert line.endswith(f"{kind.__name__}: rank 0: q is never freed")
 
 

@@ -102,7 +102,7 @@ def test_the_other_order_is_refused_by_name_and_says_which_to_take(
     more = {"mlp_chunks": 3, **SETTINGS[offloads]} | ({"method": "block"} if between else {})
     reason = refusal(pipeline(16), f"mst+{between}{offloads}", **more)
     assert "mini-sequences" in reason
-    assert "what offloads goes before what splits" in reason
+    assert "name the offloading method before the mini-sequence method" in reason
 
 
 def test_a_search_for_a_share_of_pieces_is_refused_unless_nothing_has_to_go() -> None:

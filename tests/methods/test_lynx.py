@@ -15,7 +15,7 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.proof import check
 from rematbench.plan import Recompute, Window
 from rematbench.problem import Problem
-from rematbench.solve.lynx import (
+from rematbench.solve.layer_policies import (
     LayerGroup,
     StagePolicy,
     greedy_policy,
@@ -113,7 +113,7 @@ def layer_problems(draw: st.DrawFn) -> LayerWindows:
         for i, name in enumerate(names)
     )
     slots = tuple(
-        Slot(op=op, layer_offset=offset, at=at - 20 * offset)
+        Slot(op=op, layer_offset=offset, order=at - 20 * offset)
         for offset in (1, 0)
         for op, at in (("a", 4), ("b", 8))
     )
@@ -124,11 +124,11 @@ def layer_problems(draw: st.DrawFn) -> LayerWindows:
 def legal(layer: LayerWindows, policy: StagePolicy) -> bool:
     """Whether every job's window closes in time and opens after what it reads is there."""
     never = 10**6
-    when = {x.job.op: x.slot.at if x.slot else never for x in policy.placed}
-    for item in policy.placed:
+    when = {x.job.op: x.slot.order if x.slot else never for x in policy.placements}
+    for item in policy.placements:
         if item.slot is None:
             continue
-        late = [when[n] > item.slot.at for n in item.job.needs if n in when]
+        late = [when[n] > item.slot.order for n in item.job.needs if n in when]
         if item.slot not in layer.allowed(item.job) or any(late):
             return False
     return True
@@ -152,7 +152,7 @@ def test_the_milp_is_never_worse_than_the_heuristic(layer: LayerWindows, share: 
 @given(layer_problems())
 def test_the_front_falls_in_bytes_and_rises_in_seconds(layer: LayerWindows) -> None:
     front = policy_front(layer, 3)
-    assert front[0].placed == ()
+    assert front[0].placements == ()
     assert front[-1].kept_bytes == 0
     assert [p.kept_bytes for p in front] == sorted((p.kept_bytes for p in front), reverse=True)
     assert [p.cost_s for p in front] == sorted(p.cost_s for p in front)
@@ -161,7 +161,7 @@ def test_the_front_falls_in_bytes_and_rises_in_seconds(layer: LayerWindows) -> N
 
 def test_a_job_that_fits_its_window_is_free() -> None:
     job = WindowJob(op="x", outputs=("y",), nbytes=8, seconds=1.0, needs=(), deadline=9, hides=True)
-    slots = (Slot(op="a", layer_offset=0, at=4),)
+    slots = (Slot(op="a", layer_offset=0, order=4),)
     wide = LayerWindows(jobs=(job,), slots=slots, idle_s={"a": 2.0})
     narrow = replace(wide, idle_s={"a": 0.25})
     assert greedy_policy(wide, (job,), 4).exposed_s == 0.0
@@ -173,7 +173,7 @@ def test_without_jobs_there_is_nothing_to_choose() -> None:
     groups = [LayerGroup(layers=2, in_flight=4), LayerGroup(layers=1, in_flight=2)]
     (empty,) = policy_front(nothing, 3)
     assert optimum(nothing, groups, 0.0, 3) == (empty, empty)
-    assert (empty.placed, empty.kept_bytes) == ((), 0)
+    assert (empty.placements, empty.kept_bytes) == ((), 0)
 
 
 def test_search_of_the_heuristic_takes_under_a_fifth_of_a_second() -> None:
@@ -248,7 +248,7 @@ def test_what_never_fits_is_rebuilt_as_far_as_possible() -> None:
     p = tight(problem(model=layers(8), tp=2, pp=2, global_batch=4), -1.0)
     plan = plan_of(p, "lynx_heu", repartition=False)
     assert plan.fit["bound"] == "nothing fits the device"
-    lean = Relocation(p, p.base_plan, exact=False).lean(p.base_plan)
+    lean = Relocation(p, p.base_plan, exact=False).smallest_plan(p.base_plan)
     assert p.cost.peak_bytes(plan) <= p.cost.peak_bytes(lean)
 
 

@@ -16,7 +16,7 @@ from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.memory_plan import lifetimes, placed, planned_peak
+from rematbench.solve.memory_plan import is_placeable, lifetimes, planned_peak
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
 from tests.engine.twin.interpreter import interpret
@@ -271,7 +271,7 @@ def test_addresses_of_many_tensors_are_the_allocators() -> None:
     assert planned_peak(rank) == 0
     few = problem(model=layers(12), pp=2, global_batch=2)
     ranks = lower(plan_of(few, "memo", alpha=0.5), few).ranks
-    assert [placed(one) for one in (rank, *ranks)] == [False, True, True]
+    assert [is_placeable(one) for one in (rank, *ranks)] == [False, True, True]
 
 
 def test_expandable_segments_are_a_fact_of_the_stack() -> None:

@@ -77,7 +77,7 @@ def test_a_cell_that_trains_otherwise_has_no_gain_is_no_base_and_is_not_drawn(
     assert "gain" not in recompute
     assert "gain" not in modules, "its base is wrong"
     table, figure = written(tmp_path, rows), tmp_path / "measured_speed.pdf"
-    left = "2 left out: they do not train alike\n"
+    left = "2 omitted: their training results differ\n"
     assert drawn(table, figure) == f"measured_speed.pdf: 4 cells with seconds of a GPU; {left}"
     said = drawn(written(tmp_path, [rows[0], rows[2], rows[-1]]), figure)
     assert said.startswith("no figure: no other cell has seconds of a GPU")

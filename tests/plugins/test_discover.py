@@ -153,7 +153,7 @@ def test_settings_may_stand_in_the_name() -> None:
 
 
 def test_a_grid_names_parameters_and_allowed_values(tmp_path: Path) -> None:
-    for grid, told in (('{"nmaes": ()}', "which is no parameter"), ('{"share": "x"}', "share")):
+    for grid, told in (('{"nmaes": ()}', "in `grid`"), ('{"share": "x"}', "share")):
         text = GOOD.replace(
             "    names: tuple", f"    grid: ClassVar[tuple] = ({grid},)\n    names: tuple", 1
         )

@@ -7,7 +7,7 @@ import pytest
 
 from rematbench.evaluate.method_contract import check_file, check_on_top, check_plan, problems
 from rematbench.plugins.discover import discover
-from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
+from rematbench.plugins.file_checks import CONTRACT_CHECKS, FORMAT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.registry import MethodError
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
@@ -34,7 +34,7 @@ def test_the_folder_has_methods_and_all_load() -> None:
 def test_the_file_keeps_the_contract(path: Path) -> None:
     entry = REGISTRY.methods[path.stem]
     file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
-    assert problem_of(file, TO_READ | TO_RUN) == ""
+    assert first_problem(file, FORMAT_CHECKS | CONTRACT_CHECKS) == ""
 
 
 @pytest.mark.parametrize("name", problems())
@@ -88,7 +88,7 @@ BROKEN: list[tuple[str, str, str, bool]] = [
     (RETURN, "        global CALLS\n        CALLS += 1\n        return base",
      "line 24 writes a variable of another scope", True),
     ("Source: a test.\n", "", "the docstring has no line Source:", False),
-    ('"""small: does', '"""Does', "the docstring starts with something else than 'small: '", False),
+    ('"""small: does', '"""Does', "the docstring does not start with 'small: '", False),
     ('name: ClassVar[str] = "small"', 'name: ClassVar[str] = "other"', "small.py defines 'other'",
      False),
     ("CALLS = 0\n", "CALLS = 0\n" * 150, "lines)", False),

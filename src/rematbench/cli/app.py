@@ -1,4 +1,4 @@
-"""The command line `rematbench COMMAND`.  A wrong input ends with one line and exit code 2."""
+"""The command line `rematbench COMMAND`.  Wrong input ends with one line and exit code 2."""
 
 import importlib
 import sys
@@ -17,18 +17,17 @@ from rematbench.host.errors import UserError
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 UNSOUND = (CheckError, DeadlockError, LedgerError)
-"""Errors of an unsound lowered plan: a bug of rematbench or of a method file, not of a command
-line."""
+"""Errors of an unsound lowered plan: a bug in rematbench or in a method file, not wrong input."""
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(value: bool) -> None:
+    if value:
         typer.echo(f"rematbench {__version__}")
         raise typer.Exit
 
 
-def _help_all(context: typer.Context, wanted: bool) -> None:
-    if wanted:
+def _help_all(context: typer.Context, value: bool) -> None:
+    if value:
         assert isinstance(context.command, TyperGroup)
         for command in context.command.commands.values():
             command.hidden = False
@@ -44,7 +43,7 @@ def top(
         bool, Option("--help-all", callback=_help_all, is_eager=True, help="List every command.")
     ] = False,
 ) -> None:
-    """Which activation-memory strategy and parallel layout: will it fit, how fast is it?"""
+    """Choose an activation-memory method and a parallel layout: does it fit, and how fast is it?"""
 
 
 COMMANDS = (
@@ -60,14 +59,14 @@ COMMANDS = (
     *("trace.trace", "verify.verify", "sheet.predict", "validate.validate"),
     "calibrate.calibrate",
 )
-"""The user's commands, beside the group of baselines: modules of this folder and functions."""
+"""The user's commands, except the group of baselines: module of this folder and function."""
 WORKFLOW = (
     *("examples.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
     *("searches.searches", "report.report", "report.expect", "measured.measure"),
     *("gpu.measure_gpu", "cells.run_cells", "cells.cells", "cells.resume"),
 )
-"""Commands that Snakemake rules, `./bench` and Slurm jobs call, and `examples`, which the help's
-last lines name.  Only --help-all lists them."""
+"""Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of
+the help mention.  Only --help-all lists them."""
 GROUP = "baseline"
 WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
@@ -76,12 +75,12 @@ WORKERS = {
 """Modules that a command's worker processes import; this import starts before the command."""
 
 
-def command_line(asked: str = "") -> typer.Typer:
-    """The command line with the requested command alone, or with all commands if `asked` is none of
-    them.  Importing all of them takes longer than many a command."""
+def command_line(requested: str = "") -> typer.Typer:
+    """The command line with only the requested command, or with all commands if there is no command
+    of this name.  To import all commands takes longer than many commands run."""
     app = typer.Typer(
         name="rematbench",
-        help="Which activation-memory strategy and parallel layout: will it fit, how fast is it?",
+        help=top.__doc__,
         epilog="Start with: rematbench examples DIR; rematbench methods; "
         "rematbench simulate --help.  Completion in the shell: rematbench --install-completion.  "
         "The commands of the workflow and of Slurm: rematbench --help-all",
@@ -92,12 +91,12 @@ def command_line(asked: str = "") -> typer.Typer:
     app.callback()(top)
     places = {word(place): place for place in (*COMMANDS, *WORKFLOW)}
     every = (*places, GROUP)
-    for name in [asked] if asked in every else every:
+    for name in [requested] if requested in every else every:
         if name == GROUP:
             text = "Real packages: list, run, predict."
-            app.add_typer(_found(f"{GROUP}.app"), name=GROUP, help=text)
+            app.add_typer(_load(f"{GROUP}.app"), name=GROUP, help=text)
         else:
-            app.command(hidden=places[name] in WORKFLOW)(_found(places[name]))
+            app.command(hidden=places[name] in WORKFLOW)(_load(places[name]))
     return app
 
 
@@ -106,7 +105,7 @@ def word(place: str) -> str:
     return place.partition(".")[2].replace("_", "-")
 
 
-def _found(place: str) -> Any:
+def _load(place: str) -> Any:
     module, _, name = place.partition(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
@@ -115,10 +114,10 @@ def main() -> None:
     """Run a command; a wrong input becomes one line on stderr and exit code 2."""
     command = " ".join(["rematbench", *sys.argv[1:2]])
     try:
-        asked = next(iter(sys.argv[1:]), "")
-        if asked in WORKERS:
-            importlib.import_module("rematbench.host.workers").start_server(WORKERS[asked])
-        app = command_line(asked)
+        requested = next(iter(sys.argv[1:]), "")
+        if requested in WORKERS:
+            importlib.import_module("rematbench.host.workers").start_server(WORKERS[requested])
+        app = command_line(requested)
         code = app(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
         context = getattr(error, "ctx", None)
@@ -126,10 +125,10 @@ def main() -> None:
     except UserError as error:
         _fail(command, str(error))
     except UNSOUND as error:
-        whose = "a bug of rematbench, or of a method's file of yours"
-        text = f"the plan's actions are unsound ({whose}): {type(error).__name__}: {error}"
+        cause = "a bug in rematbench or in your method file"
+        text = f"the plan's actions are unsound ({cause}): {type(error).__name__}: {error}"
         _fail(command, text)
-    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
+    except BrokenPipeError:  # the reader of the pipe has ended, for example `head`
         sys.stderr.close()
         code = 0
     except OSError as error:  # for example a full disk or an unreadable folder

@@ -52,19 +52,20 @@ def calibrate(
     ] = None,
     rows: Annotated[
         Path | None,
-        Option("--rows", metavar="MINE.csv", help="Your rows: 1 to 20, one stack, one cluster."),
+        Option("--rows", metavar="MINE.csv", help="1 to 20 rows of one stack on one cluster."),
     ] = None,
     leave_out: Annotated[
         bool, Option("--leave-one-out", help="Refit without each source and predict its cells.")
     ] = False,
     processes: PROCESSES = 2,
 ) -> None:
-    """Refit the `fitted` constants to the declared FIT rows, from their present values; or, with
-    --rows, a stack to its user's own rows (tokens/s/GPU or step_s): a stack file with four scales.
+    """Refit the `fitted` constants to the declared FIT rows, from their present values.  With
+    --rows, fit four scales of a stack to your rows (tokens/s/GPU or step_s), and write a stack
+    file.
 
-    Minutes of CPU time without --rows.  Nothing is changed without --output; the outcome of a plain
-    fit has the form of the shipped constants, that of --leave-one-out (an hour) the form of the
-    rows from which every band is learnt.
+    Takes minutes of CPU time without --rows, and an hour with --leave-one-out.  Files change only
+    with --output: it has the form of config/calibration.yaml or, with --leave-one-out, of
+    config/left_out.csv, from which all bands are computed.
 
     \b
     Example:

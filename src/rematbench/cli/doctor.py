@@ -1,4 +1,4 @@
-"""The command `doctor`: the abilities of this machine, and a cluster file to start from."""
+"""The command `doctor`: the software and hardware of this machine, and a cluster file for it."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ FORCE = Annotated[bool, typer.Option("--force", help="Overwrite FILE.yaml if it 
 
 
 def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
-    """Show what runs here, and write a cluster file for this machine.
+    """Show the software, hardware and usable worlds of this machine; write a cluster file for it.
 
     \b
     Example:
@@ -47,7 +47,7 @@ def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
 
 
 def _facts() -> Table:
-    table = align_left(grid("here", "what"), 1)
+    table = align_left(grid("item", "on this machine"), 1)
     table.add_row("python", f"{platform.python_version()} on {platform.system()}")
     for package in PACKAGES:
         table.add_row(package, _version(package))
@@ -65,7 +65,7 @@ def _facts() -> Table:
 
 
 def _worlds() -> Table:
-    table = align_left(grid("world", "available here", "what it needs"), 1, 2)
+    table = align_left(grid("world", "available", "needs"), 1, 2)
     there = "yes" if importlib.util.find_spec("torch") is not None else "no"
     table.add_row("published", "yes", "nothing: numbers from papers")
     table.add_row("simulated", "yes", "nothing: any laptop")
@@ -82,7 +82,7 @@ def _version(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor of this machine, as its system names it."""
+    """The name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -100,15 +100,15 @@ def host_bytes() -> int:
 
 
 def nvidia_gpus() -> list[tuple[str, int]]:
-    """(name, bytes) of every GPU that nvidia-smi lists; empty where there is none."""
+    """(name, bytes) of every GPU that nvidia-smi lists."""
     found = query_smi(["name", "memory.total"], timeout_s=20.0)
     lines = [line.rpartition(",") for line in found.splitlines() if "," in line]
     return [(name.strip(), int(float(mib)) << 20) for name, _, mib in lines]
 
 
 def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
-    """The shipped cluster of this GPU with the nearest memory, and its generation.  For a GPU of no
-    shipped file: an H100 cluster, whose numbers are to be replaced, and a CHECK in place of the
+    """The shipped cluster of this GPU with the nearest memory, and its generation.  If no shipped
+    file has this GPU: an H100 cluster, whose numbers must be replaced, and a CHECK instead of the
     generation."""
     words = tuple(re.split(r"[\s-]", gpu))
     known = [load_cluster(name) for name in names("cluster")]
@@ -121,8 +121,8 @@ def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
 
 
 def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
-    """The text of a complete cluster file: numbers found on this machine, and data-sheet numbers
-    marked CHECK."""
+    """The text of a complete cluster file: numbers of this machine, and data-sheet numbers marked
+    CHECK."""
     gpu, hbm = gpus[0] if gpus else ("H100-SXM5-80GB", 85_520_809_984)
     found = "nvidia-smi on this machine" if gpus else "CHECK: no GPU here; an 80 GB H100"
     alike, generation = _alike(gpu, hbm)
@@ -142,7 +142,7 @@ def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
         ("host_bytes", host, "this machine" if gpus else "CHECK: 1 TB a node"),
     ]
     lines = [
-        "# Written by `rematbench doctor --write`.  Confirm every CHECK and cite where it is from.",
+        "# Written by `rematbench doctor --write`.  Confirm every CHECK and cite its source.",
         f"name: {name}",
         f"gpu: {gpu.replace(' ', '-')}",
         f"generation: {generation}",

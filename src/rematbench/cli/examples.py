@@ -1,4 +1,4 @@
-"""The command `examples`: files to start from."""
+"""The command `examples`: example files for a new user."""
 
 import shutil
 from pathlib import Path
@@ -24,11 +24,11 @@ COMMANDS = (
 
 
 def examples(
-    folder: Annotated[Path, Argument(metavar="DIR", help="A folder to write them to.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder to write to.")],
 ) -> None:
-    """Write a model's config.json, a cluster, a stack, a sheet and a method to start from.
+    """Write an example of a model's config.json, a cluster, a stack, a sheet and a method.
 
-    Files that exist are not overwritten.
+    Existing files are not overwritten.
 
     \b
     Example:

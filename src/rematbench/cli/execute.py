@@ -1,4 +1,4 @@
-"""The command `execute`: a plan on torch, in processes on this machine or a launcher's."""
+"""The command `execute`: a plan on torch, in processes of this machine or of a launcher."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -49,10 +49,10 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
 ) -> None:
     """Execute a method's plan on torch: losses, gradients, and bytes against the ledger.
 
-    Starts a process for each of --gpus (gloo on CPU, NCCL on CUDA); under torchrun or srun it is
-    one of theirs.  --seq-len defaults to 128, --global-batch to two micro-batches a stage.
-    CPU seconds are not performance and are not reported.  Exit code 1 unless the run is ok (and,
-    with --against, lossless).
+    Starts --gpus processes (gloo on CPU, NCCL on CUDA); under torchrun or srun it is one of their
+    processes.  --seq-len defaults to 128, --global-batch to two micro-batches a stage.  CPU seconds
+    are not performance and are not reported.  Exit code 0 if the run is ok (and, with --against,
+    lossless), else 1.
 
     \b
     Example:
@@ -82,7 +82,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
 
 def _with_defaults(run: RunOptions) -> RunOptions:
-    """The options, with a small sequence length and batch where none is given."""
+    """The options, with a small default sequence length and batch."""
     given = run.problem
     ranks = given["tp"] * given["cp"] * given["pp"]
     replicas = max(1, (given["gpus"] or ranks) // ranks)

@@ -1,4 +1,4 @@
-"""The command `flags`: a plan as the options of a baseline."""
+"""The command `flags`: a plan as options of a baseline."""
 
 from typing import Annotated
 
@@ -18,13 +18,13 @@ from rematbench.worlds.packages.process import BaselineError, baselines
 @takes_run
 def flags(
     run: RunOptions,
-    baseline: Annotated[str, Option(metavar="B", help="Whose flags.")] = "megatron_core",
+    baseline: Annotated[str, Option(metavar="B", help="The baseline.")] = "megatron_core",
     json: Json = False,
 ) -> None:
-    """Print a baseline's options equal to a method's plan, or name what is missing there.
+    """Print the options of a baseline that equal a method's plan, or list what it cannot express.
 
     megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
-    code 0 if equal, 1 if something is missing.
+    code 0 if equal, 1 if the baseline cannot express the plan.
 
     \b
     Example:
@@ -46,14 +46,14 @@ def flags(
         del values["plan"]
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     elif answer.missing:
-        typer.echo(f"{baseline} has no options equal to {run.method}; missing there:")
+        typer.echo(f"{baseline} has no options equal to {run.method}; missing:")
         for line in answer.missing:
             typer.echo(f"  {line}")
         if lost is not None:
             peak, step = f"{lost.peak_bytes / GIB:+.2f} GiB", f"{100 * lost.step_share:+.1f} %"
             room = f"{lost.headroom_bytes / GIB:.2f} GiB left"
             typer.echo(f"nearest: {answer.flags}")
-            typer.echo(f"against {run.method} it has peak {peak}, step {step}; {room}")
+            typer.echo(f"compared with {run.method}: peak {peak}, step {step}; {room}")
     else:
         typer.echo(answer.flags)
     raise typer.Exit(1 if answer.missing else 0)

@@ -16,19 +16,19 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
 
 CHECK_S = 60.0
-"""CPU seconds after which a check is given up: a plan on a tiny problem takes a blink."""
+"""Limit of CPU seconds of a check; a plan for a tiny problem takes milliseconds."""
 
 
 def methods(
     folder: Methods = None,
     check: Annotated[
-        Path | None, Option(metavar="FILE.py", help="Hold a file to the contract instead.")
+        Path | None, Option(metavar="FILE.py", help="Check a file against the contract instead.")
     ] = None,
 ) -> None:
-    """List the methods: what each claims, its parameters and its file.
+    """List the methods with their claims and parameters.
 
-    --check holds a method's file to what tests ask of the shipped ones, on tiny problems and on top
-    of every other method; a line per check, and exit code 1 at the first that fails.
+    --check runs the tests of the shipped methods on a file, on tiny problems and on top of every
+    other method.  It prints a line per check, and ends with exit code 1 at the first failure.
 
     \b
     Example:

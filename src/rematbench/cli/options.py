@@ -27,31 +27,34 @@ from rematbench.spec.problemspec import ProblemSpec, flag
 from rematbench.worlds.packages.process import baselines
 
 DEFAULT_SYSTEM = "megatron-core"
-MOST_S = 7 * 86_400.0
+MAX_TIMEOUT_S = 7 * 86_400.0
 """One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
 
 
 Timeout = Annotated[
-    float, Option(min=1, max=MOST_S, help="Seconds without a result until given up.")
+    float,
+    Option(min=1, max=MAX_TIMEOUT_S, help="Give up after this many seconds without a result."),
 ]
 
 
-def percents(text: str | float, most: float = math.inf) -> float:
-    """A percentage from 0 to `most`, with or without its sign: `1`, `1%`.  BadParameter if the text
-    is none."""
+def percents(text: str | float, maximum: float = math.inf) -> float:
+    """A percentage from 0 to `maximum`, with or without its sign: `1`, `1%`.  BadParameter for
+    other texts."""
     try:
         number = float(str(text).strip().removesuffix("%"))
     except ValueError:
         number = math.nan
-    if not 0 <= number <= most or number == math.inf:
-        allowed = "of 0 or more" if most == math.inf else f"from 0 to {most:g}"
+    if not 0 <= number <= maximum or number == math.inf:
+        allowed = "of 0 or more" if maximum == math.inf else f"from 0 to {maximum:g}"
         raise BadParameter(f"{text!r} is not a percentage {allowed}, as 1 or 1%")
     return number
 
 
 Within = Annotated[
     float,
-    Option(parser=partial(percents, most=50), metavar="P", help="Percent that may stay unproved."),
+    Option(
+        parser=partial(percents, maximum=50), metavar="P", help="Percent that may stay unproved."
+    ),
 ]
 
 OPTIONS = {
@@ -62,7 +65,7 @@ OPTIONS = {
     ),
     "cluster": Option(metavar="C", show_default=False, help="Name or YAML file (required)."),
     "system": Option(metavar="Y", help="Software stack: name or file."),
-    "gpus": Option(min=1, metavar="N", show_default=False, help="In all (required)."),
+    "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs (required)."),
     "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens (required)."),
     "global_batch": Option(
         min=1, metavar="B", show_default=False, help="Sequences per step (required)."
@@ -72,15 +75,15 @@ OPTIONS = {
     "cp": Option(min=1, help="Context parallel ranks."),
     "pp": Option(min=1, help="Pipeline parallel ranks."),
     "vpp": Option(min=1, help="Model chunks per pipeline rank."),
-    "ulysses": Option(min=1, help="All-to-all sequence ranks, of dp."),
+    "ulysses": Option(min=1, help="Ulysses sequence-parallel ranks, taken from dp."),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
-    "sp": Option("--no-sp", help="No sequence parallelism beside tp."),
+    "sp": Option("--no-sp", help="No sequence parallelism with tp."),
     "attention": Option(help="Attention kernel."),
     "precision": Option(help="Compute precision."),
     "hbm_bytes": Option(
-        min=1, max=1 << 60, metavar="H", help="Memory of a device, where not the cluster's."
+        min=1, max=1 << 60, metavar="H", help="Bytes of device memory, instead of the cluster's."
     ),
-    "optimizer": Option(help="Home of the optimizer's states, where not as the stack says."),
+    "optimizer": Option(help="Home of the optimizer states, instead of the stack's."),
 }
 """The command-line option of each field of a ProblemSpec."""
 
@@ -106,7 +109,7 @@ class RunOptions:
     ] = None
     reserve_gib: Annotated[
         float | None,
-        Option(min=0, metavar="G", help="What tuned plans leave free (else: errors of peaks)."),
+        Option(min=0, metavar="G", help="GiB that tuned plans leave free (else: by peak errors)."),
     ] = None
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")
@@ -214,7 +217,7 @@ def request(options: RunOptions, *, name_broken: bool = True) -> Request:
         base = replace(base, partition=_partition(options.partition, problem))
     if options.gpipe:
         if problem.layout.vpp > 1:
-            raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
+            raise CommandError(f"--gpipe needs --vpp 1, but --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
     words = (*spec.to_arguments(), *_words(options))
     if options.methods and name_broken:
@@ -259,15 +262,15 @@ def _method(options: RunOptions, problem: Problem) -> Composition:
         if not name:
             raise
         raise CommandError(
-            f"{name} is a baseline and no method: `rematbench baseline run {name}` executes it, "
+            f"{name} is a baseline, not a method: `rematbench baseline run {name}` executes it, "
             f"`rematbench baseline predict {name}` simulates its policy"
         ) from error
 
 
-def settings_of(given: list[str] | None) -> dict[str, str]:
-    """The settings in KEY=VALUE texts, by key; CommandError for anything else."""
+def settings_of(texts: list[str] | None) -> dict[str, str]:
+    """The settings in KEY=VALUE texts, by key; CommandError for another form."""
     found: dict[str, str] = {}
-    for text in given or ():
+    for text in texts or ():
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise CommandError(f"--set {text!r}: expected KEY=VALUE")
@@ -286,8 +289,8 @@ def _partition(text: str, problem: Problem) -> tuple[tuple[tuple[int, ...], ...]
     sizes = [int(word) for word in words]
     if len(sizes) != lay.num_chunks or sum(sizes) != layers:
         raise CommandError(
-            f"--partition {text!r}: {len(sizes)} chunks of {sum(sizes)} layers in all; needs "
-            f"pp x vpp = {lay.num_chunks} chunks of {layers} layers"
+            f"--partition {text!r}: {len(sizes)} chunks with {sum(sizes)} layers in total; needs "
+            f"pp x vpp = {lay.num_chunks} chunks with {layers} layers in total"
         )
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     chunks = [tuple(range(a, b)) for a, b in pairwise(bounds)]

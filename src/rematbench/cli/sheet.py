@@ -25,11 +25,11 @@ from rematbench.spec.configfile import closest, require_known
 from rematbench.spec.constants import instant_hosts as instant
 from rematbench.spec.load import calibration, load_system, names
 
-ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
+ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="A sheet, as `examples` writes it.")]
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
 PREDICTED = ("ok", "oom")
 NAMED = 3
-"""Most rows without a prediction that are named on the terminal."""
+"""Maximum number of rows without a prediction that the terminal lists."""
 
 
 def predict(
@@ -38,24 +38,24 @@ def predict(
     processes: PROCESSES = 2,
     methods: Methods = None,
     system: Annotated[
-        str, Option(metavar="Y", help="The stack of every row, whatever its column says.")
+        str, Option(metavar="Y", help="The stack of every row, instead of the column `system`.")
     ] = "",
     instant_hosts: Annotated[
-        bool, Option("--instant-hosts", help="As if hosts issued everything at once.")
+        bool, Option("--instant-hosts", help="Assume that hosts issue kernels in zero seconds.")
     ] = False,
     only: Annotated[
         list[str] | None,
-        Option(metavar="COLUMN=VALUE", help="Rows with this value alone (repeatable)."),
+        Option(metavar="COLUMN=VALUE", help="Only rows with this value (repeatable)."),
     ] = None,
     bundle: Annotated[
         str,
         Option(metavar="M", help="Published cells that M (a method, a+b) plans, and ours beside."),
     ] = "",
 ) -> None:
-    """Predict every row of a sheet; adds pred_* columns, drops no row that is asked for.
+    """Predict every row of a sheet and add pred_* columns.
 
-    An empty offload_fraction means the smallest that fits; an empty dp is what gpus, tp, cp and pp
-    leave.  A row that cannot be predicted gets a pred_status and a pred_reason.
+    An empty offload_fraction means the smallest that fits; an empty dp follows from gpus, tp, cp
+    and pp.  A row that cannot be predicted gets a pred_status and a pred_reason.
 
     \b
     Example:
@@ -95,15 +95,17 @@ def predict(
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
-    for line in not_predicted(found):
+    for line in failure_lines(found):
         typer.echo(line)
     for name in dict.fromkeys(row["model"] for row in found if ASSUMED in row["pred_reason"]):
         near = closest(name, names("model"))
-        told = "shapes are the row's, the rest is a relative's (pred_reason)"
-        typer.echo(f"unknown model {name!r}{near}: {told}")
+        typer.echo(
+            f"unknown model {name!r}{near}: shapes are from the row, all else is from a similar "
+            "model (pred_reason)"
+        )
 
 
-def not_predicted(rows: list[Cell]) -> list[str]:
+def failure_lines(rows: list[Cell]) -> list[str]:
     """Lines that name the first NAMED rows without a prediction, with the reasons."""
     missed = [(n, row) for n, row in enumerate(rows, 1) if row["pred_status"] not in PREDICTED]
     lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]

@@ -19,7 +19,7 @@ from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem
-from rematbench.solve.memory_plan import FEW_TENSORS, placed
+from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
 HOST_SHARE = 0.01
 """The least share of a step spent waiting for the host that is printed."""
@@ -291,9 +291,9 @@ def _segments(result: Result) -> str:
     if plan is None or plan.addresses != "planned":
         return f"{segments} segments"
     rank = fullest_rank(evaluation.ranks) if evaluation else 0
-    if placed(lower(plan, problem).ranks[rank]):
+    if is_placeable(lower(plan, problem).ranks[rank]):
         return "planned addresses"
-    more = f"more than {FEW_TENSORS:,} tensors, which are not placed here"
+    more = f"more than {BEST_FIT_TENSORS:,} tensors, which are not placed here"
     return f"{segments} segments, not the plan's addresses: {more}"
 
 

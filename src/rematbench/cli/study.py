@@ -16,7 +16,7 @@ from rematbench.paper.studies.answers import StudyAnswer, ask_study, dump, line
 from rematbench.paper.studies.study import load_study, narrowed
 from rematbench.plugins.discover import discover
 
-HIDDEN = ("study", "model", "cluster", "command")
+OMITTED = ("study", "model", "cluster", "command")
 
 
 def study(
@@ -28,9 +28,9 @@ def study(
     method: Annotated[str, Option(metavar="M", help="Only this method, by its label.")] = "",
     methods: Methods = None,
 ) -> None:
-    """Ask what papers claim beside a step time: longest sequence, bytes of an operator, waste.
+    """Answer a study's questions: longest sequence, bytes of an operator, wasted bytes.
 
-    Every method of a question has the same candidate layouts.
+    All methods of a question have the same candidate layouts.
 
     \b
     Example:
@@ -51,7 +51,7 @@ def _show(name: str, answers: list[StudyAnswer]) -> None:
     """Print one table per question, in SI units."""
     for ask in dict.fromkeys(answer.ask for answer in answers):
         rows = tuple(line(answer) for answer in answers if answer.ask == ask)
-        keys = [k for k in dict.fromkeys(k for row in rows for k in row) if k not in HIDDEN]
+        keys = [k for k in dict.fromkeys(k for row in rows for k in row) if k not in OMITTED]
         table = Table(
             name=ask,
             title=f"{name}: {ask} (simulated)",

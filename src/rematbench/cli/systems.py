@@ -13,7 +13,7 @@ from rematbench.spec.stackfacts import Fact, chain, defaults, facts, listed
 def systems(
     name: Annotated[str, Argument(metavar="[NAME]", help="A stack to explain, or its file.")] = "",
 ) -> None:
-    """List the stacks and what differs from their base; with a NAME, each fact with its source.
+    """List the stacks and their differences from their base; with NAME, all facts and sources.
 
     \b
     Example:
@@ -41,15 +41,15 @@ def _all() -> Table:
         grid("stack", "version", "base", "attention", "differs from its base"), 1, 2, 3, 4
     )
     for name, version, base, changed in listed():
-        told = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
-        cells = (name, version, base or "-", load_system(name).attention, told)
+        differences = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
+        cells = (name, version, base or "-", load_system(name).attention, differences)
         table.add_row(*(plain(cell) for cell in cells))
     return table
 
 
-def _facts(found: dict[str, Fact]) -> Table:
-    table = align_left(grid("fact", "value", "said by", "source"), 1, 2, 3)
-    for key, fact in found.items():
+def _facts(stack: dict[str, Fact]) -> Table:
+    table = align_left(grid("fact", "value", "file", "source"), 1, 2, 3)
+    for key, fact in stack.items():
         cells = (key, str(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
         table.add_row(*(plain(cell) for cell in cells))
     return table

@@ -14,10 +14,10 @@ Methods = Annotated[
     list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
 ]
 Only = Annotated[
-    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
+    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Only these cells (repeatable).")
 ]
 Compare = Annotated[
-    Path | None, Option(metavar="DIR", help="Exit 1 if a record is not as its namesake here.")
+    Path | None, Option(metavar="DIR", help="Exit 1 if a record differs from its copy in DIR.")
 ]
 Records = Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")]
 Predictions = Annotated[Path | None, Option(metavar="PRED.csv", help="Rows already predicted.")]
@@ -34,8 +34,8 @@ def need_folder(option: str, folder: Path) -> None:
 
 
 def need_file(option: str, path: Path | None) -> None:
-    """CommandError if an output file cannot be written, or its folder does not exist: a misspelt
-    path must create no folders."""
+    """CommandError if an output file cannot be written or its folder does not exist (a misspelt
+    path must not create folders)."""
     if path is None:
         return
     if path.is_dir():

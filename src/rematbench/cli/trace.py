@@ -1,4 +1,4 @@
-"""The command `trace`: one rank of a job of any size, run by the executor on fake tensors."""
+"""The command `trace`: the executor runs one rank of a job of any size on fake tensors."""
 
 from typing import Annotated
 
@@ -26,7 +26,7 @@ def trace(
     """Trace one rank of a job of any size: the executor on fake tensors, in one CPU process.
 
     Bytes are counted from live storages, as in the executed world; nothing depends on values.
-    METHOD may be a baseline (megatron_core, deepspeed): then its own code runs.
+    METHOD may be a baseline (megatron_core, deepspeed): then the baseline's code runs.
 
     \b
     Example:

@@ -21,9 +21,11 @@ from rematbench.worlds.reruns import verify as verified
 def verify(
     records: Annotated[list[Path], Argument(metavar="RECORD...", help="Record files.")],
     suite: Annotated[
-        Path | None, Option(metavar="SUITE.yaml", help="Cells by the records' names, from here.")
+        Path | None, Option(metavar="SUITE.yaml", help="The suite that defines the records' cells.")
     ] = None,
-    cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the runs' was a file.")] = "",
+    cluster: Annotated[
+        str, Option(metavar="FILE.yaml", help="The cluster file, if it is not shipped.")
+    ] = "",
     methods: Methods = None,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
@@ -32,12 +34,11 @@ def verify(
         bool, Option("--if-installed", help="Say so, and pass, where torch or a package is not.")
     ] = False,
 ) -> None:
-    """Run again what records say, in the world that each says, and compare every number.
+    """Repeat the runs of records and compare every number.
 
-    Simulated, traced and executed runs, loss curves and real packages.  Dates, hosts and seconds
-    of a GPU are not compared; losses and gradients may differ by rounding.  Exit code 1 if a
-    record differs.  A spec names its cluster: one that is not shipped is given by --cluster,
-    or with the problem of a suite by --suite.
+    Records may be simulated, traced or executed runs, loss curves and runs of real packages.
+    Dates, hosts and seconds of a GPU are not compared; losses and gradients may differ by rounding.
+     Exit code 1 if a record differs.  For a cluster that is not shipped, give --cluster or --suite.
 
     \b
     Example:
@@ -61,7 +62,7 @@ def verify(
                 return recorded_cell(name, record, registry, cluster)
             return single_cell(suite, name, methods or [])
 
-        key = (name, record.run_id)  # keep_all's curve is made once for all that compare with it
+        key = (name, record.run_id)  # the curve of keep_all runs once for all comparisons
         if key not in made:
             made[key] = rerun_record(record, cell, registry)
         return made[key]

@@ -19,7 +19,7 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import entry_of
-from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
+from rematbench.plugins.file_checks import CONTRACT_CHECKS, FORMAT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.registry import Method, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
@@ -139,8 +139,8 @@ def check_file(path: Path, shipped: Registry) -> Iterator[str]:
     entry = entry_of(path)
     file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
     yield "the file loads and defines a method"
-    for checks in (TO_READ, TO_RUN):
-        problem = problem_of(file, checks)
+    for checks in (FORMAT_CHECKS, CONTRACT_CHECKS):
+        problem = first_problem(file, checks)
         if problem:
             raise MethodError(f"{path}: {problem}")
         yield from checks

@@ -1,1 +1,1 @@
-"""Methods as files: finding, checking, building with parameters, composing."""
+"""Methods as files: discovery, checks, parameters and compositions."""

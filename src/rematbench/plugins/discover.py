@@ -1,8 +1,8 @@
 """Find methods and baselines: files of `methods/`, entry points, files of `--methods DIR`, and
 folders of `baselines/`.
 
-This module knows no method by name.  A file that cannot be loaded makes only its own methods
-unavailable, with the reason.
+This module has no names of methods.  If a file cannot be loaded, only its methods are unavailable,
+and the registry has the reason.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from rematbench.plugins.file import TO_RUN, MethodFile, problem_of
+from rematbench.plugins.file_checks import CONTRACT_CHECKS, MethodFile, first_problem
 from rematbench.plugins.policies import shipped_policies
 from rematbench.plugins.registry import MethodEntry, MethodError, Registry, build
 from rematbench.spec.paths import data_dir
@@ -66,9 +66,9 @@ def load_file(
     foreign: bool = False,
     load: Callable[[Path], ModuleType] | None = None,
 ) -> None:
-    """Add the methods of one file to `methods`, or the reason why there is none to `broken`.  A
-    foreign file must also pass the checks that need no plan (tests hold shipped files to all
-    checks)."""
+    """Add the methods of one file to `methods`, or the reason why it has none to `broken`.  A
+    `foreign` file must also pass the checks that need no plan (tests run all checks on shipped
+    files)."""
     try:
         module = (load or load_module)(path)
         classes = [
@@ -81,13 +81,13 @@ def load_file(
         if not classes:
             raise MethodError("defines no class with a `name` and a `plan`")
         for cls in classes:
-            _enter(cls, str(path), module.__doc__, methods, held=foreign)
+            _enter(cls, str(path), module.__doc__, methods, check_file=foreign)
     except Exception as error:  # a method's file may fail in any way
         broken[str(path)] = _one_line(error)
 
 
 def load_module(path: Path) -> ModuleType:
-    """The file as a module with a unique name, because two folders may hold equal file names."""
+    """The file as a module with a unique name, because two folders may have equal file names."""
     name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -103,8 +103,8 @@ def load_module(path: Path) -> ModuleType:
 
 
 def load_baseline(path: Path) -> ModuleType:
-    """A file of `baselines/NAME/` as the module `baselines.NAME.STEM`, by which the files of that
-    folder import each other.  The folder of baselines need not be on sys.path."""
+    """A file of `baselines/NAME/` as the module `baselines.NAME.STEM`, the name by which the files
+    of a baseline import each other.  The folder of baselines need not be on sys.path."""
     folder = path.resolve().parents[1]
     package = sys.modules.get(BASELINES)
     if package is None:
@@ -124,9 +124,9 @@ def _enter(
     doc: str | None,
     methods: dict[str, MethodEntry],
     *,
-    held: bool = False,
+    check_file: bool = False,
 ) -> None:
-    """Check a method class, and with `held` its file too, and add it to `methods`; MethodError for
+    """Check a method class (and its file, if `check_file`) and add it to `methods`; MethodError for
     the first broken rule."""
     text = doc or cls.__doc__ or ""
     if not (isinstance(cls, type) and issubclass(cls, Struct)):
@@ -146,14 +146,14 @@ def _enter(
     except TypeError as error:
         raise MethodError(f"{cls.__name__}: every parameter needs a default") from error
     file = MethodFile(path=Path(origin), name=name, cls=cls, doc=text)
-    problem = problem_of(file, TO_RUN) if held else ""
+    problem = first_problem(file, CONTRACT_CHECKS) if check_file else ""
     if problem:
         raise MethodError(problem)
     entry = MethodEntry(name, cls, origin, text)
     for settings in entry.grid:
         unknown = sorted(settings.keys() - entry.parameters.keys())
         if unknown:
-            raise MethodError(f"{cls.__name__}: grid names {unknown[0]!r}, which is no parameter")
+            raise MethodError(f"{cls.__name__}: unknown parameter {unknown[0]!r} in `grid`")
         build(entry, settings)
     methods[name] = entry
 

@@ -1,4 +1,4 @@
-"""Baseline policies by name: settings of a method as a stack ships them (config/compare.yaml)."""
+"""Baseline policies by name: settings of a method that a stack ships (config/compare.yaml)."""
 
 from functools import cache
 from typing import Any
@@ -38,10 +38,10 @@ def shipped_policies() -> dict[str, Policy]:
     return {policy.name: policy for policy in found}
 
 
-def present(settings: dict[str, Any], problem: Problem) -> dict[str, Any]:
+def applicable_settings(settings: dict[str, Any], problem: Problem) -> dict[str, Any]:
     """A policy's settings without the operators (`ops`) that no layer of the problem has."""
     ops = settings.get("ops")
     if not isinstance(ops, list):
         return settings
-    known = {op.name for table in problem.layer_kinds for op in table.ops}
-    return {**settings, "ops": [name for name in ops if name in known]}
+    applicable_settings = {op.name for table in problem.layer_kinds for op in table.ops}
+    return {**settings, "ops": [name for name in ops if name in applicable_settings]}

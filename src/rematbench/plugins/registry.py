@@ -1,4 +1,4 @@
-"""Methods by name: their protocol, compositions, and how settings find their parameters."""
+"""Methods by name: their protocol, compositions and settings."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ from msgspec import Struct
 from rematbench.engine.lowering.plan_checks import graph_conflict
 from rematbench.host.errors import UserError
 from rematbench.plan import Plan, Settings, Unsupported
-from rematbench.plugins.policies import Policy, present
+from rematbench.plugins.policies import Policy, applicable_settings
 from rematbench.problem import Problem
 from rematbench.spec.configfile import closest, validation_problem
 
@@ -22,26 +22,29 @@ Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
 
 
 class MethodError(UserError):
-    """A method cannot be found, loaded or built with these parameters; the message is one line."""
+    """A method cannot be located, loaded or built with these parameters; the message is one
+    line."""
 
 
 class Method(Protocol):
-    """What a file in methods/ defines: a frozen Struct whose fields are the method's parameters.
+    """The class that a file in methods/ defines: a frozen Struct whose fields are the method's
+    parameters.
 
     Four class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
     the fastest first.  `planner` (True): planning takes seconds, so `compare` does not wait for the
-    plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
+    plan and `search` omits the method.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
-    and frees more of the bytes above what passes keep.  A method that is Unsupported at one value
-    of these and at the last for the same `reason` counts as Unsupported at all of them in `search`:
-    a reason that depends on the value must name the value.
+    and frees more transient bytes.  If a method is Unsupported for the same `reason` at one value
+    of `share` or `grid` and at the last value, `search` treats it as Unsupported at all values, so
+    a reason that depends on the value must contain the value.
     """
 
     name: ClassVar[str]
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan for a problem on top of `base`, or why there is none; a pure function."""
+        """The plan for a problem on top of `base`, or the reason why there is none; a pure
+        function."""
         ...
 
 
@@ -75,12 +78,12 @@ class MethodEntry(Struct, frozen=True):
 
 
 IDENTITY = "keep_all"
-"""The method that changes nothing: others are compared with it, and a composition's family omits
+"""The method that changes nothing.  Methods are compared with it, and a composition's family omits
 its name."""
 
 
 class Composition(Struct, frozen=True):
-    """Methods that plan in turn, from left to right, each on top of the plan of those before it."""
+    """Methods that plan from left to right, each on top of the plan of the preceding methods."""
 
     methods: tuple[Method, ...]
 
@@ -92,7 +95,7 @@ class Composition(Struct, frozen=True):
     @property
     def text(self) -> str:
         """The text that `resolve` reads as this composition: names with non-default settings."""
-        return "+".join(_said(method) for method in self.methods)
+        return "+".join(_text(method) for method in self.methods)
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -100,26 +103,29 @@ class Composition(Struct, frozen=True):
         return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
 
     def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
-        """The composed plan, or the reason of the first method that gives none."""
+        """The composed plan, or the reason of the first method without a plan."""
         plan = problem.base_plan if base is None else base
         for method in self.methods:
-            answer = planned(method, problem, plan)
+            answer = make_plan(method, problem, plan)
             if isinstance(answer, Unsupported):
                 return Unsupported(f"{method.name}: {answer.reason}")
             plan = answer
         return plan
 
 
-def own_settings(method: Method) -> dict[str, str]:
+def changed_settings(method: Method) -> dict[str, str]:
     """The settings of a method that are not its defaults, as words of a method's text."""
     kind = type(method)
     assert issubclass(kind, Struct)
-    own, usual = ({f: getattr(one, f) for f in kind.__struct_fields__} for one in (method, kind()))
-    return {key: _word(value) for key, value in own.items() if value != usual[key]}
+    values, defaults = (
+        {field: getattr(instance, field) for field in kind.__struct_fields__}
+        for instance in (method, kind())
+    )
+    return {key: _word(value) for key, value in values.items() if value != defaults[key]}
 
 
-def _said(method: Method) -> str:
-    words = [f"{key}={word}" for key, word in own_settings(method).items()]
+def _text(method: Method) -> str:
+    words = [f"{key}={word}" for key, word in changed_settings(method).items()]
     return f"{method.name}:{','.join(words)}" if words else method.name
 
 
@@ -130,8 +136,8 @@ def _word(value: object) -> str:
     return msgspec.json.encode(value).decode().replace('"', "")
 
 
-def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
-    """A method's answer.  Where `plan` raises an error that is not rematbench's own, or returns
+def make_plan(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
+    """The result of a method's `plan`.  If it raises an error from outside rematbench, or returns
     neither a Plan nor Unsupported: MethodError, with the line of the method's file."""
     try:
         answer: object = method.plan(problem, base)
@@ -158,8 +164,8 @@ def _where(method: Method, error: Exception) -> str:
 
 
 class Registry(Struct, frozen=True):
-    """All methods found; the reasons why files could not be loaded, by file; and the baseline
-    policies whose names stand for a method with settings."""
+    """All discovered methods; the reasons why files could not be loaded, by file; and the baseline
+    policies, whose names mean a method with settings."""
 
     methods: dict[str, MethodEntry]
     broken: dict[str, str]
@@ -187,7 +193,7 @@ class Registry(Struct, frozen=True):
         wanted = [
             (f"{entry.name}.{key}", value)
             for entry, words in parts
-            for key, value in (present(words, problem) if problem else words).items()
+            for key, value in (applicable_settings(words, problem) if problem else words).items()
         ]
         given: dict[str, dict[str, Value]] = {entry.name: {} for entry in entries}
         for key, value in (*wanted, *(settings or {}).items()):
@@ -240,7 +246,7 @@ class Registry(Struct, frozen=True):
         hint = closest(name, (*self.methods, *self.policies, *broken))
         if name.endswith(".py"):
             file = Path(name)
-            hint = f"; a file is found by --methods {file.parent} and named {file.stem}"
+            hint = f"; use --methods {file.parent} and the name {file.stem}"
         raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
 
 
@@ -258,7 +264,7 @@ def _inline(text: str, spec: str, hint: Callable[[], str]) -> dict[str, Value]:
     return found
 
 
-def typed(entry: MethodEntry, settings: Mapping[str, Value]) -> str:
+def method_text(entry: MethodEntry, settings: Mapping[str, Value]) -> str:
     """The text that `resolve` reads as this method with these settings; defaults are left out."""
     shown = {key: value for key, value in settings.items() if entry.parameters.get(key) != value}
     words = ",".join(f"{key}={value}" for key, value in shown.items())

@@ -1,4 +1,4 @@
-"""What a plan keeps whole on the device: the only sites that a composed method may still change."""
+"""The activations that a plan keeps on the device, which a composed method may still change."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -20,25 +20,25 @@ KEPT = Resolved(1, 0, 0)
 ChunkFates = tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]
 """A chunk in one of its phases, the fates of its sites, and the rules that matched a site."""
 
-_LATELY: deque[tuple[Problem, bytes, bool, list[ChunkFates]]] = deque(maxlen=8)
+_RECENT: deque[tuple[Problem, bytes, bool, list[ChunkFates]]] = deque(maxlen=8)
 
 
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """The saved activations of a part that some site keeps whole under the plan."""
+    """The saved activations of a part that the plan keeps whole at some site."""
     return _activations(problem, plan, part, lambda fate: not fate.changed)
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """The saved activations of a part that some site offloads, or rebuilds in part. A piece of a
-    mini-sequence can do neither."""
+    """The saved activations of a part that the plan offloads, or rebuilds in part, at some site.
+    Pieces of mini-sequences cannot be treated so."""
     return _activations(problem, plan, part, _parted)
 
 
 def _activations(
     problem: Problem, plan: Plan, part: Part, wanted: Callable[[Resolved], bool]
 ) -> frozenset[str]:
-    """The activations with a `wanted` fate at some site. Only activations that the model's own
-    backward saves count, not those that a plan holds beside them."""
+    """The activations with a `wanted` fate at some site, among those that the model's backward
+    needs; tensors that a plan holds in addition are not counted."""
     tables = {"embedding": (problem.embedding,), "head": (problem.head,)}
     saved = {name for table in tables.get(part, problem.layer_kinds) for name in table.saved}
     if not plan.rules:
@@ -52,9 +52,9 @@ def _activations(
 
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
-    """An activation of a layer for which `plan` decides otherwise than its `base`; empty if none.
-    The result is `rules` where `plan` changes the rules of its base. The ends do not count: pieces
-    rebuild the loss, whatever the base does with it."""
+    """The name of a layer's activation for which `plan` overrides a fate of its `base`; empty if
+    there is none, and `rules` if `plan` changes the rules of its base.  Embedding and head are
+    exempt, because pieces of the head rebuild the loss with every base."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):
@@ -67,9 +67,9 @@ def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
 
 
 def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole: bool) -> Plan:
-    """The base, holding the inputs of layers where recomputation starts from an input that is not
-    saved. Stacks with eager norms save no layer input, because the norms keep copies of their own.
-    Recomputed are the `dropped` activations, or `whole` layers."""
+    """The base, which also holds layer inputs if recomputation starts from an input that is not
+    saved.  Stacks with eager norms save no layer input, because these norms save copies.  The
+    `dropped` activations, or `whole` layers, are recomputed."""
     rest = kept_activations(problem, base) - set(dropped)
     for table in problem.layer_kinds:
         wanted = frozenset(dropped) & table.activations.keys()
@@ -80,8 +80,8 @@ def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
-    """The base with those of the rules that still match a site. The base may keep an activation in
-    some layers only, and a rule that matches no site is an error."""
+    """The base with the rules that match a site.  The base may keep an activation only in some
+    layers, and a rule that matches no site is an error."""
     plan = base.with_rules(*rules)
     if not base.rules:
         return plan
@@ -93,8 +93,8 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 
 
 def refused_in_pieces(problem: Problem, plan: Plan) -> str:
-    """Why a plan cannot offload or split what it computes in mini-sequences; empty if it does not.
-    The pieces of a mini-sequence are kept or rebuilt whole, so such a plan cannot be lowered."""
+    """The reason why a plan cannot be lowered because it offloads or splits a tensor of a
+    mini-sequence; empty if it does not.  Pieces of mini-sequences can only be kept or rebuilt."""
     for ops, fates, _ in resolved(problem, plan) if plan.mini_sequences else ():
         for unit in ops.units:
             for name, _, site in ops.saved(unit):
@@ -102,7 +102,7 @@ def refused_in_pieces(problem: Problem, plan: Plan) -> str:
                 if _parted(fate) and ops.run_of(unit, name):
                     return (
                         f"the base computes {name} in mini-sequences, whose pieces are not "
-                        "offloaded (what offloads goes before what splits)"
+                        "offloaded (name the offloading method before the mini-sequence method)"
                     )
     return ""
 
@@ -113,26 +113,26 @@ def _parted(fate: Resolved) -> bool:
 
 def resolved(problem: Problem, plan: Plan, *, apart: bool = False) -> list[ChunkFates]:
     """The fates and matching rules of every chunk in each of its phases, as lowering resolves them.
-    Chunks and phases that are alike come once, or each chunk where `apart`.  The last few answers
-    are kept: methods ask for those of one plan again and again."""
+    Equal chunks and phases occur once; with `apart` every chunk occurs.  The most recent results
+    are cached, because methods repeat calls for one plan."""
     content = encode(replace(plan, fit={}))
-    for of, known, how, found in _LATELY:
-        if of is problem and how == apart and known == content:
+    for cached_problem, cached_plan, cached_apart, found in _RECENT:
+        if cached_problem is problem and cached_apart == apart and cached_plan == content:
             return found
     found = [
         (ops, *ops.fates(plan, phase, micro_batch))
         for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart)
     ]
-    _LATELY.append((problem, content, apart, found))
+    _RECENT.append((problem, content, apart, found))
     return found
 
 
 def _kinds_of_chunks(
     problem: Problem, plan: Plan, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, Phase, int]]:
-    """(chunk, phase, micro-batch) of every chunk in each of its phases.  Chunks and phases for
-    which the plan's rules decide the same (all phases, where no rule names one) come once, or each
-    chunk where `apart`."""
+    """(chunk, phase, micro-batch) of every chunk in each of its phases.  Chunks and phases with
+    equal fates (all phases, if no rule names a phase) occur once; with `apart` every chunk
+    occurs."""
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
     apart_by_phase = phased(plan.rules)
@@ -158,7 +158,7 @@ def _kinds_of_chunks(
 def _alike(
     problem: Problem, plan: Plan, rank: int, chunk: int, ends: Collection[tuple[int, int]]
 ) -> object:
-    """A key that is equal for chunks of equal layers that the same rules cover."""
+    """A key that is equal for chunks with equal layers and the same rules."""
     layers = plan.partition[rank][chunk]
     reached = covered(plan.rules, ChunkPlace(stage=rank, chunk=chunk, layers=layers))
     at_end = [(rank, chunk) == end for end in ends]
@@ -166,9 +166,8 @@ def _alike(
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """Per rank, a lower bound of the activations' peak: kept bytes when most passes are in flight.
-    Kept bytes are those of layers' tensors that the plan leaves on the device; a pass is in flight
-    between its forward and its backward."""
+    """A lower bound of the activations' peak by rank: bytes of layers' tensors that the plan keeps
+    on the device, when the most passes are between their forward and their backward."""
     kept: dict[tuple[int, int], int] = {}
     for ops, fates, _ in resolved(problem, plan, apart=True):
         stays = sum(fate.keep_bytes for site, fate in fates.items() if site[0] == "layer")
@@ -182,8 +181,8 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:
-    """Bytes that the layers of the first chunk keep whole for one micro-batch. Only tensors with a
-    gradient count (no row statistics, no masks), as in the published formulas."""
+    """Bytes that the layers of the first chunk keep for one micro-batch, of tensors with a gradient
+    (no row statistics, no masks), as in the published formulas."""
     ops = ChunkOps(problem, 0, 0, plan.partition[0][0])
     fates, _ = resolve(plan, ops.sites, "warmup", 0)
     tensors = ops.sites.sites

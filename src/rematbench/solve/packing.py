@@ -1,10 +1,10 @@
-"""Offline dynamic storage allocation: fixed offsets for tensors with known lifetimes.
+"""Offline dynamic storage allocation: fixed offsets for tensors with fixed lifetimes.
 
-Best fit in several orders comes first. A mixed-integer programme (HiGHS) follows only where best
-fit misses the lower bound of live bytes, as in MEMO (Zhao et al., arXiv 2407.12117, section 4.3):
-minimise M subject to A_i + S_i <= M and, for each pair alive together, A_i + S_i <= A_j + (1 -
-z_ij) C and A_j + S_j <= A_i + z_ij C (offsets A, sizes S, capacity C, binary z). Limits are nodes
-and pairs, never seconds, so that the answer is the same on every machine.
+Best fit runs first, in several orders.  If it misses the lower bound of live bytes, a mixed-integer
+programme (HiGHS) follows, as in MEMO (Zhao et al., arXiv 2407.12117, section 4.3): minimise M
+subject to A_i + S_i <= M and, for each pair with overlapping lifetimes, A_i + S_i <= A_j + (1 -
+z_ij) C and A_j + S_j <= A_i + z_ij C (offsets A, sizes S, capacity C, binary z).  Nodes and pairs
+are limited, not seconds, so that the result is the same on every machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class Tensor(NamedTuple):
 
 
 class Packing(Struct, frozen=True, kw_only=True):
-    """Offsets in the order of the tensors, the bytes that they span, and a lower bound of them."""
+    """Offsets in the order of the tensors, the bytes that they span, and their lower bound."""
 
     offsets: tuple[int, ...]
     peak_bytes: int
@@ -40,7 +40,7 @@ class Packing(Struct, frozen=True, kw_only=True):
 
 
 def live_peak(tensors: Iterable[Tensor]) -> int:
-    """The most bytes that are alive at once: no packing can take less."""
+    """The peak of live bytes: a lower bound of every packing."""
     deltas: dict[int, int] = {}
     for tensor in tensors:
         deltas[tensor.start] = deltas.get(tensor.start, 0) + tensor.nbytes
@@ -53,9 +53,9 @@ def live_peak(tensors: Iterable[Tensor]) -> int:
 
 
 def best_fit(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Offsets by best fit: each tensor goes into the smallest gap between those alive with it.
-    Three orders are tried (largest first, largest area first, first come). Each order is improved
-    by moving the tensors that end at the peak to its front."""
+    """Offsets by best fit: each tensor goes into the smallest gap between tensors whose lifetimes
+    overlap with its own.  Three orders are tried (largest first, largest area first, earliest
+    first).  Each order is improved by moving the tensors that end at the peak to its front."""
     bound, beside = live_peak(tensors), _beside(tensors)
     starts = (
         sorted(range(len(tensors)), key=lambda i: (-tensors[i].nbytes, tensors[i].start, i)),
@@ -101,7 +101,7 @@ def _fit(
 
 
 def _beside(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """For each tensor, in order, the others that are alive at the same time."""
+    """For each tensor, the indices of tensors with overlapping lifetimes."""
     found: list[list[int]] = [[] for _ in tensors]
     alive: list[int] = []
     for index in sorted(range(len(tensors)), key=lambda i: tensors[i].start):
@@ -116,8 +116,8 @@ def _beside(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
     """The offset of the smallest gap that holds the bytes (the lowest of equals), else the top.
-    `taken`: sorted (start, end) of other tensors. They are few, so plain loops take less time than
-    numpy."""
+    `taken`: sorted (start, end) of placed tensors, which are so few that plain loops are faster
+    than numpy."""
     top, found, least = 0, -1, 0
     for low, high in taken:
         gap = low - top
@@ -156,7 +156,7 @@ def _solve(
     cap: int,
     max_nodes: int,
 ) -> tuple[int, ...] | None:
-    """Offsets by the programme above, in units of `cap`; None if the node limit passes first."""
+    """Offsets by the programme above, in units of `cap`; None if HiGHS reaches the node limit."""
     count, last = len(tensors), len(tensors) + len(pairs)
     sizes = [tensor.nbytes / cap for tensor in tensors]
     rows: list[Row] = [({i: 1.0, last: -1.0}, -size) for i, size in enumerate(sizes)]
@@ -181,7 +181,7 @@ def _solve(
 def _exact_offsets(
     tensors: Sequence[Tensor], below: Sequence[tuple[int, int]], guess: NDArray[np.float64]
 ) -> tuple[int, ...]:
-    """Integer offsets from which tensor lies below which (solver values are near integers)."""
+    """Integer offsets from the pairs (lower, upper); the solver's values are not exact integers."""
     under: dict[int, list[int]] = {}
     for low, high in below:
         under.setdefault(high, []).append(low)

@@ -10,9 +10,9 @@ from rematbench.problem import Problem
 
 
 class Point(Struct, frozen=True, kw_only=True, order=True):
-    """One choice for a layer: which activations are dropped, what is kept, and what that costs.
-    `kept_bytes` are kept for one micro-batch on one rank; `recompute_s` are seconds of the kernels
-    and collectives that rebuild the dropped activations."""
+    """One choice of dropped activations for a layer.  `kept_bytes`: for one micro-batch on one
+    rank;
+    `recompute_s`: seconds of the kernels and collectives that rebuild the dropped activations."""
 
     kept_bytes: int
     recompute_s: float
@@ -20,7 +20,7 @@ class Point(Struct, frozen=True, kw_only=True, order=True):
 
 
 def candidates(table: OpTable) -> tuple[str, ...]:
-    """The saved activations that the layer's own operators can rebuild."""
+    """The saved activations that operators of the layer can rebuild."""
     return tuple(name for name in table.saved if table.producer(name) is not None)
 
 
@@ -47,7 +47,7 @@ def front(problem: Problem, table: OpTable) -> tuple[Point, ...]:
 
 
 def cheapest_within(front: tuple[Point, ...], kept_bytes: float) -> Point:
-    """The fastest point of a front that keeps at most `kept_bytes`. Where no point does: the point
+    """The fastest point of a front that keeps at most `kept_bytes`; if there is none, the point
     with the fewest kept bytes."""
     fitting = [p for p in front if p.kept_bytes <= kept_bytes]
     return min(fitting, key=lambda p: (p.recompute_s, p.kept_bytes)) if fitting else front[-1]

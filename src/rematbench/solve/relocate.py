@@ -1,8 +1,8 @@
-"""From layer policies to a plan that fits: windows as rules, budgets by the ledger, partition.
+"""From layer policies to a plan that fits the device.
 
-The solvers' memory is linear (kept bytes times layers in flight). The ledger of the lowered plan
-corrects that memory: a stage's budget becomes the device bytes that all else leaves free, and the
-stage is solved again, a bounded number of times.
+The solvers' model of memory is linear (kept bytes times layers in flight).  The ledger of the
+lowered plan corrects it: the budget of a stage becomes the device bytes that all other tensors
+leave free, and the stage is solved again, at most ROUNDS times.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,15 @@ from rematbench.engine.lowering.schedule import phases
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.problem import Evaluation, Problem, Weight
 from rematbench.solve.kept import kept_activations, with_live_rules
-from rematbench.solve.layers import layers_in_flight
-from rematbench.solve.lynx import LayerGroup, Placed, StagePolicy, heuristic, optimum, policy_front
+from rematbench.solve.layer_costs import layers_in_flight
+from rematbench.solve.layer_policies import (
+    LayerGroup,
+    Placement,
+    StagePolicy,
+    heuristic,
+    optimum,
+    policy_front,
+)
 from rematbench.solve.windows import LayerWindows, layer_windows
 
 ROUNDS = 6
@@ -44,8 +51,8 @@ class Stage:
         budget_bytes: float,
         layers_per_chunk: int,
     ) -> tuple[StagePolicy, ...]:
-        """A policy for each group within a budget. The MILP's policies count where they cost less
-        than one shared policy for all groups."""
+        """A policy for each group within a budget: one shared policy, or the MILP's policies if
+        they cost less."""
         shared = (heuristic(front, self.sizes, budget_bytes),) * len(self.sizes)
         if not self.exact or self.kept_bytes(shared) > budget_bytes:
             return shared
@@ -62,7 +69,7 @@ class Stage:
 
 
 def _halves(layers: Layers) -> tuple[Layers, ...]:
-    """Groups of a half, a quarter, ... of the layers: any number of layers can share a policy."""
+    """Groups of a half, a quarter, ... of the layers, whose sums can be any number of layers."""
     groups = []
     while layers:
         size = (len(layers) + 1) // 2
@@ -72,15 +79,16 @@ def _halves(layers: Layers) -> tuple[Layers, ...]:
 
 
 class _Limit:
-    """What earlier rounds showed for a rank: too many kept bytes, and wasted bytes."""
+    """Limits of a rank from earlier rounds: a number of kept bytes that did not fit (`ceiling`),
+    and the bytes that the allocator wastes."""
 
     def __init__(self) -> None:
         self.ceiling, self.waste = float("inf"), 0
 
 
 class Relocation:
-    """Plans for one problem and base. `exact`: the MILP gives each group of a stage its policy;
-    else one policy serves all layers of a stage."""
+    """Plans for one problem and base.  `exact`: the MILP chooses a policy for each group of a
+    stage; otherwise all layers of a stage share one policy."""
 
     def __init__(self, problem: Problem, base: Plan, *, exact: bool) -> None:
         self.problem, self.base, self.exact = problem, base, exact
@@ -97,7 +105,7 @@ class Relocation:
         return policy_front(self.layer, self.per_chunk)
 
     @property
-    def leanest(self) -> StagePolicy:
+    def smallest_policy(self) -> StagePolicy:
         """The policy with the fewest kept bytes."""
         return min(self.front, key=lambda policy: policy.kept_bytes)
 
@@ -106,22 +114,23 @@ class Relocation:
         ranks = range(self.problem.layout.pp)
         return [Stage(self.problem, base, rank, exact=self.exact) for rank in ranks]
 
-    def lean(self, base: Plan) -> Plan:
+    def smallest_plan(self, base: Plan) -> Plan:
         """The plan that drops on every rank all tensors that can be rebuilt."""
         stages = self.stages(base)
-        return self.assemble(base, stages, [(self.leanest,) * len(s.groups) for s in stages])
+        return self.assemble(
+            base, stages, [(self.smallest_policy,) * len(s.groups) for s in stages]
+        )
 
     def assemble(
         self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[StagePolicy, ...]]
     ) -> Plan:
-        """The plan with the policies as rules. The top layer of a chunk has no collectives of a
-        layer before its backward; what such a layer rebuilds before its own backward is rebuilt
-        before the receive."""
+        """The plan with the policies as rules.  No layer's collectives precede the backward of the
+        top layer of a chunk, so its jobs outside its backward run before the receive."""
         tops = self._tops(base)
         where: dict[tuple[tuple[str, ...], Recompute], set[int]] = {}
         for stage, of_stage in zip(stages, policies, strict=True):
             for layers, policy in zip(stage.groups, of_stage, strict=True):
-                for item in policy.placed:
+                for item in policy.placements:
                     for layer in layers:
                         key = (item.job.outputs, _fate(item, top=layer in tops))
                         where.setdefault(key, set()).add(layer)
@@ -138,9 +147,10 @@ class Relocation:
             if (rank, chunk) != last
         }
 
-    def fitted(self, base: Plan) -> Plan:
-        """The fastest plan found that fits; else the plan with the fewest kept bytes."""
-        stages, best = self.stages(base), self.lean(base)
+    def fit(self, base: Plan) -> Plan:
+        """The fastest plan in the rounds that fits; otherwise the plan with the fewest kept
+        bytes."""
+        stages, best = self.stages(base), self.smallest_plan(base)
         peaks = self.problem.cost.weigh(best).peak_device_bytes
         budgets = [float(self.usable - peak) for peak in peaks]
         limits = [_Limit() for _ in stages]
@@ -153,13 +163,13 @@ class Relocation:
                 break
             seen.add(policies)
             plan = self.assemble(base, stages, policies)
-            best = self.better(best, plan)
+            best = self.faster(best, plan)
             kept = [s.kept_bytes(chosen) for s, chosen in zip(stages, policies, strict=True)]
             budgets = self._budgets(self.problem.cost.weigh(plan), kept, limits)
         return best
 
     def _solved(self, stage: Stage, budget: float) -> tuple[StagePolicy, ...]:
-        """A stage's policies, remembered because ranks and rounds often have equal budgets."""
+        """A stage's policies (memoised, because ranks and rounds often have equal budgets)."""
         key = (stage.sizes, budget)
         if key not in self._known:
             self._known[key] = stage.solve(self.layer, self.front, budget, self.per_chunk)
@@ -168,9 +178,9 @@ class Relocation:
     def _budgets(
         self, weight: Weight | Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
     ) -> list[float]:
-        """Each rank's budget of kept bytes: what all other tensors leave of the device. The fullest
-        rank's budget also loses what the allocator wastes there; no budget reaches a number of kept
-        bytes that proved too much."""
+        """Each rank's budget of kept bytes: the device bytes that all other tensors leave free.
+        The bytes that the allocator wastes are subtracted on the fullest rank.  A budget stays
+        below numbers of kept bytes that did not fit."""
         peaks = weight.peak_device_bytes
         fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
         waste = weight.reserved_bytes - peaks[fullest]
@@ -187,18 +197,19 @@ class Relocation:
         """Whether the device holds the bytes that the fullest rank reserves."""
         return self.problem.cost.headroom_bytes(plan) >= 0
 
-    def better(self, one: Plan, other: Plan) -> Plan:
-        """The faster of two plans that fit; else the one that fits, or that lacks fewer bytes."""
-        return min(one, other, key=self._merit)
+    def faster(self, first: Plan, second: Plan) -> Plan:
+        """The faster of two plans that fit; otherwise the plan that exceeds the device by fewer
+        bytes."""
+        return min(first, second, key=self._merit)
 
     def _merit(self, plan: Plan) -> tuple[int, float]:
         short = -self.problem.cost.headroom_bytes(plan)
         return (short, 0.0) if short > 0 else (0, self.problem.cost.step_s(plan))
 
-    def in_bubbles(self, plan: Plan, share: float) -> Plan:
-        """The plan with recomputation moved into the bubbles of the cool-down. There ranks wait for
-        gradients (the last rank never does). What the top layers of each stage (`share` of a chunk)
-        rebuild is moved before the receive."""
+    def with_bubbles_filled(self, plan: Plan, share: float) -> Plan:
+        """The plan with recomputation moved into the bubbles of the cool-down, where all ranks
+        except the last wait for gradients.  The jobs of the top layers of each stage (`share` of a
+        chunk) are moved before the receive."""
         orders = rank_orders(plan, self.problem)[:-1]
         waiting = {
             (rank, chunk)  # with a single group of micro-batches only the last chunk waits
@@ -226,7 +237,7 @@ def _rule(names: tuple[str, ...], fate: Recompute, layers: set[int]) -> Rule:
     return Rule(Select(parts=("layer",), layers=where, activations=names, kept=True), fate)
 
 
-def _fate(item: Placed, *, top: bool) -> Recompute:
+def _fate(item: Placement, *, top: bool) -> Recompute:
     slot = item.slot
     if top and (slot is None or slot.layer_offset > 0):
         return Recompute(window=BEFORE_RECEIVE)

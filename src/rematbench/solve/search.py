@@ -1,20 +1,20 @@
-"""One-dimensional searches on a grid: few evaluations, the same answer on every machine."""
+"""One-dimensional searches on integers with few evaluations."""
 
 from collections.abc import Callable, Iterator
 from math import inf
 
 NARROW = 8
-"""Width of a bracket below which halving takes no more evaluations than aiming."""
+"""Width of a bracket below which the search halves it instead of extrapolating."""
 
 
 def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
     """The smallest integer in [0, top] whose margin is not negative; None if the margin at `top`
-    is.
+    is negative.
 
-    The margin should not decrease; where it does (allocator fragmentation), the answer is a point
-    whose left neighbour fails. Nearly linear margins take 6 to 9 evaluations: from the end of the
-    bracket whose margin is nearer to zero, the search aims just beyond the root along the mean
-    slope.
+    The margin should not decrease; if it does (allocator fragmentation), the result is a point
+    whose left neighbour fails.  Nearly linear margins take 6 to 9 evaluations: the search
+    extrapolates along the mean slope to just beyond the root, from the end of the bracket whose
+    margin is nearer to zero.
     """
     low, high = 0, top
     low_margin, high_margin = margin(low), 0.0
@@ -49,7 +49,7 @@ def middle(low: int, high: int) -> int | None:
 
 
 def twice(value: int) -> int:
-    """A value twice as far."""
+    """Twice the value."""
     return 2 * value
 
 
@@ -62,12 +62,12 @@ def brackets(
     most: float = inf,
     between: Callable[[int, int], int | None] = middle,
 ) -> Iterator[tuple[int, int]]:
-    """The brackets (low, high) of the value from which `holds` is true, one after each call of it.
+    """The brackets (low, high) of the value from which `holds` is true, one after each call.
 
-    `holds` must be false at `low` and change once. With `further` (`twice`, say) `high` is asked
-    first, and while `holds` is false there the bracket moves up to (high, further(high)); the
-    search ends where `holds` is false at `most` or above. Without `further`, `holds` must be true
-    at `high`. Then the bracket shrinks to one side of `between`, until that is None.
+    `holds` must be false at `low` and change once.  Without `further`, `holds` must be true at
+    `high`.  With `further` (for example `twice`), the bracket moves up to (high, further(high))
+    while `holds(high)` is false; the search ends if `holds` is false at `most` or above.  Then the
+    bracket shrinks to one side of `between(low, high)` until that is None.
     """
     if further is not None:
         while not holds(high):
@@ -83,6 +83,6 @@ def brackets(
 
 def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
     """The smallest integer in (low, high] where `holds` is true, by halving. `holds` must be false
-    at `low`, true at `high`, and change once between them; it is called at neither end."""
+    at `low`, true at `high`, and change once between them; it is not called at the ends."""
     *_, (_, found) = (low, high), *brackets(holds, low, high)
     return found

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Row = tuple[dict[int, float], float]
-"""A constraint: factors by column, and the most that their sum may be."""
+"""A constraint: factors by column, and the upper limit of their sum."""
 
 
 def minimum(
@@ -22,9 +22,8 @@ def minimum(
     max_nodes: int,
     gap: float,
 ) -> NDArray[np.float64] | None:
-    """The best variables found; None if the node limit passes before any are found.
-    scipy.optimize.milp solves the programme; the search stops at this `gap`, relative to the bound
-    of the objective."""
+    """The variables of the best solution; None if the node limit is reached without a solution.
+    scipy.optimize.milp solves the programme and stops at this relative `gap` of the objective."""
     # The imports take half a second, which every start of Snakemake and of a job would pay.
     from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
     from scipy.sparse import csr_array  # noqa: PLC0415
@@ -47,9 +46,8 @@ def minimum(
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Send file descriptor 1 to the null device meanwhile. HiGHS prints some messages there
-    whatever its options say; they would end inside a table or a plan that is written to standard
-    output."""
+    """Redirect file descriptor 1 to the null device.  HiGHS prints some messages there with all
+    options; they would end up in a table or a plan on standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)

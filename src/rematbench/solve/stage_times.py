@@ -1,4 +1,4 @@
-"""Seconds of a pipeline stage with a given number of layers, with what it must recompute."""
+"""Seconds of a pipeline stage with a given number of layers, with the recomputation it needs."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.solve.layers import backward_s, forward_s, layers_in_flight
-from rematbench.solve.lynx import LayerGroup, heuristic
+from rematbench.solve.layer_costs import backward_s, forward_s, layers_in_flight
+from rematbench.solve.layer_policies import LayerGroup, heuristic
 from rematbench.solve.relocate import Relocation
 
 StageSeconds = Callable[[int, int], float]
@@ -17,9 +17,9 @@ StageSeconds = Callable[[int, int], float]
 
 
 def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:
-    """The layer counts after moving layers off the slowest stage, one at a time. Each move leaves
-    the slowest stage (the last of equals) for the stage where the sorted stage times become least;
-    moves end when no move helps."""
+    """The layer counts after moving single layers away from the slowest stage (the last of equals).
+    Each layer moves to the stage that minimises the sorted stage times; the moves end when no move
+    reduces them."""
     best = tuple(counts)
     times = [stage_s(rank, n) for rank, n in enumerate(best)]
     for _ in range(sum(counts)):
@@ -55,8 +55,8 @@ def counts_of(plan: Plan) -> tuple[int, ...]:
 
 
 class StageTimes:
-    """(rank, layers) -> seconds of one micro-batch. The peak of another number of layers is
-    extrapolated from the ledger's peaks of the base: each further layer costs its states and its
+    """(rank, layers) -> seconds of one micro-batch.  The peak for a number of layers is
+    extrapolated from the ledger's peaks of the base: each further layer adds its states and its
     inputs in flight."""
 
     def __init__(self, relocation: Relocation) -> None:
@@ -72,14 +72,14 @@ class StageTimes:
         self.ends_s = [0.0] * problem.layout.pp
         self.ends_s[0] += fsum(f(problem, problem.embedding) for f in (forward_s, backward_s))
         self.ends_s[-1] += fsum(f(problem, problem.head) for f in (forward_s, backward_s))
-        lean = problem.cost.weigh(relocation.lean(base)).peak_device_bytes
+        lean = problem.cost.weigh(relocation.smallest_plan(base)).peak_device_bytes
         self.room = [relocation.usable - peak for peak in lean]
         kept_input = table.activations["layer_input"].nbytes
         states = _state_bytes(problem, base) * table.parameters
         self.per_layer = [states + kept_input * n for n in self.in_flight]
 
     def __call__(self, rank: int, layers: int) -> float:
-        """Seconds of one micro-batch; infinite where not even the policy that keeps least fits."""
+        """Seconds of one micro-batch; infinite if no policy fits."""
         budget = self.room[rank] - (layers - self.counts[rank]) * self.per_layer[rank]
         group = LayerGroup(layers=layers, in_flight=round(layers * self.in_flight[rank]))
         policy = heuristic(self.relocation.front, (group,), budget)
@@ -113,15 +113,15 @@ def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], .
 
 
 def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -> Plan:
-    """The fastest plan found on the base's partition, on the balanced one, and with filled bubbles.
-    Filled are the bubbles of the cool-down. An `exact` search also takes the heuristic's plan: the
-    exact solver's linear model of a stage may prefer what is slower for the whole pipeline."""
+    """The fastest plan on the base's partition, on the balanced partition, and with recomputation
+    in the bubbles of the cool-down.  An `exact` search also considers the heuristic's plan, because
+    the solver's linear model of a stage may prefer a plan that is slower for the whole pipeline."""
     relocation = Relocation(problem, base, exact=exact)
     if relocation.fits(base):
         return base.noting(bound="no-op: the base fits")
     best = _searched(relocation, repartition)
     if exact:
-        best = relocation.better(
+        best = relocation.faster(
             _searched(Relocation(problem, base, exact=False), repartition), best
         )
     bound = "device ledger" if relocation.fits(best) else "nothing fits the device"
@@ -130,13 +130,13 @@ def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -
 
 def _searched(relocation: Relocation, repartition: bool) -> Plan:
     problem, base = relocation.problem, relocation.base
-    best = relocation.fitted(base)
+    best = relocation.fit(base)
     lay = problem.layout
     if repartition and lay.pp > 1 and lay.vpp == 1 and not base.rules:
         partition = balanced_partition(relocation)
         if partition != base.partition:
-            moved = relocation.fitted(replace(base, partition=partition))
-            best = relocation.better(best, moved)
+            moved = relocation.fit(replace(base, partition=partition))
+            best = relocation.faster(best, moved)
     for share in (1.0, 0.5, 0.25) if lay.pp > 1 and not base.rules else ():
-        best = relocation.better(best, relocation.in_bubbles(best, share))
+        best = relocation.faster(best, relocation.with_bubbles_filled(best, share))
     return best

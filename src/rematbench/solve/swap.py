@@ -1,4 +1,4 @@
-"""The largest share of a layer's tokens that may go to the host, by two closed forms."""
+"""The largest share of a layer's tokens that can be offloaded to the host, by two closed forms."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from rematbench.costs.copies import pinned_block_bytes
 from rematbench.costs.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
-from rematbench.solve.layers import forward_s, layers_in_flight
+from rematbench.solve.layer_costs import forward_s, layers_in_flight
 from rematbench.solve.search import smallest_feasible
 
 PROBE_BYTES = 1 << 30
 
 
 class SwapShare(Struct, frozen=True, kw_only=True):
-    """A share of tokens (`alpha`), the share that each constraint allows, and the one that binds. A
-    constraint with a share above 1 does not bind."""
+    """A share of tokens (`alpha`), the shares that the two constraints allow, and the name of the
+    binding constraint.  A constraint with a share above 1 does not bind."""
 
     alpha: float
     alpha_bandwidth: float
@@ -36,10 +36,10 @@ def swap_share(
 ) -> SwapShare:
     """The largest alpha, in whole rows, for which a layer's copies hide and fit the host.
 
-    S_whole + alpha S_other of a layer must hide behind the layer's forward. What all layers in
-    flight offload must fit a GPU's share of host memory, in the blocks that are pinned for it.
-    `alpha_host` is the closed form, without the bytes that such blocks waste.  A `given` share is
-    not searched for.
+    The copies of S_whole + alpha S_other of a layer must hide behind the layer's forward.  The
+    offloaded tensors of all layers in flight, in pinned blocks, must fit a GPU's share of host
+    memory.  `alpha_host` is the closed form without the wasted bytes of blocks.  A `given` share is
+    used as alpha.
     """
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)

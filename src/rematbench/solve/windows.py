@@ -1,8 +1,8 @@
-"""The recomputation jobs of one layer, and the idle compute beside collectives in its backward.
+"""The recomputation jobs of one layer, and the idle compute during collectives in its backward.
 
 Times follow the lowering: a window opens when the collective is issued and closes when compute
-waits for the collective. Where the collective already runs beside a GEMM, only the part that
-outlasts the GEMM is idle.
+waits for the collective.  If the collective already overlaps with a GEMM, only the part after the
+GEMM is idle.
 """
 
 from collections.abc import Collection
@@ -15,11 +15,11 @@ from rematbench.problem import Problem
 
 
 class WindowJob(Struct, frozen=True, kw_only=True):
-    """Rebuilding the saved outputs of one operator from other saved tensors.
+    """The recomputation of one operator's saved outputs from other saved tensors.
 
-    `needs`: operators whose saved outputs the job reads; `deadline`: the place in the backward
-    order of the first operator that reads the job's outputs; `hides`: whether the job may run
-    beside a collective (a job with collectives of its own may not).
+    `needs`: operators whose saved outputs the job reads; `deadline`: the position in backward order
+    of the first operator that reads the job's outputs; `hides`: whether the job may overlap with a
+    collective (a job that itself has collectives may not).
     """
 
     op: str
@@ -32,19 +32,19 @@ class WindowJob(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True, kw_only=True):
-    """The window beside a collective of `op`, seen from the layer whose tensors are rebuilt in it.
-    The collective belongs to that layer's own backward (`layer_offset` 0) or to the backward of the
-    layer above (1). `at` orders the windows in time."""
+    """The window during a collective of `op`, relative to the layer whose tensors are rebuilt in
+    it. The collective belongs to that layer's own backward (`layer_offset` 0) or to the backward of
+    the layer above (1). `order` sorts the windows in time."""
 
     op: str
     layer_offset: int
-    at: int
+    order: int
 
 
 class LayerWindows(Struct, frozen=True, kw_only=True):
     """The jobs of a layer in forward order, its windows in backward order, idle seconds by
-    operator. `stall`: the share of a job's seconds that the job and the collective beside it lose
-    to each other."""
+    operator.  `stall`: the share of a job's seconds by which the job and the concurrent collective
+    become longer."""
 
     jobs: tuple[WindowJob, ...]
     slots: tuple[Slot, ...]
@@ -53,34 +53,34 @@ class LayerWindows(Struct, frozen=True, kw_only=True):
 
     def allowed(self, job: WindowJob) -> tuple[Slot, ...]:
         """The windows that close before the first reader of the job's outputs."""
-        return tuple(s for s in self.slots if job.hides and s.at < job.deadline)
+        return tuple(s for s in self.slots if job.hides and s.order < job.deadline)
 
 
-def layer_windows(problem: Problem, table: OpTable, kept: Collection[str]) -> LayerWindows:
-    """The jobs and windows of a layer whose `kept` saved tensors may be dropped."""
+def layer_windows(problem: Problem, table: OpTable, droppable: Collection[str]) -> LayerWindows:
+    """The jobs and windows of a layer whose `droppable` saved tensors a plan may drop."""
     order = {op.name: at for at, op in enumerate(reversed(table.ops))}
     idle = {op.name: idle_s(problem, op) for op in table.ops}
     windows = [name for name in order if idle[name] > 0]
     slots = [
-        Slot(op=name, layer_offset=offset, at=order[name] - offset * len(order))
+        Slot(op=name, layer_offset=offset, order=order[name] - offset * len(order))
         for offset in (1, 0)
         for name in windows
     ]
-    makers = [op for op in table.ops if any(name in kept for name in op.outputs)]
-    jobs = tuple(_job(problem, table, op, kept, order) for op in makers)
+    makers = [op for op in table.ops if any(name in droppable for name in op.outputs)]
+    jobs = tuple(_job(problem, table, op, droppable, order) for op in makers)
     stall = problem.cost.stack.tp_stall
     return LayerWindows(jobs=jobs, slots=tuple(slots), idle_s=idle, stall=stall)
 
 
 def _job(
-    problem: Problem, table: OpTable, maker: Op, kept: Collection[str], order: dict[str, int]
+    problem: Problem, table: OpTable, maker: Op, droppable: Collection[str], order: dict[str, int]
 ) -> WindowJob:
-    outputs = tuple(name for name in maker.outputs if name in kept and name in table.saved)
+    outputs = tuple(name for name in maker.outputs if name in droppable and name in table.saved)
     others = frozenset(table.saved) - set(outputs)
     chain = problem.cost.rebuild_ops(table, frozenset(outputs), others)
     made = {name for op in chain for name in op.outputs}
     read = {name for op in chain for name in op.inputs} - made
-    sources = {table.producer(name) for name in read if name in kept}
+    sources = {table.producer(name) for name in read if name in droppable}
     comms = [c for op in chain for c in (op.gather, op.reduce) if c is not None]
     readers = [order[op.name] for op in table.ops if not set(outputs).isdisjoint(op.saves)]
     return WindowJob(
@@ -96,7 +96,7 @@ def _job(
 
 
 def idle_s(problem: Problem, op: Op) -> float:
-    """Idle compute seconds beside the first collective of an operator's backward."""
+    """Idle compute seconds during the first collective of an operator's backward."""
     cost = problem.cost
     beside = problem.system.tp_overlap in ("backward", "gemm") and op.has_weight
     if op.grad_gather is not None:

@@ -55,7 +55,7 @@ LOSS = (
 )
 
 
-def one_of(value: str, allowed: tuple[str, ...], label: str, key: str) -> None:
+def require_allowed(value: str, allowed: tuple[str, ...], label: str, key: str) -> None:
     """ConfigError for a value that is not among `allowed`."""
     if value not in allowed:
         hint = closest(value, allowed)
@@ -75,7 +75,7 @@ def check_model(model: Model, label: str) -> None:
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
     """ConfigError for an unknown generation, and for facts of a cluster that contradict each other
     or are not plausible."""
-    one_of(cluster.generation, tuple(generations), label, "generation")
+    require_allowed(cluster.generation, tuple(generations), label, "generation")
     declared = cluster.generation
     for generation, gpus in GENERATIONS.items():
         if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
@@ -96,7 +96,7 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
 def check_system(system: System, label: str) -> None:
     """ConfigError for unknown features, for bytes that match no dtype, and for contradictions."""
     for feature in system.features:
-        one_of(feature, FEATURES, label, "features")
+        require_allowed(feature, FEATURES, label, "features")
     if sorted(system.rank_order) != sorted(DEGREES):
         problem = f"{', '.join(system.rank_order)}: expected each of {', '.join(DEGREES)} once"
         raise ConfigError(label, "rank_order", problem)

@@ -23,7 +23,7 @@ from rematbench.advise.compare.tuning import UNPLANNED_BYTES, Pair
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Job, Result
 from rematbench.plan import Settings
-from rematbench.plugins.registry import MethodEntry, Registry, typed
+from rematbench.plugins.registry import MethodEntry, Registry, method_text
 from rematbench.problem import Problem
 from rematbench.solve.kept import resident_bytes
 
@@ -203,7 +203,7 @@ def _variant(
 ) -> Candidate:
     """A method with settings of its grid, or with the first of `choices` that fits."""
     return Candidate(
-        name=typed(method, settings),
+        name=method_text(method, settings),
         origin="grid",
         methods=(method.name,),
         method=method.name,

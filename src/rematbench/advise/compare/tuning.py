@@ -14,8 +14,8 @@ from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
-from rematbench.plugins.policies import present
-from rematbench.plugins.registry import MethodError, planned, typed
+from rematbench.plugins.policies import applicable_settings
+from rematbench.plugins.registry import MethodError, make_plan, method_text
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import LayoutError
 
@@ -55,7 +55,7 @@ class Tuning:
 
     def _evaluated(self, candidate: Candidate) -> Result:
         candidate = self._fitted(candidate)
-        settings = present(candidate.settings, self.problem)
+        settings = applicable_settings(candidate.settings, self.problem)
         name, key = candidate.name, candidate.smallest
         if key:
             settings = {**settings, key: self._smallest(candidate, settings)}
@@ -87,7 +87,7 @@ class Tuning:
         margins = [partial(self._margin, candidate, choice) for choice in choices]
         chosen = choices[self._first_that_fits(margins)]
         before = candidate.name.removesuffix(candidate.method)
-        name = before + typed(self.registry.methods[candidate.method], chosen)
+        name = before + method_text(self.registry.methods[candidate.method], chosen)
         return replace(candidate, name=name, settings=dict(chosen), first_that_fits=())
 
     def _first_that_fits(self, margins: Sequence[Callable[[], int]]) -> int:
@@ -117,7 +117,7 @@ class Tuning:
         base = candidate.base or self.job.base
         if len(method.methods) > 1:
             return method.plan(self.problem, base)
-        return planned(method.methods[0], self.problem, base)
+        return make_plan(method.methods[0], self.problem, base)
 
     def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
         """The smallest value, from 1 to the layers of a chunk, with which the candidate fits. Where

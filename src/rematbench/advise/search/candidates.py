@@ -22,8 +22,8 @@ from rematbench.plugins.registry import (
     MethodEntry,
     MethodError,
     Registry,
-    own_settings,
-    typed,
+    changed_settings,
+    method_text,
 )
 
 Scale = Literal["share", "layers", "pieces"]
@@ -117,17 +117,19 @@ def arms_of(composed: Composition, registry: Registry) -> tuple[Arm, ...]:
 
 
 def _settings(method: Method, registry: Registry) -> list[Single]:
-    entry, settings = registry.methods[method.name], own_settings(method)
+    entry, settings = registry.methods[method.name], changed_settings(method)
     if method.name == IDENTITY:
         return []
     parameter, steps = getattr(entry.cls, "share", ("", 0))
     if parameter and parameter not in settings:
         steps = int(settings.pop("steps", steps))
-        text = typed(entry, {**settings, parameter: "{}"})
+        text = method_text(entry, {**settings, parameter: "{}"})
         return [Single(method.name, text, Scalar("share", steps))]
     if chooses(method, registry):
-        return [Single(method.name, typed(entry, {**settings, **each})) for each in entry.grid]
-    return [Single(method.name, typed(entry, settings), cuts=_cuts(entry))]
+        return [
+            Single(method.name, method_text(entry, {**settings, **each})) for each in entry.grid
+        ]
+    return [Single(method.name, method_text(entry, settings), cuts=_cuts(entry))]
 
 
 def chooses(method: Method, registry: Registry) -> bool:
@@ -175,9 +177,9 @@ def _of_method(entry: MethodEntry) -> Iterable[Single]:
         return [Single(entry.name, f"{entry.name}:{parameter}={{}}", Scalar("share", steps))]
     settings = entry.grid or ({},)
     if len(settings) > 1 and _cuts(entry):
-        values = tuple(typed(entry, each) for each in settings)
+        values = tuple(method_text(entry, each) for each in settings)
         return [Single(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)]
-    return [Single(entry.name, typed(entry, each), cuts=_cuts(entry)) for each in settings]
+    return [Single(entry.name, method_text(entry, each), cuts=_cuts(entry)) for each in settings]
 
 
 def _cuts(entry: MethodEntry) -> bool:

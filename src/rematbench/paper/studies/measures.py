@@ -14,7 +14,7 @@ from rematbench.evaluate.evaluation import fullest_rank, program_bytes
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.solve.layers import forward_s
+from rematbench.solve.layer_costs import forward_s
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.search import first_true
 

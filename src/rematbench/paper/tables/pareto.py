@@ -5,7 +5,7 @@ from pathlib import Path
 from rematbench.evaluate.problems import make_problem
 from rematbench.host.table import Column, Table, percent, whole
 from rematbench.problem import Problem
-from rematbench.solve.layers import backward_s, forward_s
+from rematbench.solve.layer_costs import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.suite import load_matrix

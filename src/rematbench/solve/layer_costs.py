@@ -1,4 +1,4 @@
-"""Seconds and bytes of whole layers, and how many layers a rank has in flight at once."""
+"""Seconds of whole layers, and the number of layers that a rank has in flight."""
 
 from collections.abc import Collection
 from math import fsum
@@ -35,7 +35,8 @@ def backward_s(problem: Problem, table: OpTable) -> float:
 
 
 def layers_in_flight(problem: Problem, plan: Plan, rank: int, chosen: Collection[int]) -> int:
-    """The most (chosen layer, micro-batch) pairs of a rank between forward and backward."""
+    """The maximum number of (chosen layer, micro-batch) pairs of a rank between forward and
+    backward."""
     sizes = [len(set(layers) & set(chosen)) for layers in plan.partition[rank]]
     live = peak = 0
     for step in rank_orders(plan, problem)[rank]:

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct
 
 LONGEST_FILE = 150
-"""The most lines of a method file; a long solver belongs in rematbench.solve."""
-SAID = ("Claim:", "Source:", "Deviations:")
+"""The maximum number of lines of a method file; long solvers belong in rematbench.solve."""
+SECTIONS = ("Claim:", "Source:", "Deviations:")
 
 
 class MethodFile(Struct, frozen=True, kw_only=True):
@@ -29,8 +29,8 @@ def _named(file: MethodFile) -> str:
 
 def _documented(file: MethodFile) -> str:
     if not file.doc.lstrip().startswith(f"{file.name}: "):
-        return f"the docstring starts with something else than {file.name + ': '!r}"
-    missing = [word for word in SAID if f"\n{word}" not in file.doc]
+        return f"the docstring does not start with {file.name + ': '!r}"
+    missing = [word for word in SECTIONS if f"\n{word}" not in file.doc]
     return f"the docstring has no line {', '.join(missing)}" if missing else ""
 
 
@@ -51,28 +51,28 @@ def _stateless(file: MethodFile) -> str:
 
 
 def _as_json(file: MethodFile) -> str:
-    made = file.cls()
-    again = msgspec.json.decode(msgspec.json.encode(made), type=file.cls)
-    return "" if again == made else f"they come back as {again}"
+    method = file.cls()
+    decoded = msgspec.json.decode(msgspec.json.encode(method), type=file.cls)
+    return "" if decoded == method else f"they are decoded as {decoded}"
 
 
 Checks = dict[str, Callable[[MethodFile], str]]
-TO_READ: Checks = {
+FORMAT_CHECKS: Checks = {
     "the file is named after its method": _named,
-    f"the docstring names it and has {', '.join(SAID)}": _documented,
+    f"the docstring names it and has {', '.join(SECTIONS)}": _documented,
     f"the file has at most {LONGEST_FILE} lines": _short,
 }
-TO_RUN: Checks = {
+CONTRACT_CHECKS: Checks = {
     "plan takes (problem, base)": _signature,
     "no variable of another scope is written": _stateless,
     "parameters survive JSON": _as_json,
 }
 
 
-def problem_of(file: MethodFile, checks: Checks) -> str:
+def first_problem(file: MethodFile, checks: Checks) -> str:
     """The first check that fails, with the reason, in one line; empty if all pass."""
     for check, broken in checks.items():
         problem = broken(file)
         if problem:
-            return f"not so: {check} ({problem})"
+            return f"failed check: {check} ({problem})"
     return ""

@@ -1,12 +1,12 @@
-"""Which tensors of a layer to rebuild, and beside which collective: a front and a MILP.
+"""Policies of a layer: the tensors to rebuild, and the windows to rebuild them in (front and MILP).
 
-The formulation is ours (the equations of Lynx, arXiv 2406.08756, could not be read). A layer has
-jobs (rebuild the saved outputs of one operator) and windows (idle compute beside a tensor-parallel
-collective of the layer's own backward or of the layer above). A job is left out (its tensors are
-kept), put into a window, or left in the critical path. Exposed are: work that a window cannot hold;
-work without a window (the top layer of a chunk has no layer above); and the seconds that a job and
-the collective beside it lose to each other, as in Megatron's own overlaps. Exposed seconds are
-minimised under a budget of kept bytes.
+The formulation is ours (the equations of Lynx, arXiv 2406.08756, could not be read).  A layer has
+jobs and windows.  A job rebuilds the saved outputs of one operator.  A window is idle compute
+during a tensor-parallel collective in the backward of the layer or of the layer above.  A job is
+omitted (its tensors are kept), placed in a window, or placed in the critical path.  Exposed seconds
+are work that exceeds a window, work without a window (the top layer of a chunk has no layer above),
+and the seconds by which a job and its concurrent collective become longer.  The policies minimise
+exposed seconds under a budget of kept bytes.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from rematbench.solve.windows import LayerWindows, Slot, WindowJob
 MAX_NODES = 500
 CRITICAL: Slot | None = None
 TIE = 1e-4
-"""Weight of hidden seconds: of equally exposed policies, the one that rebuilds less wins."""
+"""Weight of hidden seconds: of policies with equal exposed seconds, the policy that rebuilds less
+wins."""
 
 
-class Placed(Struct, frozen=True, kw_only=True):
-    """One job that is recomputed, in a window or (None) in the critical path."""
+class Placement(Struct, frozen=True, kw_only=True):
+    """The place of one recomputed job: a window, or the critical path (None)."""
 
     job: WindowJob
     slot: Slot | None
 
 
 class StagePolicy(Struct, frozen=True, kw_only=True):
-    """The decision for one layer: the recomputed jobs, the bytes kept, the seconds that result.
-    `kept_bytes` are of one micro-batch; exposed and hidden seconds are of each backward of an
-    average layer of its chunk."""
+    """The decision for one layer: the recomputed jobs, the kept bytes of one micro-batch, and the
+    exposed and hidden seconds in the backward of an average layer of its chunk."""
 
-    placed: tuple[Placed, ...]
+    placements: tuple[Placement, ...]
     kept_bytes: int
     exposed_s: float
     hidden_s: float
@@ -50,17 +50,16 @@ class StagePolicy(Struct, frozen=True, kw_only=True):
 
 
 class LayerGroup(Struct, frozen=True, kw_only=True):
-    """The layers of one stage that share a policy. `in_flight`: the most (layer, micro-batch) pairs
-    of these layers that are in flight at once."""
+    """The layers of one stage that share a policy.  `in_flight`: the maximum number of (layer,
+    micro-batch) pairs of these layers in flight."""
 
     layers: int
     in_flight: int
 
 
 def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[StagePolicy, ...]:
-    """The policies that no other policy beats in bytes and seconds, from keep-all down. There is
-    one candidate for each set of dropped jobs. The front is the heuristic's answer for every
-    budget, solved once for all equal layers."""
+    """The policies that no other policy beats in bytes and seconds, from keep-all down.  The
+    candidates are one greedy policy for each set of dropped jobs."""
     found = [
         greedy_policy(layer, dropped, layers_per_chunk)
         for size in range(len(layer.jobs) + 1)
@@ -76,42 +75,45 @@ def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[StagePolic
 def greedy_policy(
     layer: LayerWindows, dropped: Sequence[WindowJob], layers_per_chunk: int
 ) -> StagePolicy:
-    """The policy that puts dropped jobs into windows in dataflow order. Each job goes where it adds
-    the fewest exposed seconds, to the latest of equally good windows."""
+    """The policy that places dropped jobs in dataflow order.  Each job goes where it adds the
+    fewest exposed seconds; of equal windows the latest is chosen."""
     room = dict(layer.idle_s)
-    placed: dict[str, Placed] = {}
+    placements: dict[str, Placement] = {}
     for job in dropped:
-        earliest = _earliest(job, placed)
+        earliest = _earliest(job, placements)
         choices: list[tuple[float, int, Slot | None]] = [(job.seconds, 1, CRITICAL)]
         for slot in layer.allowed(job) if earliest is not None else ():
-            if earliest is not None and slot.at >= earliest:
+            if earliest is not None and slot.order >= earliest:
                 exposed = max(0.0, job.seconds - max(0.0, room[slot.op]))
                 exposed += (layer.stall + slot.layer_offset / layers_per_chunk) * job.seconds
-                choices.append((exposed, -slot.at, slot))
+                choices.append((exposed, -slot.order, slot))
         _, _, chosen = min(choices, key=lambda c: (c[0], c[1]))
-        placed[job.op] = Placed(job=job, slot=chosen)
+        placements[job.op] = Placement(job=job, slot=chosen)
         if chosen is not None:
             room[chosen.op] -= job.seconds
-    return settled(layer, tuple(placed.values()), layers_per_chunk)
+    return policy_of(layer, tuple(placements.values()), layers_per_chunk)
 
 
-def _earliest(job: WindowJob, placed: dict[str, Placed]) -> int | None:
-    """The time from which all inputs of a job exist; None if only in the critical path."""
+def _earliest(job: WindowJob, placements: dict[str, Placement]) -> int | None:
+    """The order number from which all inputs of a job exist; None if an input is rebuilt in the
+    critical path."""
     at = -(10**6)
     for name in job.needs:
-        if name in placed:
-            slot = placed[name].slot
+        if name in placements:
+            slot = placements[name].slot
             if slot is None:
                 return None
-            at = max(at, slot.at)
+            at = max(at, slot.order)
     return at
 
 
-def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: int) -> StagePolicy:
-    """The policy of placed jobs, with its bytes and seconds."""
+def policy_of(
+    layer: LayerWindows, placements: tuple[Placement, ...], layers_per_chunk: int
+) -> StagePolicy:
+    """The policy with these placements, with its bytes and seconds."""
     load = dict.fromkeys(layer.idle_s, 0.0)
     exposed = hidden = 0.0
-    for item in placed:
+    for item in placements:
         seconds = item.job.seconds
         if item.slot is None:
             exposed += seconds
@@ -120,15 +122,15 @@ def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: i
         exposed += (layer.stall + item.slot.layer_offset / layers_per_chunk) * seconds
         hidden += seconds
     exposed += fsum(max(0.0, load[op] - layer.idle_s[op]) for op in load)
-    kept = sum(job.nbytes for job in layer.jobs) - sum(item.job.nbytes for item in placed)
-    return StagePolicy(placed=placed, kept_bytes=kept, exposed_s=exposed, hidden_s=hidden)
+    kept = sum(job.nbytes for job in layer.jobs) - sum(item.job.nbytes for item in placements)
+    return StagePolicy(placements=placements, kept_bytes=kept, exposed_s=exposed, hidden_s=hidden)
 
 
 def heuristic(
     front: Sequence[StagePolicy], groups: Sequence[LayerGroup], budget_bytes: float
 ) -> StagePolicy:
-    """The cheapest policy of the front that all layers of a stage can share within a budget. Where
-    none is within the budget: the policy with the fewest kept bytes."""
+    """The cheapest policy of the front that all layers of a stage can share within a budget; if no
+    policy is within the budget, the policy with the fewest kept bytes."""
     in_flight = max(1, sum(group.in_flight for group in groups))
     fitting = [policy for policy in front if policy.kept_bytes * in_flight <= budget_bytes]
     return min(fitting, key=lambda p: (p.cost_s, p.kept_bytes)) if fitting else front[-1]
@@ -140,9 +142,9 @@ def optimum(
     budget_bytes: float,
     layers_per_chunk: int,
 ) -> tuple[StagePolicy, ...] | None:
-    """One policy per group from HiGHS; None if the node limit passes without a solution."""
+    """One policy per group from HiGHS; None if HiGHS reaches the node limit without a solution."""
     if not layer.jobs:  # there is nothing to choose, and HiGHS refuses a problem without variables
-        return (settled(layer, (), layers_per_chunk),) * len(groups)
+        return (policy_of(layer, (), layers_per_chunk),) * len(groups)
     model = _Model(layer, groups, layers_per_chunk)
     found = minimum(
         costs=model.costs(),
@@ -196,7 +198,8 @@ class _Model:
         return cost
 
     def rows(self, budget_bytes: float) -> list[Row]:
-        """The constraints: each job once at most, after its inputs, within windows and budget."""
+        """The constraints: each job at most once and after its inputs, within windows and
+        budget."""
         rows: list[Row] = []
         for number in range(len(self.groups)):
             for job in self.layer.jobs:
@@ -218,7 +221,7 @@ class _Model:
                 late = [
                     column
                     for (n, op, other), column in self.x.items()
-                    if (n, op) == (number, need) and (other is None or other.at > slot.at)
+                    if (n, op) == (number, need) and (other is None or other.order > slot.order)
                 ]
                 rows.append((dict.fromkeys([self.x[number, job.op, slot], *late], 1.0), 1.0))
         return rows
@@ -236,8 +239,8 @@ class _Model:
         return rows
 
     def _budget(self, budget_bytes: float) -> Row:
-        """The budget: all kept bytes without those of dropped jobs, in thousandths of all bytes.
-        HiGHS is unreliable where this row is small beside the others."""
+        """The budget of kept bytes, in thousandths of all bytes: HiGHS is unreliable if this row is
+        small compared with the other rows."""
         nbytes = {job.op: job.nbytes for job in self.layer.jobs}
         total = sum(nbytes.values()) * sum(group.in_flight for group in self.groups) or 1
         row = {
@@ -249,9 +252,9 @@ class _Model:
     def policy(self, number: int, x: NDArray[np.float64]) -> StagePolicy:
         """The policy of a group, from the solver's values."""
         jobs = {job.op: job for job in self.layer.jobs}
-        placed = tuple(
-            Placed(job=jobs[op], slot=slot)
+        placements = tuple(
+            Placement(job=jobs[op], slot=slot)
             for (n, op, slot), column in self.x.items()
             if n == number and x[column] > 0.5
         )
-        return settled(self.layer, placed, self.per_chunk)
+        return policy_of(self.layer, placements, self.per_chunk)
