@@ -26,7 +26,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probes import Probe
 from rematbench.advise.search.processes import rounds
@@ -119,13 +119,13 @@ def bounded(asked: Asked, layouts: int) -> None:
     many = largest * -(-layouts // len(largest))
     shard = Shard(many, made.problem(largest[0]), made.registry)
     bounds = ShardBounds(shard)
-    bounds.of(KEEP)  # untimed: arrays that a shard makes once for all arms
-    arm = Arm((made.singles[0],))
-    probe = shard.probe(arm)
+    bounds.of(KEEP)  # untimed: arrays that a shard makes once for all candidates
+    candidate = Candidate((made.variants[0],))
+    probe = shard.probe(candidate)
     assert isinstance(probe, Probe)
     _ = probe.facts, probe.nbytes
     start = time.perf_counter()
-    found = bounds.of(arm)
+    found = bounds.of(candidate)
     assert isinstance(found, Bounds)
     _ = found.step_s
     seconds = time.perf_counter() - start
@@ -184,7 +184,7 @@ def main(arguments: list[str]) -> None:
     small = chosen.small
     asked = job(small)
     made = SearchJob(asked)
-    sys.stdout.write(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone\n")
+    sys.stdout.write(f"{len(made.space.choices):,} layouts, {len(made.variants)} methods alone\n")
     bounded(asked, 1_000 if small else LAYOUTS)
     searched(asked)
     cells(*((CELLS[:1], ["h800-80gb"]) if small else (CELLS,)))

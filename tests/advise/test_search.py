@@ -247,10 +247,10 @@ def test_pieces_whose_number_is_typed_make_room_too() -> None:
 def test_a_method_with_settings_is_searched_as_it_is_typed() -> None:
     """So is a policy by its name; what is a composition already is refused."""
     made = SearchJob(replace(asked(), only=("memo:alpha=0.3", "full_recompute:block 1")))
-    assert [one.text for one in made.singles] == ["memo:alpha=0.3", "full_recompute:block 1"]
-    assert [one.composes for one in made.singles] == [True, False]
+    assert [one.text for one in made.variants] == ["memo:alpha=0.3", "full_recompute:block 1"]
+    assert [one.composes for one in made.variants] == [True, False]
     with pytest.raises(MethodError, match="one method at a time"):
-        _ = SearchJob(replace(asked(), only=("memo+mst",))).singles
+        _ = SearchJob(replace(asked(), only=("memo+mst",))).variants
 
 
 def test_gpipe_is_no_faster_and_no_leaner() -> None:
@@ -272,15 +272,15 @@ def test_gpipe_is_no_faster_and_no_leaner() -> None:
 
 
 def test_joint_plans_are_counted() -> None:
-    """Each layout with each arm, at every step of its scalars."""
+    """Each layout with each candidate, at every step of its scalars."""
     made = SearchJob(asked(gpus=2))
     search = made.search()
-    arms = list(search.tree.roots)
-    for arm in arms:
-        arms += search.tree.more(arm)
+    candidates = list(search.tree.roots)
+    for candidate in candidates:
+        candidates += search.tree.more(candidate)
     expected = 0
-    for choice, arm in itertools.product(made.space.choices, arms):
-        scalars = [part.scalar for part in arm.parts if part.scalar]
+    for choice, candidate in itertools.product(made.space.choices, candidates):
+        scalars = [part.scalar for part in candidate.parts if part.scalar]
         sizes = {"share": 32, "layers": max(choice.sizes)}
         assert all(one.steps in (0, 32) for one in scalars)
         counts = [len(one.values) or sizes[one.scale] for one in scalars]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from rematbench.advise.search.candidates import KEEP, Arm, Single, Tree
+from rematbench.advise.search.candidates import KEEP, Candidate, Tree, Variant
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probes import Probe, Refused
 from rematbench.advise.search.search_job import Asked, SearchJob
@@ -30,7 +30,7 @@ JOBS = (
     ("llama-3.1-8b", "h100-80gb-dos", "deepspeed", 8, 8192, 32),
     ("llama-65b", "a800-80gb", "megatron-kwai", 64, 32768, 16),
 )
-OWN_PIECES = Single("mst", "mst", cuts=True)
+OWN_PIECES = Variant("mst", "mst", cuts=True)
 """A method as a user names it, which chooses its pieces by itself."""
 
 MOST_PASSES = 1200
@@ -42,10 +42,10 @@ SECONDS = ("first", "before", "time", "tight", "keep")
 
 class Checked(NamedTuple):
     """One candidate: what it is, and its bounds as shares of what is simulated; `before`: the one
-    of the arm without its last method; `keep`: the one of keeping everything; `family`, `least`:
-    bytes of every plan of the arm's family, and of all plans; `more` and `more_host`: bytes as
-    fewer pieces bound them; `kept`, `copied`: bytes on the device and the host by the plan's fates
-    alone."""
+    of the candidate without its last method; `keep`: the one of keeping everything; `family`,
+    `least`: bytes of every plan of the candidate's family, and of all plans; `more` and
+    `more_host`: bytes as fewer pieces bound them; `kept`, `copied`: bytes on the device and the
+    host by the plan's fates alone."""
 
     text: str
     first: float
@@ -64,7 +64,7 @@ class Checked(NamedTuple):
 
 
 def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> list[Checked]:
-    """Candidates of a job: a layout, an arm of at most three methods, steps of its scalars."""
+    """Candidates of a job: a layout, a candidate of at most three methods, steps of its scalars."""
     model, cluster, system, gpus, seq_len, global_batch = job
     spec = ProblemSpec(
         model=model,
@@ -75,7 +75,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
         global_batch=global_batch,
     )
     made, chance = SearchJob(Asked(spec=spec)), random.Random(seed)
-    tree, arms = _arms(made)
+    tree, candidates = _candidates(made)
     choices = [
         choice
         for choice in made.space.choices
@@ -83,37 +83,37 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
     ]
     found: list[Checked] = []
     for _ in range(20 * count):
-        choice, arm = chance.choice(choices), chance.choice(arms)
-        one = _checked(made, choice, arm, tree.family(arm), chance)
+        choice, candidate = chance.choice(choices), chance.choice(candidates)
+        one = _checked(made, choice, candidate, tree.family(candidate), chance)
         found += [one] if one else []
         if len(found) == count:
             break
     return found
 
 
-def _arms(made: SearchJob) -> tuple[Tree, list[Arm]]:
-    known = [*made.singles, OWN_PIECES]
+def _candidates(made: SearchJob) -> tuple[Tree, list[Candidate]]:
+    known = [*made.variants, OWN_PIECES]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
     shard = bounds_at(made, layout).shard
-    probes = {s: p for s in known if isinstance(p := shard.probe(Arm((s,))), Probe)}
+    probes = {s: p for s in known if isinstance(p := shard.probe(Candidate((s,))), Probe)}
     tree = Tree([probes], 3)
-    return tree, tree.arms
+    return tree, tree.candidates
 
 
 def _checked(
     made: SearchJob,
     choice: Choice,
-    arm: Arm,
-    family: tuple[Arm, Arm | None],
+    candidate: Candidate,
+    family: tuple[Candidate, Candidate | None],
     chance: random.Random,
 ) -> Checked | None:
     problem = made.problem(choice)
     own = bounds_at(made, choice)
-    shard, short = own.shard, own.short(arm)
-    step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 4)
-    bounds, base = own.of(arm, pieces), choice.base(problem.base_plan)
-    fewer = own.of(arm, pieces - 1) if arm.pieces and pieces > 2 else None
-    text = arm.text(step, pieces)
+    shard, short = own.shard, own.short(candidate)
+    step, pieces = chance.randint(1, shard.steps(candidate)), chance.randint(1, 4)
+    bounds, base = own.of(candidate, pieces), choice.base(problem.base_plan)
+    fewer = own.of(candidate, pieces - 1) if candidate.pieces and pieces > 2 else None
+    text = candidate.text(step, pieces)
     try:
         plan = made.registry.resolve(text, None, problem).plan(problem, base)
         if isinstance(plan, Unsupported) or isinstance(bounds, Refused):
@@ -122,17 +122,17 @@ def _checked(
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
-    tight = own.tight_s(arm, step, pieces, 0)
+    tight = own.tight_s(candidate, step, pieces, 0)
     keep = own.tight_s(KEEP, 1, 1, 0)
     pinned, peak = max(1, found.host_node_bytes), max(found.peak_device_bytes)
     more, more_host = 0.0, 0.0
     if fewer and not isinstance(fewer, Refused):
-        more = float(own.in_more_pieces(arm, 1, pieces - 1, pieces)[step - 1, 0]) / peak
+        more = float(own.in_more_pieces(candidate, 1, pieces - 1, pieces)[step - 1, 0]) / peak
         more_host = float(fewer.host_bytes[step - 1, 0]) / pinned
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",
         float(shard.kernels_s[0]) / found.step_s,
-        _before_s(own, arm) / found.step_s,
+        _before_s(own, candidate) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
         keep / found.step_s,
@@ -147,8 +147,8 @@ def _checked(
     )
 
 
-def _before_s(own: ShardBounds, arm: Arm) -> float:
-    found = own.of(Arm(arm.parts[:-1]))
+def _before_s(own: ShardBounds, candidate: Candidate) -> float:
+    found = own.of(Candidate(candidate.parts[:-1]))
     return float(found.step_s[0, 0]) if isinstance(found, Bounds) else 0.0
 
 
@@ -187,9 +187,9 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
     (choice,) = (c for c in made.space.choices if c.even)
     problem = made.problem(choice)
     base = choice.base(problem.base_plan)
-    _, arms = _arms(SearchJob(Asked(spec=spec)))
-    arm = next(a for a in arms if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
-    plan = made.registry.resolve(arm.text(1, 4), None, problem).plan(problem, base)
+    _, candidates = _candidates(SearchJob(Asked(spec=spec)))
+    candidate = next(a for a in candidates if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
+    plan = made.registry.resolve(candidate.text(1, 4), None, problem).plan(problem, base)
     assert not isinstance(plan, Unsupported)
     step_s = evaluate_program(problem, plan, lower(plan, problem)).step_s
-    assert 0.99 < bounds_at(made, choice).tight_s(arm, 1, 4, 0) / step_s <= ROUNDING
+    assert 0.99 < bounds_at(made, choice).tight_s(candidate, 1, 4, 0) / step_s <= ROUNDING

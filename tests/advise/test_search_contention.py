@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rematbench.advise.search import schedule_walk
-from rematbench.advise.search.candidates import Arm, Single
+from rematbench.advise.search.candidates import Candidate, Variant
 from rematbench.advise.search.pass_costs import behind_embedding, further
 from rematbench.advise.search.probe_problems import Measured
 from rematbench.advise.search.probes import Probe, Prober, Refused
-from rematbench.advise.search.schedule_bound import least_crowd, stages
+from rematbench.advise.search.schedule_bound import lowest_traffic, stages
 from rematbench.advise.search.schedule_walk import (
     NONE,
     Beside,
@@ -27,8 +27,8 @@ from rematbench.advise.search.schedule_walk import (
     Turns,
     events,
     shortened,
-    walked,
-    walked_beside,
+    walk_passes,
+    walk_with_copies,
 )
 from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.shards import Shard
@@ -66,18 +66,18 @@ METHODS = ("memo:alpha=0.25", "memo:alpha=1.0", "pp_offload:alpha=0.5")
 DEPTHS = ((4, 1), (4, 4), (8, 2), (8, 5), (16, 5))
 
 
-def crowds(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
+def traffics(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
     """What a method's copies are beside, by the simulator and by the bound."""
     shard, index = even(made)
     choice, site = shard.choices[index], shard.site(index)
     plan = planned_at(site.job, text, made.registry)
     assert isinstance(plan, Plan)
-    real = ActionCosts(site.problem, lower(plan, site.problem)).crowd
-    probe = shard.probe(Arm((Single(text.split(":", maxsplit=1)[0], text),)))
+    real = ActionCosts(site.problem, lower(plan, site.problem)).traffic
+    probe = shard.probe(Candidate((Variant(text.split(":", maxsplit=1)[0], text),)))
     assert isinstance(probe, Probe)
     found = stages(probe.facts, choice.sizes, waits=bool(shard.columns.waits[index]))
     frame = site.frame
-    least = least_crowd(
+    least = lowest_traffic(
         site.problem.cost, frame.turns, found, plan.transfers, float(shard.sent_bytes[index])
     )
     for name, most, bound in zip(real._fields, real, least, strict=True):
@@ -89,7 +89,7 @@ def crowds(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
 @pytest.mark.parametrize(("pp", "vpp"), DEPTHS)
 def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int, vpp: int) -> None:
     """Near the simulator's numbers, and never above them."""
-    real, least = crowds(job(tp=1, pp=pp, vpp=vpp), text)
+    real, least = traffics(job(tp=1, pp=pp, vpp=vpp), text)
     assert least.kernel_delay_share >= 0.9 * real.kernel_delay_share > 0.0
     assert least.sent_per_d2h >= 0.85 * real.sent_per_d2h
     assert least.two_way_share >= 0.7 * real.two_way_share
@@ -100,8 +100,8 @@ def test_what_copies_are_beside_is_bounded_from_the_schedule(text: str, pp: int,
 @pytest.mark.parametrize("vpp", [1, 5])
 def test_copies_are_beside_collectives_between_nodes(text: str, vpp: int) -> None:
     """A tensor-parallel group of two nodes sends far more over the NICs than stages do."""
-    real, least = crowds(job(gpus=64, tp=16, pp=4, vpp=vpp), text)
-    inside, _ = crowds(job(gpus=64, tp=8, pp=4, vpp=vpp), text)
+    real, least = traffics(job(gpus=64, tp=16, pp=4, vpp=vpp), text)
+    inside, _ = traffics(job(gpus=64, tp=8, pp=4, vpp=vpp), text)
     assert real.sent_per_d2h > 10 * inside.sent_per_d2h
     assert least.sent_per_d2h >= 0.7 * real.sent_per_d2h
     assert least.received_per_h2d >= 0.55 * real.received_per_h2d
@@ -156,8 +156,8 @@ def test_a_long_schedule_takes_as_long_as_without_a_leap(turns: Turns, data: st.
     begun = some(turns.pp)
 
     def both() -> list[float]:
-        alone = walked(turns, pieces, rules, begun)
-        return alone + walked_beside(turns, copies, pieces, beside, rules, begun)
+        alone = walk_passes(turns, pieces, rules, begun)
+        return alone + walk_with_copies(turns, copies, pieces, beside, rules, begun)
 
     found = both()
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def test_equal_stages_leap_over_all_but_five_groups(monkeypatch: pytest.MonkeyPa
         return leaps[-1]
 
     monkeypatch.setattr(schedule_walk.Clocks, "leap", noted)
-    ends = walked(turns, pieces, Rules(False, False), [0.0] * turns.pp)
+    ends = walk_passes(turns, pieces, Rules(False, False), [0.0] * turns.pp)
     assert leaps == [True]
     assert max(ends) == pytest.approx(400 * 2 * 2 + 3 * 2)
 
@@ -199,23 +199,23 @@ def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
     """A probe that leaves out its first rank finds what a lowered first rank says."""
     made = job(tp=tp, pp=4, vpp=1)
     shard, _ = even(made)
-    found = shard.probe(Arm((Single("", text),)))
+    found = shard.probe(Candidate((Variant("", text),)))
     assert isinstance(found, Probe)
     known = found._made
     assert known.ranks[0] == 1
     whole = Measured(known.small, known.plan, known.small.ranks)
     keep = Prober(shard.problem, {})._keeping
-    for crowd in (None, NO_TRAFFIC):
-        inner = whole.cost(1, crowd)
-        first = behind_embedding(inner, keep.cost(0, crowd), keep.cost(1, crowd))
-        assert known.cost(1, crowd) == inner
-        real = whole.cost(0, crowd)
+    for traffic in (None, NO_TRAFFIC):
+        inner = whole.cost(1, traffic)
+        first = behind_embedding(inner, keep.cost(0, traffic), keep.cost(1, traffic))
+        assert known.cost(1, traffic) == inner
+        real = whole.cost(0, traffic)
         for one, other in zip(first[:2], real[:2], strict=True):
             assert one._replace(landed_s=0.0) == pytest.approx(
                 other._replace(landed_s=0.0), rel=1e-9, abs=1e-12
             )
         assert first[2:] == pytest.approx(real[2:], rel=1e-9)
-        facts = found.nbytes if crowd is None else found.facts
+        facts = found.nbytes if traffic is None else found.facts
         assert facts.first.base == first
 
 
@@ -238,18 +238,18 @@ def test_a_last_rank_that_copies_nothing_is_that_of_the_plan_without_copies(
     """It is not lowered again, and its seconds and bytes are those of its own blocks."""
     shard, _ = even(job(tp=2, pp=4, vpp=1))
     method = shard.registry.resolve(text, None, shard.problem)
-    found, prober = shard.probe(Arm((Single("", text),))), Prober(shard.problem, {})
+    found, prober = shard.probe(Candidate((Variant("", text),))), Prober(shard.problem, {})
     assert isinstance(found, Probe)
     known = found._made
     assert (3 in known.ranks) != spared
     whole = Measured(known.small, known.plan, known.small.ranks)
     ended = prober._measured(method, (1, 1, 1, 2), ranks=(3,))
-    for crowd in (None, NO_TRAFFIC):
-        facts = found.nbytes if crowd is None else found.facts
-        assert facts.last.base == whole.cost(3, crowd)
+    for traffic in (None, NO_TRAFFIC):
+        facts = found.nbytes if traffic is None else found.facts
+        assert facts.last.base == whole.cost(3, traffic)
         if spared:
             assert isinstance(ended, Measured)
-            slope, real = facts.last.slope, further(ended.cost(3, crowd), whole.cost(3, crowd))
+            slope, real = facts.last.slope, further(ended.cost(3, traffic), whole.cost(3, traffic))
             for one, other in zip(slope[:2], real[:2], strict=True):
                 assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
                 assert one.net_bytes == other.net_bytes

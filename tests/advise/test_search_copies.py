@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.advise.search import trials
-from rematbench.advise.search.candidates import Arm, Scalar, Single
+from rematbench.advise.search.candidates import Candidate, Scalar, Variant
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probe_problems import Pinned, ProbePrograms
 from rematbench.advise.search.schedule_walk import FETCH, FREE, Copies, Turns, events
@@ -100,10 +100,10 @@ def test_pinned_blocks_hold_no_less_than_the_bound(
 def test_one_rank_and_its_layers_slots_count_with_one_micro_batch() -> None:
     """Rounding buffers are there however many micro-batches come."""
     made = job(tp=8, pp=1)
-    arm = Arm((Single("memo", "memo:alpha=0.5"),))
-    shard, bounds = made._shard(0).shard, made._shard(0).of(arm)
+    candidate = Candidate((Variant("memo", "memo:alpha=0.5"),))
+    shard, bounds = made._shard(0).shard, made._shard(0).of(candidate)
     assert isinstance(bounds, Bounds)
-    _, found = lowered(made, shard.choices[0], arm.text())
+    _, found = lowered(made, shard.choices[0], candidate.text())
     assert 0.95 * found.live_bytes <= bounds.peak_bytes[0, 0] <= found.live_bytes
 
 
@@ -131,11 +131,11 @@ def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: 
     assert choice.layout.num_micro_batches == pp
     scalar = Scalar("share", 20) if "{}" in text else None
     words = [] if text == "keep_all" else text.split("+")
-    arm = Arm(tuple(Single(one.split(":")[0], one, scalar) for one in words))
+    candidate = Candidate(tuple(Variant(one.split(":")[0], one, scalar) for one in words))
     step = 10 if scalar else 1
-    bounds = bounds_at(made, choice).of(arm)
+    bounds = bounds_at(made, choice).of(candidate)
     assert isinstance(bounds, Bounds)
-    _, found = lowered(made, choice, arm.text(step))
+    _, found = lowered(made, choice, candidate.text(step))
     assert 0.85 <= bounds.peak_bytes[step - 1, 0] / found.live_bytes <= 1.0
 
 
@@ -144,15 +144,15 @@ def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPa
     takes as long as when it is lowered anew."""
     made, evaluator = job(tp=1, pp=4), Evaluator(without_cluster)
     probes = ProbePrograms()
-    arm = Arm((Single("pp_offload", "pp_offload:alpha=0.25"),))
-    expected = [one.result.fitting_s for one in made.search_of([arm]).run() if one]
+    candidate = Candidate((Variant("pp_offload", "pp_offload:alpha=0.25"),))
+    expected = [one.result.fitting_s for one in made.search_of([candidate]).run() if one]
     steps, count = [], []
     for cluster in ("a800-80gb", "h800-80gb"):
         spec = replace(made.asked.spec, cluster=cluster)
         own = SearchJob(replace(made.asked, spec=spec), evaluator, probes)
         with monkeypatch.context() as patch:
             patch.setattr(programs, "lower", lambda *words: count.append(1) or lower(*words))
-            steps = [one.result.fitting_s for one in own.search_of([arm]).run() if one]
+            steps = [one.result.fitting_s for one in own.search_of([candidate]).run() if one]
     assert steps == expected
     assert len(count) <= len(expected) + 2
 
@@ -160,7 +160,8 @@ def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPa
 def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second search of the same arm lowers nothing, and finds the same under its own name."""
+    """The second search of the same candidate lowers nothing, and finds the same under its own
+    name."""
     made, tried = job(tp=1, pp=4), []
     once = trials._judged
 
@@ -169,10 +170,10 @@ def test_an_equal_plan_is_tried_once_in_all_searches_of_a_job(
         return once(*words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(trials, "_judged", counted)
-    arm = Arm((Single("full_recompute", "full_recompute"),))
-    first = [one for one in made.search_of([arm]).run() if one]
+    candidate = Candidate((Variant("full_recompute", "full_recompute"),))
+    first = [one for one in made.search_of([candidate]).run() if one]
     count = len(tried)
-    again = Arm((Single("full_recompute", "full_recompute:method=uniform"),))
+    again = Candidate((Variant("full_recompute", "full_recompute:method=uniform"),))
     second = [one for one in made.search_of([again]).run() if one]
     assert count == len(tried) == len(first) > 0
     assert [one.result.step_s for one in first] == [one.result.step_s for one in second]
@@ -194,15 +195,15 @@ def test_copies_make_a_bound_where_a_faster_link_lowers_it() -> None:
         made = SearchJob(Asked(spec=spec, only=("pp_offload", "balanced_checkpointing")))
         by_cluster.append((made, made.search().shards))
     (made, shards), (_, others) = by_cluster
-    arms = [Arm((one,)) for one in made.singles]
+    candidates = [Candidate((one,)) for one in made.variants]
     for shard, other in zip(shards, others, strict=True):
-        for arm in arms:
-            found, without = shard.of(arm), other.of(arm)
+        for candidate in candidates:
+            found, without = shard.of(candidate), other.of(candidate)
             if not isinstance(found, Bounds) or not isinstance(without, Bounds):
                 continue
             lower = without.step_s < (1 - 1e-9) * found.step_s
             for (step, at), less in np.ndenumerate(lower):
-                assert shard.by_copies(arm, step + 1, 1, at) == less
+                assert shard.by_copies(candidate, step + 1, 1, at) == less
                 told.add(bool(less))
     assert told == {True, False}
 

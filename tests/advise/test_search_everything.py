@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import Arm, Given, arms_of
+from rematbench.advise.search.candidates import Candidate, GivenCandidates, candidates_of
 from rematbench.advise.search.processes import in_one_process
 from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
@@ -93,10 +93,10 @@ def fastest_that_fits(one: Asked, found: Sequence[Trial]) -> Result | None:
     return None
 
 
-def searched_s(one: Asked, arms: Sequence[Arm] = ()) -> float:
-    """Seconds of the step that a search finds, of all arms or of the given ones."""
+def searched_s(one: Asked, candidates: Sequence[Candidate] = ()) -> float:
+    """Seconds of the step that a search finds, of all candidates or of the given ones."""
     made = SearchJob(one)
-    search = made.search_of(arms) if arms else made.search()
+    search = made.search_of(candidates) if candidates else made.search()
     end = in_one_process(search, most_work=WORK)
     assert search.gap <= one.within or not search.queue
     return end.best_s
@@ -111,14 +111,14 @@ def fits(one: Asked) -> bool:
     return search.best_s < inf
 
 
-def held(one: Asked, found: Sequence[Trial], arms: Sequence[Arm] = ()) -> None:
+def held(one: Asked, found: Sequence[Trial], candidates: Sequence[Candidate] = ()) -> None:
     """The law."""
     best = fastest_that_fits(one, found)
     best_s = best.fitting_s if best else inf
     for gap in GAPS:
-        least_s = searched_s(replace(one, within=gap), arms)
+        least_s = searched_s(replace(one, within=gap), candidates)
         assert least_s == best_s or (1.0 - gap) * least_s <= best_s * (1 + 1e-9), (gap, best)
-    assert arms or best is None or fits(one), best
+    assert candidates or best is None or fits(one), best
 
 
 def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> Asked:
@@ -154,9 +154,9 @@ def test_what_the_allocator_keeps_out_has_others_in_its_place(lost: str) -> None
     held(one, everything(one))
 
 
-def some(one: Asked, most: int, arms: Sequence[Arm] = ()) -> list[Trial]:
+def some(one: Asked, most: int, candidates: Sequence[Candidate] = ()) -> list[Trial]:
     """As `everything`, of a job with at least one plan."""
-    found = everything(one, most, arms)
+    found = everything(one, most, candidates)
     if not found:
         pytest.skip("none of its plans fits, on a device without an end")
     return found
@@ -196,7 +196,7 @@ def test_the_best_layout_of_a_method_is_found(seed: int, text: str, short: bool)
     """As the matrix asks; with the first two a search lost 0.3 % and found nothing that fits."""
     one = replace(drawn(seed), only=())
     registry = SearchJob(one).registry
-    arms = arms_of(registry.resolve(text), registry)
-    found = some(one, MOST // 6, Given(arms).roots)
+    candidates = candidates_of(registry.resolve(text), registry)
+    found = some(one, MOST // 6, GivenCandidates(candidates).roots)
     for share in (SHARES[0], SHARES[2]) if short else SHARES:
-        held(at_the_edge(one, found, share), found, arms)
+        held(at_the_edge(one, found, share), found, candidates)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.search import questions, trials
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.candidates import Arm
+from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.queue import leaner
 from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.shard_bounds import MinimumBytes
@@ -32,10 +32,10 @@ def asked(**changes: Any) -> Asked:
     )
 
 
-def arms_alone(one: Asked) -> Search:
+def methods_alone(one: Asked) -> Search:
     """The ended search for the best layout of each method alone."""
     made = SearchJob(replace(one, within=0.0))
-    search = made.search_of([Arm((single,)) for single in made.singles])
+    search = made.search_of([Candidate((variant,)) for variant in made.variants])
     for _ in search.run():
         pass
     return search
@@ -53,7 +53,9 @@ METHODS = (asked().only, ("balanced_checkpointing", "pp_offload", "mst"))
 
 
 @pytest.mark.parametrize("only", [METHODS[0], pytest.param(METHODS[1], marks=pytest.mark.full)])
-@pytest.mark.parametrize("searched", [arms_alone, pytest.param(everything, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "searched", [methods_alone, pytest.param(everything, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(("seq_len", "gib", "fits"), [(32768, 12, False), (4096, 16, True)])
 def test_arms_that_fall_unprobed_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
@@ -89,10 +91,10 @@ def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPat
     for _ in range(8):
         one = asked(seq_len=2048, hbm_bytes=hbm)
         monkeypatch.setattr(trials, "weighed", lambda *given, **_: weighed(*given))
-        every = arms_alone(one)
+        every = methods_alone(one)
         monkeypatch.setattr(trials, "weighed", noted)
         ended.clear()
-        found = arms_alone(one)
+        found = methods_alone(one)
         assert found.best_s == every.best_s
         assert found.excluded.counts == every.excluded.counts
         if found.best_s == inf:

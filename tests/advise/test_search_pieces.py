@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.memory_rules import MemoryRules
 from rematbench.advise.search.probes import Floor
 from rematbench.advise.search.queue import Item, Place
@@ -45,11 +45,11 @@ def test_the_floor_of_an_arm_in_pieces_is_that_without_them() -> None:
     seen = 0
     for bounds, search in shards():
         shard = bounds.shard
-        for arm in search.tree.arms:
-            if arm.whole not in (arm, KEEP):
+        for candidate in search.tree.candidates:
+            if candidate.whole not in (candidate, KEEP):
                 seen += 1
-                assert bounds.minimum._stored_like(arm) == arm.whole
-                assert shard.floors(arm) == shard.floors(arm.whole)
+                assert bounds.minimum._stored_like(candidate) == candidate.whole
+                assert shard.floors(candidate) == shard.floors(candidate.whole)
     assert seen > 10
 
 
@@ -59,15 +59,23 @@ def test_a_method_that_also_stores_less_in_pieces_has_its_own_floor(
     """As a user's own method may."""
     floors = Shard.floors
 
-    def less(self: Shard, arm: Arm) -> Any:
-        found = floors(self, arm)
-        cuts = arm.whole != arm and isinstance(found, tuple) and isinstance(found[0], Floor)
+    def less(self: Shard, candidate: Candidate) -> Any:
+        found = floors(self, candidate)
+        cuts = (
+            candidate.whole != candidate
+            and isinstance(found, tuple)
+            and isinstance(found[0], Floor)
+        )
         return (found[0]._replace(pinned=None), found[1]) if cuts else found
 
     monkeypatch.setattr(Shard, "floors", less)
     bounds, search = next(shards())
-    arms = [arm for arm in search.tree.arms if arm.whole not in (arm, KEEP)]
-    assert all(bounds.minimum._stored_like(arm) == arm for arm in arms)
+    candidates = [
+        candidate
+        for candidate in search.tree.candidates
+        if candidate.whole not in (candidate, KEEP)
+    ]
+    assert all(bounds.minimum._stored_like(candidate) == candidate for candidate in candidates)
     pieces = next(cut for _, cut in search.tree.families if cut)
     assert bounds.minimum._gone_bytes(pieces) == []
 
@@ -77,10 +85,18 @@ def test_no_pieces_are_tried_where_host_memory_is_short() -> None:
     more."""
     bounds, search = next(shards())
     at = int((bounds.shard.states_over_bytes <= 0).nonzero()[0][0])
-    arms = [arm for arm in search.tree.arms if arm.pieces and arm.without(arm.pieces).parts]
-    arm = next(arm for arm in arms if arm.parts[0].method == "memo" and len(arm.parts) == 2)
-    whole = arm.without(arm.pieces)
-    for failed, pieces in ((whole, 1), (arm, 2)):
+    candidates = [
+        candidate
+        for candidate in search.tree.candidates
+        if candidate.pieces and candidate.without(candidate.pieces).parts
+    ]
+    candidate = next(
+        candidate
+        for candidate in candidates
+        if candidate.parts[0].method == "memo" and len(candidate.parts) == 2
+    )
+    whole = candidate.without(candidate.pieces)
+    for failed, pieces in ((whole, 1), (candidate, 2)):
         place = Place(bounds, at, {})
         trial = place.site.trial(failed.text(1, pieces), search.registry)
         assert trial.result.verdict is not None
@@ -92,9 +108,9 @@ def test_no_pieces_are_tried_where_host_memory_is_short() -> None:
         assert place.ends == {whole: 1}
         before = len(search.queue)
         for more in range(pieces + 1, 7):
-            search.memory.judge(0.0, place, arm, more)
+            search.memory.judge(0.0, place, candidate, more)
         assert len(search.queue) == before
-        assert not any((arm, more) in bounds._bounds for more in range(3, 7))
+        assert not any((candidate, more) in bounds._bounds for more in range(3, 7))
     assert search.excluded.counts["host memory, in any pieces"] == 9
 
 

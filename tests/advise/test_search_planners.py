@@ -104,7 +104,7 @@ def test_no_more_layouts_than_are_declared(tmp_path: Path) -> None:
 
 
 def test_planners_are_said_apart_and_run_again(tmp_path: Path) -> None:
-    """Lynx follows the proof, has no place in the table, and its line simulates to its step."""
+    """Lynx follows the proof, has no place in the table, and its share simulates to its step."""
     target, words = tmp_path / "found.csv", f"{WORDS} --tp 2 --pp 2 --method lynx_heu"
     told = RUN.invoke(app, [*shlex.split(words), "--top", "2", "-o", str(target)])
     assert told.exit_code == 0, told.output

@@ -237,7 +237,7 @@ def test_a_sheet_without_its_columns_is_one_line(
 ) -> None:
     for name in ("some.csv", "layouts.csv"):
         (tmp_path / name).write_text(
-            "arm,status,layout,pred_status,gap,run_with,step_s\n,ok,,ok,0,x,1\n"
+            "candidate,status,layout,pred_status,gap,run_with,step_s\n,ok,,ok,0,x,1\n"
         )
     monkeypatch.chdir(tmp_path)
     suite = str(data_dir("config") / "paper.yaml")

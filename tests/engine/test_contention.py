@@ -9,7 +9,7 @@ from rematbench.costs.collectives import network_bytes
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, shared_link_bytes_per_s
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
-from rematbench.engine.simulate.copy_contention import crowd_of as crowd
+from rematbench.engine.simulate.copy_contention import crowd_of as traffic
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
@@ -46,7 +46,7 @@ def layered() -> tuple[Problem, Plan]:
 
 
 def crowd_of(given: Problem, plan: Plan) -> CopyTraffic:
-    return crowd(given, lower(plan, given), action_seconds(given))
+    return traffic(given, lower(plan, given), action_seconds(given))
 
 
 # -- rates ------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def show_space(out: Console, made: SearchJob) -> None:
         )
     )
     show_assumed(out, made)
-    layouts, plans = len(made.space.choices), len(made.singles)
+    layouts, plans = len(made.space.choices), len(made.variants)
     many = "s" if layouts > 1 else ""
     text = f"space: {layouts:,} layout{many}, each with {plans} methods and what is made of them"
     out.print(plain(text))

@@ -7,7 +7,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import KEEP, Arm, Tree
+from rematbench.advise.search.candidates import KEEP, Candidate, Tree
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.memory_rules import MemoryRules
 from rematbench.advise.search.queue import (
@@ -18,7 +18,7 @@ from rematbench.advise.search.queue import (
     Place,
     SearchQueue,
     Stage,
-    lean_arm,
+    lean_candidate,
     leaner,
 )
 from rematbench.advise.search.shard_bounds import ShardBounds
@@ -27,7 +27,7 @@ from rematbench.plugins.registry import Registry
 from rematbench.worlds.packages.flags import Engines
 
 MADE = "made of a plan that fits"
-"""Why an arm falls that adds methods to a plan that fits: it is not faster."""
+"""Why a candidate falls that adds methods to a plan that fits: it is not faster."""
 
 
 AHEAD = 4
@@ -147,7 +147,7 @@ class Search:
             self._open(bound_s, item)
         elif place.counted:
             self.excluded.counts["of a layout that is fast enough"] += 1
-        elif self._dominated(place, item.arm, item.step if item.stage in RIPE else 1):
+        elif self._dominated(place, item.candidate, item.step if item.stage in RIPE else 1):
             self.excluded.counts[MADE] += 1
             self.queue.put_aside(bound_s, item)
         elif item.stage in RIPE and self.memory.settled(bound_s, place, item):
@@ -155,13 +155,13 @@ class Search:
         elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
-            self._expand(bound_s, place, item.arm)
+            self._expand(bound_s, place, item.candidate)
         elif item.stage == "made":
-            self._made(bound_s, place, item.arm)
+            self._made(bound_s, place, item.candidate)
         elif item.stage in BEGINNING:
             self._begin(bound_s, place, item)
         elif item.stage == "pieces":
-            self.memory.judge(bound_s, place, item.arm, item.pieces)
+            self.memory.judge(bound_s, place, item.candidate, item.pieces)
         else:
             return self._simulate(bound_s, place, item)
         return None
@@ -184,20 +184,21 @@ class Search:
                 self.queue.push(max(bound_s, least_s), begun)
 
     def _open_leanest(self, item: Item, lean: LeanOrder, places: Sequence[Place]) -> None:
-        """Judge all arms at the layouts of a shard that none is leaner than; at the second step the
-        others, with the doubtful arms of the leaner layout where that has been searched."""
+        """Judge all candidates at the layouts of a shard that none is leaner than; at the second
+        step the others, with the doubtful candidates of the leaner layout where that has been
+        searched."""
         late = item.step > 1
         for place in places:
-            choice, arms = place.choice, self.tree.roots
+            choice, candidates = place.choice, self.tree.roots
             less = leaner(choice)
             if late == (less is None):
                 continue
             if less in lean.searched and not lean.waiting[less]:
                 self.excluded.counts["no leaner than with micro-batch 1"] += 1
-                arms = tuple(dict.fromkeys(lean.doubts[less]))
+                candidates = tuple(dict.fromkeys(lean.doubts[less]))
             lean.searched.add(choice)
-            for arm in arms:
-                self.memory.judge(0.0, place, arm)
+            for candidate in candidates:
+                self.memory.judge(0.0, place, candidate)
         assert item.bounds is not None
         if not late and any(map(leaner, item.bounds.shard.choices)):
             self.queue.push(0.0, Item("shard", None, item.bounds, KEEP, 2))
@@ -205,91 +206,93 @@ class Search:
     def _begin(self, bound_s: float, place: Place, item: Item) -> None:
         """Begin with the roots of the tree at a layout, or go on with one of them."""
         if item.stage == "root":
-            self._root(bound_s, place, item.arm, item.step)
+            self._root(bound_s, place, item.candidate, item.step)
             return
         for root in self.tree.roots:
             self._root(bound_s, place, root)
 
-    def _root(self, bound_s: float, place: Place, arm: Arm, known: int = 0) -> None:
-        """Bound an arm of several methods by the methods before its last, whose probes are cheaper:
-        first by one, then by two, as long as the bound is the least of all; then judge it.  A plan
-        is no faster than the plan that its last method was added to.  An arm that does not fit by
-        what it keeps and copies needs no bound.  `known`: the methods that have bounds."""
-        if known + 1 >= len(arm.parts):
-            self.memory.judge(bound_s, place, arm)
+    def _root(self, bound_s: float, place: Place, candidate: Candidate, known: int = 0) -> None:
+        """Bound a candidate of several methods by the methods before its last, whose probes are
+        cheaper: first by one, then by two, as long as the bound is the least of all; then judge
+        it.  A plan is no faster than the plan that its last method was added to.  A candidate that
+        does not fit by what it keeps and copies needs no bound.  `known`: the methods that have
+        bounds."""
+        if known + 1 >= len(candidate.parts):
+            self.memory.judge(bound_s, place, candidate)
             return
-        if not known and self.tree.ends(arm) and self.memory.falls(place, arm):
+        if not known and self.tree.ends(candidate) and self.memory.falls(place, candidate):
             return
-        found = place.bounds.of(Arm(arm.parts[: known + 1]))
+        found = place.bounds.of(Candidate(candidate.parts[: known + 1]))
         if isinstance(found, Bounds):
             bound_s = max(bound_s, float(found.step_s[0, place.index]))
-        self.queue.push(bound_s, Item("root", place, None, arm, known + 1))
+        self.queue.push(bound_s, Item("root", place, None, candidate, known + 1))
 
-    def _dominated(self, place: Place, arm: Arm, step: int = 1) -> bool:
-        """Whether an arm at a step of its line is made of a plan that fits by further methods, at
-        no smaller a share, so that it is not faster.  It may be faster than its other methods
-        alone, as what one rebuilds the next need not copy; and with one more method a smaller share
-        may do."""
+    def _dominated(self, place: Place, candidate: Candidate, step: int = 1) -> bool:
+        """Whether a candidate at a step of its share is made of a plan that fits by further
+        methods, at no smaller a share, so that it is not faster.  It may be faster than its other
+        methods alone, as what one rebuilds the next need not copy; and with one more method a
+        smaller share may do."""
         return not self.queue.listing and any(
-            known.parts == arm.parts[: len(known.parts)]
+            known.parts == candidate.parts[: len(known.parts)]
             and step >= least
-            and not (known == arm and arm.line)
+            and not (known == candidate and candidate.share)
             for known, least in place.fits.items()
         )
 
-    def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Queue the arms with one more method than `arm`, if the lean arm of any family may fit; in
-        a search for any fit the leanest arm of each family before them."""
-        if self.queue.lean and arm == KEEP:
+    def _expand(self, bound_s: float, place: Place, candidate: Candidate) -> None:
+        """Queue the candidates with one more method than `candidate`, if the lean candidate of any
+        family may fit; in a search for any fit the leanest candidate of each family before them."""
+        if self.queue.lean and candidate == KEEP:
             for lean, cut in self.tree.families:
                 if self.memory.may_fit(place, lean, cut):
-                    self.queue.push(0.0, Item("made", place, None, lean_arm(lean, cut)))
+                    self.queue.push(0.0, Item("made", place, None, lean_candidate(lean, cut)))
         if not any(self.memory.may_fit(place, *family) for family in self.tree.families):
             self.excluded.counts["device memory, under the leanest plans"] += 1
             return
-        for more in self.tree.more(arm):
+        for more in self.tree.more(candidate):
             found = Item("made", place, None, more)
             if self._dominated(place, more):
                 self.queue.put_aside(bound_s, found)
             else:
                 self.queue.push(bound_s, found)
 
-    def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Judge an arm if the lean arm of its family may fit; else expand the arm if a family that
-        contains the lean arm's methods may fit."""
-        lean, pieces = self.tree.family(arm)
+    def _made(self, bound_s: float, place: Place, candidate: Candidate) -> None:
+        """Judge a candidate if the lean candidate of its family may fit; else expand the candidate
+        if a family that contains the lean candidate's methods may fit."""
+        lean, pieces = self.tree.family(candidate)
         if self.memory.may_fit(place, lean, pieces):
-            self.memory.judge(bound_s, place, arm)
+            self.memory.judge(bound_s, place, candidate)
         elif any(
             set(lean.parts) <= set(more.parts)
             and (cut or not pieces)
             and self.memory.may_fit(place, more, cut)
             for more, cut in self.tree.families
         ):
-            self._expand(bound_s, place, arm)
+            self._expand(bound_s, place, candidate)
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
-        """Queue an arm with its bound by the schedule.  The bound of an arm to expand holds too: no
-        arm composed of it is faster.  A search for any fit goes on without that bound."""
+        """Queue a candidate with its bound by the schedule.  The bound of a candidate to expand
+        holds too: no candidate composed of it is faster.  A search for any fit goes on without that
+        bound."""
         expands = item.stage != "closed"
         if self.queue.lean:
             if expands:
-                self._expand(bound_s, place, item.arm)
+                self._expand(bound_s, place, item.candidate)
                 return
         else:
             self.work += TIGHTENED
             place.tightened = True
-            tight_s = place.bounds.tight_s(item.arm, item.step, item.pieces, place.index)
+            tight_s = place.bounds.tight_s(item.candidate, item.step, item.pieces, place.index)
             bound_s = max(bound_s, tight_s)
         stage: Stage = "expand" if expands else "tight"
-        self.queue.push(bound_s, Item(stage, place, None, item.arm, item.step, item.pieces))
+        self.queue.push(bound_s, Item(stage, place, None, item.candidate, item.step, item.pieces))
 
     def _simulate(self, bound_s: float, place: Place, item: Item) -> Trial | None:
         """Simulate a plan; if it does not fit, queue the next step of its scalars or its expansion.
         None where the same plan was simulated under another name."""
         self.work += SIMULATED
-        arm, site = item.arm, place.site
-        method = arm.text(item.step, item.pieces)
+        candidate, site = item.candidate, place.site
+        method = candidate.text(item.step, item.pieces)
         if self.engine and place.engines is None:
             place.engines = Engines(site.problem, self.engine)
         trial = site.trial(method, self.registry, bound_s=bound_s, engines=place.engines)
@@ -301,11 +304,11 @@ class Search:
             self.memory.after_failure(bound_s, place, item, trial)
         else:
             if item.pieces == 1:
-                place.fits[arm] = min(item.step, place.fits.get(arm, item.step))
-            if arm.line:
+                place.fits[candidate] = min(item.step, place.fits.get(candidate, item.step))
+            if candidate.share:
                 self.memory.queue_next_step(bound_s, place, item)
-            elif not self.tree.ends(arm):  # an arm with a line grows when it is judged
-                self.queue.put_aside(step_s, Item("expand", place, None, arm))
+            elif not self.tree.ends(candidate):  # a candidate with a share grows when it is judged
+                self.queue.put_aside(step_s, Item("expand", place, None, candidate))
             self.beat(step_s)
             place.counted = step_s < self.queue.faster_than_s < inf
-        return None if again else replace(trial, arm=arm.text(1))
+        return None if again else replace(trial, candidate=candidate.text(1))

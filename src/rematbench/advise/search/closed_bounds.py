@@ -30,7 +30,7 @@ by a few bytes a layer at most."""
 
 
 class Bounds:
-    """Lower bounds for each layout, [steps of the arm's line, layouts]: bytes of the fullest
+    """Lower bounds for each layout, [steps of the candidate's share, layouts]: bytes of the fullest
     device, host bytes of the fullest node, and seconds of a step, which `step_s` gives."""
 
     def __init__(self, peak_bytes: Array, host_bytes: Array, step_s: Callable[[], Array]) -> None:

@@ -1,5 +1,5 @@
-"""What memory excludes: which plans of an arm may fit a layout by lower bounds of their bytes, and
-what a simulated plan that does not fit says of the plans of its arm that are left."""
+"""What memory excludes: which plans of a candidate may fit a layout by lower bounds of their bytes,
+and what a simulated plan that does not fit says of the plans of its candidate that are left."""
 
 from collections import Counter
 from functools import partial
@@ -8,15 +8,15 @@ from operator import itemgetter
 
 import numpy as np
 
-from rematbench.advise.search.candidates import Arm, Tree
+from rematbench.advise.search.candidates import Candidate, Tree
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probes import Refused
 from rematbench.advise.search.queue import (
-    Fallen,
     Item,
     Place,
     SearchQueue,
     Stage,
+    Unprobed,
     in_one_piece,
     most_pieces,
 )
@@ -24,7 +24,7 @@ from rematbench.advise.search.trials import NO_PLAN, RESERVED, Site, Trial, plan
 from rematbench.plugins.registry import Registry
 
 COPIED, KEPT = "host memory, by what is copied", "device memory, by what is kept"
-"""Why an arm falls that is not probed."""
+"""Why a candidate falls that is not probed."""
 
 
 class Exclusions:
@@ -47,146 +47,157 @@ class Exclusions:
 
 
 class MemoryRules:
-    """The rules by which a search queues an arm where its bytes may fit, and counts it as excluded
-    where they do not.  `excluded`: what the search has excluded."""
+    """The rules by which a search queues a candidate where its bytes may fit, and counts it as
+    excluded where they do not.  `excluded`: what the search has excluded."""
 
     def __init__(self, tree: Tree, registry: Registry, queue: SearchQueue) -> None:
         self.tree, self.registry, self.queue = tree, registry, queue
         self.excluded = Exclusions()
-        self._fallen: list[Fallen] = []
+        self._unprobed: list[Unprobed] = []
         self._ended: list[tuple[float, Site, bytes]] = []  # plans, by the least bytes they lack
 
-    def judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
-        """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
-        step may fit, queue the expansion of the arm, and that of an arm with a line in any case:
-        with one more method a smaller share may do.  An arm in a number of pieces is judged once:
-        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more, but
-        where host memory is short, which pieces do not change."""
-        if self.queue.lean and self._refused_in_any_pieces(place, arm, pieces):
+    def judge(self, bound_s: float, place: Place, candidate: Candidate, pieces: int = 1) -> None:
+        """Queue a candidate at a layout, at the least step of its share whose bytes may fit; where
+        no step may fit, queue the expansion of the candidate, and that of a candidate with a share
+        in any case: with one more method a smaller share may do.  A candidate in a number of pieces
+        is judged once: judging fewer pieces, and a plan of fewer pieces that does not fit, both ask
+        for more, but where host memory is short, which pieces do not change."""
+        if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
             return
-        if (arm, pieces) in place.judged:
+        if (candidate, pieces) in place.judged:
             return
-        place.judged.add((arm, pieces))
-        if arm.pieces and place.ends.get(in_one_piece(arm)) == 1:
+        place.judged.add((candidate, pieces))
+        if candidate.pieces and place.ends.get(in_one_piece(candidate)) == 1:
             self.excluded.counts["host memory, in any pieces"] += 1
             return
-        if pieces == 1 and self.tree.ends_next(arm) and self.falls(place, arm):
-            for more in self.tree.more(arm):
+        if pieces == 1 and self.tree.ends_next(candidate) and self.falls(place, candidate):
+            for more in self.tree.more(candidate):
                 self.queue.push(bound_s, Item("made", place, None, more))
             return
         bounds, at = place.bounds, place.index
-        found = self._first_step(place, arm, pieces, bound_s)
+        found = self._first_step(place, candidate, pieces, bound_s)
         if found:
-            self.queue.push(found[0], Item("closed", place, None, arm, found[1], pieces))
-        if arm.pieces is None:
-            grows = (arm.line or not found) and not self.tree.ends(arm)
-            known = bounds.of(arm) if grows else None
+            self.queue.push(found[0], Item("closed", place, None, candidate, found[1], pieces))
+        if candidate.pieces is None:
+            grows = (candidate.share or not found) and not self.tree.ends(candidate)
+            known = bounds.of(candidate) if grows else None
             if isinstance(known, Bounds):
                 bound = max(bound_s, float(known.step_s[0, at]))
-                self.queue.push(bound, Item("grow" if arm.line else "expand", place, None, arm))
+                self.queue.push(
+                    bound, Item("grow" if candidate.share else "expand", place, None, candidate)
+                )
             return
-        if pieces < most_pieces(arm) and (not found or found[1] > 1):
-            self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)
+        if pieces < most_pieces(candidate) and (not found or found[1] > 1):
+            self._ask_pieces(place, candidate, pieces, bound_s, found[1] if found else inf)
 
-    def _refused_in_any_pieces(self, place: Place, arm: Arm, pieces: int) -> bool:
-        """Whether a search for any fit leaves an arm without a plan out at once."""
+    def _refused_in_any_pieces(self, place: Place, candidate: Candidate, pieces: int) -> bool:
+        """Whether a search for any fit leaves a candidate without a plan out at once."""
         assert self.queue.lean is not None
-        found = place.shard.probe(arm, pieces)
+        found = place.shard.probe(candidate, pieces)
         if not isinstance(found, Refused):
             return False
-        self.queue.lean.doubts[place.choice].append(arm)
-        if found == place.shard.probe(arm, most_pieces(arm)):  # the same reason at both ends
+        self.queue.lean.doubts[place.choice].append(candidate)
+        if found == place.shard.probe(
+            candidate, most_pieces(candidate)
+        ):  # the same reason at both ends
             self.excluded.counts["no plan"] += 1
             self.excluded.refusal = found.reason
             return True
         return False
 
-    def falls(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm does not fit by what it keeps and copies.  It is not probed, unless
+    def falls(self, place: Place, candidate: Candidate) -> bool:
+        """Whether a candidate does not fit by what it keeps and copies.  It is not probed, unless
         nothing fits and what it lacks may be the least."""
-        short = place.bounds.short(arm)
+        short = place.bounds.short(candidate)
         found = short.falls[place.index] if short is not None else None
         if found is None:
             return False
         nbytes, host = found
         self.excluded.counts[COPIED if host else KEPT] += 1
-        self._fallen.append(Fallen(nbytes, host, place, arm))
+        self._unprobed.append(Unprobed(nbytes, host, place, candidate))
         return True
 
     def measure_shortage(self) -> None:
-        """Probe the arms that fell unprobed, as long as what they lack may be the least."""
-        for fallen in sorted(self._fallen, key=lambda one: (one.host, one.nbytes)):
+        """Probe the candidates that fell unprobed, as long as what they lack may be the least."""
+        for unprobed in sorted(self._unprobed, key=lambda one: (one.host, one.nbytes)):
             least = (
-                self.excluded.host_short_bytes if fallen.host else self.excluded.device_short_bytes
+                self.excluded.host_short_bytes
+                if unprobed.host
+                else self.excluded.device_short_bytes
             )
-            if fallen.nbytes < least and not (
-                fallen.host and self.excluded.device_short_bytes < inf
+            if unprobed.nbytes < least and not (
+                unprobed.host and self.excluded.device_short_bytes < inf
             ):
-                self._first_step(fallen.place, fallen.arm, 1, 0.0)
-        self._fallen.clear()
+                self._first_step(unprobed.place, unprobed.candidate, 1, 0.0)
+        self._unprobed.clear()
 
     def _ask_pieces(
-        self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
+        self, place: Place, candidate: Candidate, pieces: int, bound_s: float, below: float
     ) -> None:
-        """Queue an arm in the fewest pieces (more than `pieces`) in which its bytes may fit at a
-        step less than `below`.  Pieces change neither the kept bytes nor the host bytes.  A search
-        for any fit asks only where the bytes that the arm keeps leave room for any pieces."""
-        assert arm.pieces is not None
-        if self.queue.lean and not self.may_fit(place, arm.without(arm.pieces), Arm((arm.pieces,))):
+        """Queue a candidate in the fewest pieces (more than `pieces`) in which its bytes may fit at
+        a step less than `below`.  Pieces change neither the kept bytes nor the host bytes.  A
+        search for any fit asks only where the bytes that the candidate keeps leave room for any
+        pieces."""
+        assert candidate.pieces is not None
+        if self.queue.lean and not self.may_fit(
+            place, candidate.without(candidate.pieces), Candidate((candidate.pieces,))
+        ):
             return
         bounds, at = place.bounds, place.index
-        known = bounds.of(arm, pieces)
+        known = bounds.of(candidate, pieces)
         if isinstance(known, Refused):
-            self.queue.push(bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
+            self.queue.push(bound_s, Item("pieces", place, None, candidate, 1, pieces + 1))
             return
-        fewer = max((had for one, had in place.judged if one == arm and had < pieces), default=0)
+        fewer = max(
+            (had for one, had in place.judged if one == candidate and had < pieces), default=0
+        )
         over = known.host_bytes[:, at] > bounds.shard.problem.cost.host_room_bytes
-        for more in range(pieces + 1, most_pieces(arm) + 1):
+        for more in range(pieces + 1, most_pieces(candidate) + 1):
             high = over
             if fewer:
-                peak_bytes = bounds.in_more_pieces(arm, fewer, pieces, more)[:, at]
+                peak_bytes = bounds.in_more_pieces(candidate, fewer, pieces, more)[:, at]
                 high = over | (peak_bytes > bounds.shard.usable_bytes[at])
             step = int(np.argmin(high))
             if not high[step] and step + 1 < below:
                 bound_s = max(bound_s, float(known.step_s[step, at]))
-                self.queue.push(bound_s, Item("pieces", place, None, arm, 1, more))
+                self.queue.push(bound_s, Item("pieces", place, None, candidate, 1, more))
                 return
         self.excluded.counts["memory, in any pieces"] += 1
 
     def _first_step(
-        self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
+        self, place: Place, candidate: Candidate, pieces: int, bound_s: float, after: int = 0
     ) -> tuple[float, int] | None:
-        """(bound in seconds, step) of the least step of an arm's line after `after` whose bytes may
-        fit; None without such a step."""
+        """(bound in seconds, step) of the least step of a candidate's share after `after` whose
+        bytes may fit; None without such a step."""
         bounds, at = place.bounds, place.index
-        found = bounds.of(arm, pieces)
+        found = bounds.of(candidate, pieces)
         if isinstance(found, Refused):
             self.excluded.counts["no plan"] += 1
             self.excluded.refusal = found.reason
             return None
         over = found.peak_bytes[:, at] - bounds.shard.usable_bytes[at]
-        last = min(len(over), place.ends.get(in_one_piece(arm), len(over) + 1) - 1)
+        last = min(len(over), place.ends.get(in_one_piece(candidate), len(over) + 1) - 1)
         for step in range(after + 1, last + 1):
             host_over = found.host_bytes[step - 1, at] - bounds.shard.problem.cost.host_room_bytes
             if host_over > 0:
                 self.excluded.lacks_host(float(host_over))
                 self.excluded.counts["host memory, by its bound"] += 1
-                return None  # no larger step of the line needs less host memory
+                return None  # no larger step of the share needs less host memory
             if over[step - 1] > 0:
                 self.excluded.lacks_device(float(over[step - 1]))
                 self.excluded.counts["device memory, by its bound"] += 1
-            elif (arm, step) in place.flat:
+            elif (candidate, step) in place.flat:
                 self.excluded.counts["memory, in any pieces"] += 1
             else:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
 
-    def may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
+    def may_fit(self, place: Place, lean: Candidate, pieces: Candidate | None) -> bool:
         if (lean, pieces) not in place.families:
             place.families[lean, pieces] = self._holds(place, lean, pieces)
         return place.families[lean, pieces]
 
-    def _holds(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
+    def _holds(self, place: Place, lean: Candidate, pieces: Candidate | None) -> bool:
         shard, minimum = place.shard, place.bounds.minimum
         for bytes_of in (minimum.of_all, partial(minimum.of_family, lean)):
             over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
@@ -197,24 +208,24 @@ class MemoryRules:
 
     def after_failure(self, bound_s: float, place: Place, item: Item, trial: Trial) -> None:
         """Queue the work that follows a plan that does not fit."""
-        arm, result = item.arm, trial.result
+        candidate, result = item.candidate, trial.result
         if self.queue.lean:
-            self.queue.lean.doubts[place.choice].append(arm)
+            self.queue.lean.doubts[place.choice].append(candidate)
         host_short_bytes = -result.verdict.host_headroom_bytes if result.verdict else 0
         self._note_shortage(place, trial, host_short_bytes)
         if self._refused(place, item, result.reason):
-            place.refused.add(arm)
-            self._expand_later(bound_s, place, arm)
+            place.refused.add(candidate)
+            self._expand_later(bound_s, place, candidate)
             return
         if host_short_bytes > 0:
-            place.ends.setdefault(in_one_piece(arm), item.step)
+            place.ends.setdefault(in_one_piece(candidate), item.step)
         elif result.reason == RESERVED:
-            for other in self.tree.instead(arm):
+            for other in self.tree.instead(candidate):
                 self.judge(bound_s, place, other, item.pieces)
         elif trial.short_bytes < inf:
-            if arm.pieces and self._is_flat(place, item, trial.short_bytes):
-                place.flat.add((arm, item.step))
-            place.short[arm, item.step] = trial.short_bytes
+            if candidate.pieces and self._is_flat(place, item, trial.short_bytes):
+                place.flat.add((candidate, item.step))
+            place.short[candidate, item.step] = trial.short_bytes
         self._next(bound_s, place, item, live=result.reason == RESERVED)
 
     def _note_shortage(self, place: Place, trial: Trial, host_short_bytes: float) -> None:
@@ -239,56 +250,65 @@ class MemoryRules:
         """Whether more pieces, or pieces at all, freed no live bytes at a step.  A peak of live
         bytes is a maximum of lines in 1 / pieces: once constant, it stays so.  What the allocator
         reserves is no such maximum."""
-        fewer = (place.short.get((one, item.step)) for one in (item.arm, in_one_piece(item.arm)))
+        fewer = (
+            place.short.get((one, item.step))
+            for one in (item.candidate, in_one_piece(item.candidate))
+        )
         return short_bytes in fewer
 
     def _refused(self, place: Place, item: Item, reason: str) -> bool:
-        """Whether an arm has no plan at the last step and in the most pieces either, for the same
-        reason: then the reason depends on neither the step nor the pieces."""
-        arm, site = item.arm, place.site
-        other = arm.text(place.shard.steps(arm), most_pieces(arm))
-        if not reason.startswith(NO_PLAN) or other == arm.text(item.step, item.pieces):
+        """Whether a candidate has no plan at the last step and in the most pieces either, for the
+        same reason: then the reason depends on neither the step nor the pieces."""
+        candidate, site = item.candidate, place.site
+        other = candidate.text(place.shard.steps(candidate), most_pieces(candidate))
+        if not reason.startswith(NO_PLAN) or other == candidate.text(item.step, item.pieces):
             return False
         return planned_at(site.job, other, self.registry) == reason
 
     def settled(self, bound_s: float, place: Place, item: Item) -> bool:
         """Whether simulations after the entry was queued show that its plan cannot fit; where they
         do, the work that follows the plan is queued."""
-        arm = item.arm
-        if arm in place.refused:
+        candidate = item.candidate
+        if candidate in place.refused:
             return True
-        if item.step < place.ends.get(in_one_piece(arm), inf):
+        if item.step < place.ends.get(in_one_piece(candidate), inf):
             return False
         self._next(bound_s, place, item)
         return True
 
     def _next(self, bound_s: float, place: Place, item: Item, *, live: bool = False) -> None:
-        """Queue the next step of an arm's line, the arm in more pieces, or its expansion.  `live`:
-        the plan's live bytes fit, as they do in more pieces, so that without a line these need no
-        probe: their step is no shorter."""
-        arm = item.arm
-        found = arm.line is not None and self.queue_next_step(bound_s, place, item)
-        if item.pieces < most_pieces(arm) and (arm.line or (arm, 1) not in place.flat):
+        """Queue the next step of a candidate's share, the candidate in more pieces, or its
+        expansion.  `live`: the plan's live bytes fit, as they do in more pieces, so that without a
+        share these need no probe: their step is no shorter."""
+        candidate = item.candidate
+        found = candidate.share is not None and self.queue_next_step(bound_s, place, item)
+        if item.pieces < most_pieces(candidate) and (
+            candidate.share or (candidate, 1) not in place.flat
+        ):
             stage: Stage = "pieces"
-            if live and arm.line is None and (arm, item.pieces + 1) not in place.judged:
+            if (
+                live
+                and candidate.share is None
+                and (candidate, item.pieces + 1) not in place.judged
+            ):
                 stage = "tight"
-                place.judged.add((arm, item.pieces + 1))
-            self.queue.push(bound_s, Item(stage, place, None, arm, 1, item.pieces + 1))
+                place.judged.add((candidate, item.pieces + 1))
+            self.queue.push(bound_s, Item(stage, place, None, candidate, 1, item.pieces + 1))
         elif not found:
-            self._expand_later(bound_s, place, arm)
+            self._expand_later(bound_s, place, candidate)
 
     def queue_next_step(self, bound_s: float, place: Place, item: Item) -> bool:
-        """Queue the next step of an arm's line, where there is any.  It waits with its own bound
-        also where the step before fits: a larger share may be faster, beside other traffic of the
-        host link or with other operators in pieces."""
-        arm = item.arm
-        found = self._first_step(place, arm, item.pieces, bound_s, item.step)
+        """Queue the next step of a candidate's share, where there is any.  It waits with its own
+        bound also where the step before fits: a larger share may be faster, beside other traffic of
+        the host link or with other operators in pieces."""
+        candidate = item.candidate
+        found = self._first_step(place, candidate, item.pieces, bound_s, item.step)
         if found:
-            self.queue.push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
+            self.queue.push(found[0], Item("closed", place, None, candidate, found[1], item.pieces))
         return found is not None
 
-    def _expand_later(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Queue the expansion of an arm that does not fit; that of an arm with a line was queued
-        when the arm was judged, by the bound of the line's first step."""
-        if arm.line is None and not self.tree.ends(arm):
-            self.queue.push(bound_s, Item("expand", place, None, arm))
+    def _expand_later(self, bound_s: float, place: Place, candidate: Candidate) -> None:
+        """Queue the expansion of a candidate that does not fit; that of a candidate with a share
+        was queued when the candidate was judged, by the bound of the share's first step."""
+        if candidate.share is None and not self.tree.ends(candidate):
+            self.queue.push(bound_s, Item("expand", place, None, candidate))

@@ -187,8 +187,8 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 class Small(NamedTuple):
     """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
-    copies are beside, what is known of its plans, and by plan, rank and crowd the costs of a chunk
-    with seconds."""
+    copies are beside, what is known of its plans, and by plan, rank and traffic the costs of a
+    chunk with seconds."""
 
     problem: Problem
     base: Plan
@@ -337,16 +337,16 @@ class Measured:
             kept[0 if part == "head" else len(last) - layer] += fate.keep_bytes
         return tuple(accumulate(kept))
 
-    def cost(self, rank: int, crowd: CopyTraffic | None) -> ChunkCost:
-        """The costs of a rank's chunk, with seconds where copies are beside `crowd`, or without
+    def cost(self, rank: int, traffic: CopyTraffic | None) -> ChunkCost:
+        """The costs of a rank's chunk, with seconds where copies are beside `traffic`, or without
         seconds."""
         small, chunk = self.small, self._lowered.chunks[rank]
-        if crowd is None:
+        if traffic is None:
             return chunk.nbytes
-        key = (self.same, rank, crowd)
+        key = (self.same, rank, traffic)
         if key not in small.chunks:
-            if crowd not in small.costs:
-                small.costs[crowd] = ActionCosts(small.problem, crowd=crowd)
+            if traffic not in small.costs:
+                small.costs[traffic] = ActionCosts(small.problem, crowd=traffic)
             crossing = placed_alike(small.problem) and _leaves_nodes(small.problem)
-            small.chunks[key] = chunk.timed(small.costs[crowd], crossing=crossing)
+            small.chunks[key] = chunk.timed(small.costs[traffic], crossing=crossing)
         return small.chunks[key]

@@ -38,7 +38,7 @@ from rematbench.problem import Problem
 from rematbench.spec.layout import LayoutError
 
 STEPS = 1024
-"""Numbers of a crowd are rounded down to a multiple of 1 / STEPS."""
+"""Numbers of a traffic are rounded down to a multiple of 1 / STEPS."""
 
 
 MORE_LAYERS = (3, 4)
@@ -73,10 +73,10 @@ class Probe:
         """The method's lines."""
         return self._lines(NO_TRAFFIC)
 
-    def beside(self, crowd: CopyTraffic) -> Facts:
-        """The method's lines where all copies are beside `crowd`, rounded down, so that layouts
+    def beside(self, traffic: CopyTraffic) -> Facts:
+        """The method's lines where all copies are beside `traffic`, rounded down, so that layouts
         often share it."""
-        return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in crowd))
+        return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
 
     @cached_property
     def nbytes(self) -> Facts:
@@ -151,9 +151,9 @@ class Prober:
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
 
-        def lines(crowd: CopyTraffic | None) -> Facts:
-            base = made.cost(0, crowd)
-            line = Line(least, base, further(more.cost(0, crowd), base))
+        def lines(traffic: CopyTraffic | None) -> Facts:
+            base = made.cost(0, traffic)
+            line = Line(least, base, further(more.cost(0, traffic), base))
             return Facts(line, line, line)
 
         return Probe(made, made.pinned.further(more.pinned), lines)
@@ -172,19 +172,19 @@ class Prober:
                 return more
             ended = more
 
-        def lines(crowd: CopyTraffic | None) -> Facts:
-            middle, deeper = (made.cost(rank, crowd) for rank in (1, 2))
-            last = (same or made).cost(3, crowd)
+        def lines(traffic: CopyTraffic | None) -> Facts:
+            middle, deeper = (made.cost(rank, traffic) for rank in (1, 2))
+            last = (same or made).cost(3, traffic)
             if 0 in made.ranks:
-                first = made.cost(0, crowd)
+                first = made.cost(0, traffic)
             else:
                 keep = self._keeping
-                first = behind_embedding(middle, keep.cost(0, crowd), keep.cost(1, crowd))
+                first = behind_embedding(middle, keep.cost(0, traffic), keep.cost(1, traffic))
             slope = ending = further(deeper, middle)
             if same is not None:
-                ending = further(same.cost(2, crowd), same.cost(1, crowd))
+                ending = further(same.cost(2, traffic), same.cost(1, traffic))
             elif ended is not made:  # no copies of the last rank's chunk
-                ending = further(ended.cost(3, crowd), last)
+                ending = further(ended.cost(3, traffic), last)
             return Facts(
                 Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
             )

@@ -204,8 +204,8 @@ def _after(
 
 
 def distinct(trials: Sequence[Trial]) -> list[Trial]:
-    """The plans that fit, fastest first: at one layout one plan of an arm, and of plans with equal
-    steps only the one that reserves the fewest bytes."""
+    """The plans that fit, fastest first: at one layout one plan of a candidate, and of plans with
+    equal steps only the one that reserves the fewest bytes."""
 
     def order(trial: Trial) -> tuple[float, int]:
         evaluation = trial.result.evaluation
@@ -216,7 +216,7 @@ def distinct(trials: Sequence[Trial]) -> list[Trial]:
     taken: set[tuple[Hashable, object]] = set()
     for one in sorted((trial for trial in trials if trial.result.fits), key=order):
         at = place_of(one.result)
-        keys = {(at, order(one)[0]), (at, one.arm or one.result.method)}
+        keys = {(at, order(one)[0]), (at, one.candidate or one.result.method)}
         if not keys & taken:
             kept.append(one)
             taken |= keys

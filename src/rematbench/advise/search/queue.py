@@ -10,7 +10,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import KEEP, Arm, Tree
+from rematbench.advise.search.candidates import KEEP, Candidate, Tree
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Choice
@@ -21,10 +21,10 @@ Stage = Literal[
     "shard", "layout", "root", "grow", "expand", "made", "pieces", "closed", "tight"
 ]  # fmt: skip
 """The next work on an entry of the queue.  shard: read the shard's facts; layout: begin with the
-tree's roots there; root: bound a root; grow: bound the expansion of an arm with a line, which may
-fit at a smaller share with one more method; expand: add a method to an arm that does not fit; made:
-bound an arm made so; pieces: bound an arm in more pieces; closed (it has a closed-form bound):
-bound it by the schedule; tight: simulate it."""
+tree's roots there; root: bound a root; grow: bound the expansion of a candidate with a share, which
+may fit at a smaller share with one more method; expand: add a method to a candidate that does not
+fit; made: bound a candidate made so; pieces: bound a candidate in more pieces; closed (it has a
+closed-form bound): bound it by the schedule; tight: simulate it."""
 
 
 RIPE: tuple[Stage, ...] = ("closed", "tight")
@@ -37,25 +37,25 @@ BEGINNING: tuple[Stage, ...] = ("layout", "root")
 
 class Place(Struct):
     """A layout during the search: the bounds of its shard, and its index there.  `fits`: the least
-    step of its line at which an arm fits, in as few pieces as it has; `families`: whether a family
-    may fit; `tightened`: whether any of its arms has a bound by the schedule; `judged`: arms and
-    pieces that have bounds; `known`: simulated plans, by content; `short`: live bytes that a step
-    of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: a line's least step that
-    host memory cannot hold; `refused`: arms without a plan at any step and in any pieces;
-    `counted`: the layout has a plan faster than `faster_than_s`."""
+    step of its share at which a candidate fits, in as few pieces as it has; `families`: whether a
+    family may fit; `tightened`: whether any of its candidates has a bound by the schedule;
+    `judged`: candidates and pieces that have bounds; `known`: simulated plans, by content; `short`:
+    live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces;
+    `ends`: a share's least step that host memory cannot hold; `refused`: candidates without a plan
+    at any step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
 
     bounds: ShardBounds
     index: int
-    fits: dict[Arm, int]
-    families: dict[tuple[Arm, Arm | None], bool] = {}
+    fits: dict[Candidate, int]
+    families: dict[tuple[Candidate, Candidate | None], bool] = {}
     tightened: bool = False
     engines: Engines | None = None
-    judged: set[tuple[Arm, int]] = set()
+    judged: set[tuple[Candidate, int]] = set()
     known: set[bytes] = set()
-    short: dict[tuple[Arm, int], float] = {}
-    flat: set[tuple[Arm, int]] = set()
-    ends: dict[Arm, int] = {}
-    refused: set[Arm] = set()
+    short: dict[tuple[Candidate, int], float] = {}
+    flat: set[tuple[Candidate, int]] = set()
+    ends: dict[Candidate, int] = {}
+    refused: set[Candidate] = set()
     counted: bool = False
 
     @property
@@ -75,35 +75,35 @@ class Place(Struct):
 
 
 class Item(Struct, frozen=True):
-    """An entry of the queue: its next work, and the arm at a step of its line and of its pieces.
-    `bounds`: those of the shard to read, where the entry is of no single layout."""
+    """An entry of the queue: its next work, and the candidate at a step of its share and of its
+    pieces. `bounds`: those of the shard to read, where the entry is of no single layout."""
 
     stage: Stage
     place: Place | None
     bounds: ShardBounds | None
-    arm: Arm
+    candidate: Candidate
     step: int = 1
     pieces: int = 1
 
 
-class Fallen(NamedTuple):
-    """An arm that fell unprobed at a layout: the bytes that it lacks at least, and whether in host
-    memory."""
+class Unprobed(NamedTuple):
+    """A candidate that fell unprobed at a layout: the bytes that it lacks at least, and whether in
+    host memory."""
 
     nbytes: float
     host: bool
     place: Place
-    arm: Arm
+    candidate: Candidate
 
 
-def in_one_piece(arm: Arm) -> Arm:
-    """The arm without its pieces."""
-    return arm.without(arm.pieces) if arm.pieces else arm
+def in_one_piece(candidate: Candidate) -> Candidate:
+    """The candidate without its pieces."""
+    return candidate.without(candidate.pieces) if candidate.pieces else candidate
 
 
-def most_pieces(arm: Arm) -> int:
-    """The number of values of an arm's pieces; 1 for an arm without pieces."""
-    scalar = arm.pieces.scalar if arm.pieces else None
+def most_pieces(candidate: Candidate) -> int:
+    """The number of values of a candidate's pieces; 1 for a candidate without pieces."""
+    scalar = candidate.pieces.scalar if candidate.pieces else None
     return len(scalar.values) if scalar else 1
 
 
@@ -171,32 +171,32 @@ LATER = 1e6
 
 class LeanOrder:
     """The order of a search for any plan that fits: the leanest layouts and plans come first.
-    `searched`: layouts whose arms are judged; `waiting`: entries of the queue by layout; `doubts`:
-    arms by layout that were left out for another reason than bytes that are surely needed (more
-    sequences in a micro-batch may change that reason)."""
+    `searched`: layouts whose candidates are judged; `waiting`: entries of the queue by layout;
+    `doubts`: candidates by layout that were left out for another reason than bytes that are surely
+    needed (more sequences in a micro-batch may change that reason)."""
 
     def __init__(self, tree: Tree) -> None:
         self.searched: set[Choice] = set()
         self.waiting: Counter[Choice] = Counter()
-        self.doubts: dict[Choice, list[Arm]] = defaultdict(list)
-        self._lean = {lean_arm(lean, cut) for lean, cut in tree.families}
+        self.doubts: dict[Choice, list[Candidate]] = defaultdict(list)
+        self._lean = {lean_candidate(lean, cut) for lean, cut in tree.families}
 
     def of(self, item: Item) -> float:
-        """Lean layouts come first, and on all layouts the leanest arms.  Layouts with a leaner one
-        come last."""
+        """Lean layouts come first, and on all layouts the leanest candidates.  Layouts with a
+        leaner one come last."""
         if item.place is None:
             assert item.bounds is not None
             shares = item.bounds.minimum.shares[item.bounds.shard.states_over_bytes <= 0]
             return float(shares.min()) + 2 * LATER * (item.step - 1)
         order = float(item.place.bounds.minimum.shares[item.place.index])
-        first = item.arm in self._lean or item.arm == KEEP
+        first = item.candidate in self._lean or item.candidate == KEEP
         less = leaner(item.place.choice)
         return order + (0.0 if first else LATER) + (0.0 if less is None else 2 * LATER)
 
 
-def lean_arm(lean: Arm, cut: Arm | None) -> Arm:
-    """The leanest arm of a family with its pieces, where it has any."""
-    return Arm((*lean.parts, *(cut.parts if cut else ())))
+def lean_candidate(lean: Candidate, cut: Candidate | None) -> Candidate:
+    """The leanest candidate of a family with its pieces, where it has any."""
+    return Candidate((*lean.parts, *(cut.parts if cut else ())))
 
 
 def leaner(choice: Choice) -> Choice | None:
@@ -287,7 +287,7 @@ def _count(slower: Counter[str], item: Item) -> None:
     if place is None or item.stage == "layout":
         held = int((item.bounds.shard.states_over_bytes <= 0).sum()) if item.bounds else 1
         slower["layouts slower even where everything is kept"] += held
-    elif place.bounds.by_copies(item.arm, item.step, item.pieces, place.index):
+    elif place.bounds.by_copies(item.candidate, item.step, item.pieces, place.index):
         slower["slower by their bound: copies over the host link"] += 1
     else:
         slower["slower by their bound: kernels and messages"] += 1

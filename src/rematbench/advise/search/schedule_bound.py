@@ -24,8 +24,8 @@ from rematbench.advise.search.schedule_walk import (
     Turns,
     events,
     shortened,
-    walked,
-    walked_beside,
+    walk_passes,
+    walk_with_copies,
 )
 from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import CopyTraffic
@@ -123,7 +123,7 @@ def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
     return Stages(lines, sizes, out, back, surely[::-1])
 
 
-def least_crowd(
+def lowest_traffic(
     cost: CostModel, turns: Turns, made: Stages, moves: Transfers, sent_bytes: float
 ) -> CopyTraffic:
     """What the copies of a step are beside at least.  `sent_bytes`: bytes of a micro-batch's
@@ -164,9 +164,9 @@ HIDDEN = 0.5
 them is near."""
 
 
-def hidden(cost: CostModel, chunk: ChunkCost, crowd: CopyTraffic) -> bool:
-    """Whether a chunk's copies by layer hide well behind its forward, beside `crowd` too."""
-    return cost.copy_s(chunk.out_bytes, "d2h", crowd) < HIDDEN * chunk.forward.compute_s
+def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
+    """Whether a chunk's copies by layer hide well behind its forward, beside `traffic` too."""
+    return cost.copy_s(chunk.out_bytes, "d2h", traffic) < HIDDEN * chunk.forward.compute_s
 
 
 def sent_bytes(problem: Problem) -> float:
@@ -390,15 +390,15 @@ class Stage(NamedTuple):
     back_s: float
 
 
-def stages_of(made: Stages, crowd: CopyTraffic, cost: CostModel) -> list[Stage]:
-    """The virtual stages of chunks, whose copies and kernels `crowd` slows."""
+def stages_of(made: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage]:
+    """The virtual stages of chunks, whose copies and kernels `traffic` slows."""
 
     def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
         """Seconds of each stage's copies beside other passes."""
         sizes = made.out_bytes if direction == "d2h" else made.back_bytes
         return [
             share * alone_s
-            + cost.copy_s(share * nbytes, direction, crowd)
+            + cost.copy_s(share * nbytes, direction, traffic)
             - cost.copy_s(share * nbytes, direction)
             for share, alone_s, nbytes in zip(made.surely, made.all(which), sizes, strict=True)
         ]
@@ -407,7 +407,7 @@ def stages_of(made: Stages, crowd: CopyTraffic, cost: CostModel) -> list[Stage]:
         def of(field: str) -> float:
             return float(at(role, lambda c: getattr(getattr(c, which), field), layers))
 
-        slower = crowd.kernel_delay_share * of("kernel_s")
+        slower = traffic.kernel_delay_share * of("kernel_s")
         # The longest path from the host's start runs through the layers on the host or on the
         # device.  A middle rank's layers do not tell which, so the bound takes the lower one.
         own: PassCost = getattr(role.slope, which)
@@ -433,15 +433,15 @@ def stages_of(made: Stages, crowd: CopyTraffic, cost: CostModel) -> list[Stage]:
     ]
 
 
-def tightened(
-    frame: Frame, made: Stages, moves: Transfers, crowd: CopyTraffic, cost: CostModel
+def schedule_bound_s(
+    frame: Frame, made: Stages, moves: Transfers, traffic: CopyTraffic, cost: CostModel
 ) -> float:
     """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
     hide the seconds that compute loses to collectives, so the bound then leaves those out."""
     whole = moves.granularity == "chunk"
     if not whole and made.moves:
         frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
-    stages = stages_of(made, crowd, cost)
+    stages = stages_of(made, traffic, cost)
     pieces, links = _pieces(frame, stages), frame.links
     rules = Rules(links.waits, links.held)
     if any(stage.out_s for stage in stages):
@@ -452,9 +452,9 @@ def tightened(
             held="warmup" in moves.before_send_phases,
         )
         copies = Copies(whole, moves.release_lag)
-        ends = walked_beside(frame.turns, copies, pieces, beside, rules, frame.stall_s)
+        ends = walk_with_copies(frame.turns, copies, pieces, beside, rules, frame.stall_s)
     else:
-        ends = walked(frame.turns, pieces, rules, frame.stall_s)
+        ends = walk_passes(frame.turns, pieces, rules, frame.stall_s)
     return max(at + end for at, end in zip(ends, frame.end_s, strict=True))
 
 

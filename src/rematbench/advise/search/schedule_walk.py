@@ -333,7 +333,9 @@ ByPiece = list[tuple[float, float, float, float]]
 """The seconds of `Pieces` by piece."""
 
 
-def walked(turns: Turns, pieces: Pieces, rules: Rules, begun_s: Sequence[float]) -> list[float]:
+def walk_passes(
+    turns: Turns, pieces: Pieces, rules: Rules, begun_s: Sequence[float]
+) -> list[float]:
     """Seconds when each rank's compute ends, after passes that begin at `begun_s`."""
     seconds = list(zip(*pieces, strict=True))
     return _walked(turns, None, begun_s, partial(_walk, seconds, rules))
@@ -360,7 +362,7 @@ def _walk(seconds: ByPiece, rules: Rules, found: Events, clocks: Clocks) -> None
         compute[rank] = message if waits else at
 
 
-def walked_beside(
+def walk_with_copies(
     turns: Turns,
     copies: Copies,
     pieces: Pieces,
@@ -368,9 +370,9 @@ def walked_beside(
     rules: Rules,
     begun_s: Sequence[float],
 ) -> list[float]:
-    """As `walked`, with copies beside passes.  Copies have their own clocks on each rank: a copy to
-    the host begins when its forward has ended, a copy back where `events` says, and compute waits
-    for both."""
+    """As `walk_passes`, with copies beside passes.  Copies have their own clocks on each rank: a
+    copy to the host begins when its forward has ended, a copy back where `events` says, and compute
+    waits for both."""
     seconds = list(zip(*pieces, strict=True))
     return _walked(turns, copies, begun_s, partial(_walk_beside, seconds, beside, rules))
 

@@ -1,4 +1,4 @@
-"""A search from plain inputs: its layouts, their shards, and the arms to try."""
+"""A search from plain inputs: its layouts, their shards, and the candidates to try."""
 
 import math
 from collections import defaultdict
@@ -16,7 +16,14 @@ from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.candidates import Arm, Given, Single, Tree, rebuilds, singles
+from rematbench.advise.search.candidates import (
+    Candidate,
+    GivenCandidates,
+    Tree,
+    Variant,
+    rebuilds,
+    variants,
+)
 from rematbench.advise.search.probe_problems import ProbePrograms
 from rematbench.advise.search.probes import Probe
 from rematbench.advise.search.queue import LeanOrder, SearchQueue
@@ -105,15 +112,15 @@ class SearchJob:
     def ready(self) -> "SearchJob":
         """The job itself, after checks that raise its errors here and not in a worker process."""
         self.problem(self.space.choices[0])
-        _ = self.singles
+        _ = self.variants
         return self
 
     @cached_property
-    def singles(self) -> list[Single]:
+    def variants(self) -> list[Variant]:
         """The methods to try, alone and composed; with an engine only the methods that the engine
         has options for on at least one of three sample layouts.  Where it has none there for the
         plan that keeps everything, the sample is a layout of the first kind where it has some."""
-        found = singles(self.registry, load_compare(), self._only)
+        found = variants(self.registry, load_compare(), self._only)
         if not self.asked.engine:
             return found
         choices = self.space.choices
@@ -182,11 +189,14 @@ class SearchJob:
         numbers = {one: number for number, one in enumerate(dict.fromkeys(alike))}
         return [index for index, one in enumerate(alike) if numbers[one] % parts == part]
 
-    def search_of(self, arms: Sequence[Arm], least_pp: int = 1) -> Search:
-        """The search for the best layout of given arms, of those with `least_pp` pipeline ranks."""
+    def search_of(self, candidates: Sequence[Candidate], least_pp: int = 1) -> Search:
+        """The search for the best layout of given candidates, of those with `least_pp` pipeline
+        ranks."""
         shards = [self._shard(index) for index in range(len(self._cuts))]
         within = self.asked.within
-        return Search(shards, Given(arms), self.registry, within=within, least_pp=least_pp)
+        return Search(
+            shards, GivenCandidates(candidates), self.registry, within=within, least_pp=least_pp
+        )
 
     @cached_property
     def _cuts(self) -> list[list[Choice]]:
@@ -196,7 +206,7 @@ class SearchJob:
             groups[key(choice)].append(choice)
         return list(groups.values())
 
-    def _samples(self) -> list[dict[Single, Probe]]:
+    def _samples(self) -> list[dict[Variant, Probe]]:
         """Probes of every method by itself on one shard, and of the methods that only rebuild on up
         to three: those with the least, the middle and the most tensor parallelism, with a pipeline
         and room for the states where the space has any."""
@@ -215,10 +225,10 @@ class SearchJob:
             next((index for index in indices if self._shard(index).shard.has_room), indices[0])
             for indices in nearest
         ]
-        found: list[dict[Single, Probe]] = []
+        found: list[dict[Variant, Probe]] = []
         for bounds in map(self._shard, dict.fromkeys(chosen)):
-            again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
-            probes = {single: bounds.shard.probe(Arm((single,))) for single in again}
+            again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.variants
+            probes = {variant: bounds.shard.probe(Candidate((variant,))) for variant in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
         return found
 

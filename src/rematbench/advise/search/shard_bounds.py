@@ -1,4 +1,4 @@
-"""Lower bounds of the layouts of a shard under the arms of a search."""
+"""Lower bounds of the layouts of a shard under the candidates of a search."""
 
 from functools import cached_property, partial
 from math import inf
@@ -8,7 +8,7 @@ from weakref import proxy
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.advise.search.candidates import KEEP, Arm
+from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import (
     Bounds,
     CopyBound,
@@ -31,7 +31,7 @@ from rematbench.advise.search.pass_costs import (
 )
 from rematbench.advise.search.probe_problems import NOTHING
 from rematbench.advise.search.probes import Probe, Refused
-from rematbench.advise.search.schedule_bound import hidden, least_crowd, stages, tightened
+from rematbench.advise.search.schedule_bound import hidden, lowest_traffic, schedule_bound_s, stages
 from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Array
 from rematbench.costs.copies import NO_TRAFFIC
@@ -42,13 +42,14 @@ the first kernel of a kind may wait for its launch."""
 
 
 SHARED = 0.998
-"""The factor for an arm with a line or pieces: tensors are split at whole rows."""
+"""The factor for a candidate with a share or pieces: tensors are split at whole rows."""
 
 
 class Short(NamedTuple):
-    """Bytes that each layout lacks at least at each step of an arm's line, where positive, of a
-    device and of a node's host memory: arrays [steps, layouts].  `falls`: by layout, what it lacks
-    at least where no step fits, and whether that is host memory; None where a step may fit."""
+    """Bytes that each layout lacks at least at each step of a candidate's share, where positive,
+    of a device and of a node's host memory: arrays [steps, layouts].  `falls`: by layout, what
+    it lacks at least where no step fits, and whether that is host memory; None where a step may
+    fit."""
 
     device: Array
     host: Array
@@ -79,9 +80,9 @@ class MinimumBytes:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._known_highs: dict[Arm | None, list[float]] = {}
-        self._shorts: dict[Arm, Short | None] = {}
-        self._leasts: dict[tuple[Arm | None, Arm | None], Array] = {}
+        self._known_highs: dict[Candidate | None, list[float]] = {}
+        self._shorts: dict[Candidate, Short | None] = {}
+        self._leasts: dict[tuple[Candidate | None, Candidate | None], Array] = {}
 
     @cached_property
     def shares(self) -> Array:
@@ -96,52 +97,58 @@ class MinimumBytes:
         found = peak_bound(self.shard.columns, Facts(line, line, line)) / self.shard.usable_bytes
         return np.asarray(found)
 
-    def short(self, arm: Arm) -> Short | None:
-        """What an arm lacks along its line, in any number of pieces, by what it keeps on the device
-        and copies to the host, and by what the arm that keeps everything needs above that; None
-        for an arm without a plan."""
-        if arm not in self._shorts:
-            self._shorts[arm] = self._short(arm)
-        return self._shorts[arm]
+    def short(self, candidate: Candidate) -> Short | None:
+        """What a candidate lacks along its share, in any number of pieces, by what it keeps on the
+        device and copies to the host, and by what the candidate that keeps everything needs above
+        that; None for a candidate without a plan."""
+        if candidate not in self._shorts:
+            self._shorts[candidate] = self._short(candidate)
+        return self._shorts[candidate]
 
-    def _short(self, arm: Arm) -> Short | None:
-        shard, floors = self.shard, self.shard.floors(self._stored_like(arm))
+    def _short(self, candidate: Candidate) -> Short | None:
+        shard, floors = self.shard, self.shard.floors(self._stored_like(candidate))
         if isinstance(floors, Refused):
             return None
         ends = (floors[0].nbytes, floors[1].nbytes)
-        lean, host_bytes = shard.stored(arm, ends, floors[1].pinned)
-        cut = arm.whole != arm  # pieces have other transients
+        lean, host_bytes = shard.stored(candidate, ends, floors[1].pinned)
+        cut = candidate.whole != candidate  # pieces have other transients
         peak_bytes = peak_bound(shard.columns, lean) if cut else self._above(lean, None)
-        device = shard.wide(arm, peak_bytes - shard.rounding_bytes(arm) - shard.usable_bytes)
+        device = shard.wide(
+            candidate, peak_bytes - shard.rounding_bytes(candidate) - shard.usable_bytes
+        )
         host = host_bytes - shard.problem.cost.host_room_bytes
         return Short(device, host, _falls(device, host))
 
-    def _stored_like(self, arm: Arm) -> Arm:
-        """The arm whose floors are those of an arm: the arm without its pieces, where these alone
-        change nothing of what is stored."""
-        return arm.whole if arm.whole != arm and self._only_cuts(arm.cutting) else arm
+    def _stored_like(self, candidate: Candidate) -> Candidate:
+        """The candidate whose floors are those of a candidate: the candidate without its pieces,
+        where these alone change nothing of what is stored."""
+        return (
+            candidate.whole
+            if candidate.whole != candidate and self._only_cuts(candidate.cutting)
+            else candidate
+        )
 
-    def _only_cuts(self, pieces: Arm) -> bool:
+    def _only_cuts(self, pieces: Candidate) -> bool:
         """Whether methods that compute in pieces leave what layers store as it is."""
         return self.shard.floors(pieces) == self.shard.floors(KEEP)
 
-    def of_all(self, pieces: Arm | None) -> Array:
+    def of_all(self, pieces: Candidate | None) -> Array:
         """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
         return self.of_family(None, pieces)
 
-    def of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
-        """Device bytes that every arm of a family needs: the bytes that its lean arm keeps (None:
-        no bytes), and above them the bytes that passes of the arm that keeps everything need (see
-        `_highs`)."""
+    def of_family(self, lean: Candidate | None, pieces: Candidate | None) -> Array:
+        """Device bytes that every candidate of a family needs: the bytes that its lean candidate
+        keeps (None: no bytes), and above them the bytes that passes of the candidate that keeps
+        everything need (see `_highs`)."""
         if (lean, pieces) not in self._leasts:
             self._leasts[lean, pieces] = self._of_family(lean, pieces)
         return self._leasts[lean, pieces]
 
-    def _of_family(self, lean: Arm | None, pieces: Arm | None) -> Array:
+    def _of_family(self, lean: Candidate | None, pieces: Candidate | None) -> Array:
         if lean is not None:
             gone = self._gone_bytes(pieces)
             both = (*lean.parts, *(pieces.parts if pieces else ()))
-            found = self.shard.probe(lean if gone else Arm(both))
+            found = self.shard.probe(lean if gone else Candidate(both))
             if isinstance(found, Refused):
                 return self.of_all(pieces)
             lines = (
@@ -154,7 +161,7 @@ class MinimumBytes:
         lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
         return self._above(Facts._make(lines), pieces)
 
-    def _gone_bytes(self, pieces: Arm | None) -> list[float]:
+    def _gone_bytes(self, pieces: Candidate | None) -> list[float]:
         """Bytes that the chunk of the first, a middle and the last rank no longer keeps in pieces,
         under the plan that keeps everything: as the statistics of a loss that is rebuilt by piece.
         No plan keeps less than its own bytes without these.  Empty where that is not known."""
@@ -166,24 +173,24 @@ class MinimumBytes:
         lines = zip(keep.nbytes, cut.nbytes, strict=True)
         return [whole.base.kept_bytes - own.base.kept_bytes for whole, own in lines]
 
-    def _above(self, facts: Facts, pieces: Arm | None) -> Array:
+    def _above(self, facts: Facts, pieces: Candidate | None) -> Array:
         lines = (
             line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
             for line, high in zip(facts, self._highs(pieces), strict=True)
         )
         return peak_bound(self.shard.columns, Facts._make(lines))
 
-    def _highs(self, pieces: Arm | None) -> list[float]:
-        """Bytes that passes of the arm that keeps everything need above the kept bytes, on the
-        first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
+    def _highs(self, pieces: Candidate | None) -> list[float]:
+        """Bytes that passes of the candidate that keeps everything need above the kept bytes, on
+        the first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
         many where their number is open."""
         if pieces not in self._known_highs:
             self._known_highs[pieces] = self._made_highs(pieces)
         return self._known_highs[pieces]
 
-    def _made_highs(self, pieces: Arm | None) -> list[float]:
-        probe, arm = self.shard.probe, pieces or KEEP
-        probes = [probe(arm, at) for at in ((1, 2) if arm.pieces else (1,))]
+    def _made_highs(self, pieces: Candidate | None) -> list[float]:
+        probe, candidate = self.shard.probe, pieces or KEEP
+        probes = [probe(candidate, at) for at in ((1, 2) if candidate.pieces else (1,))]
         facts = [one.nbytes for one in probes if isinstance(one, Probe)]
         if len(facts) < len(probes):
             return [0.0] * 3
@@ -192,97 +199,105 @@ class MinimumBytes:
 
 
 class ShardBounds:
-    """Lower bounds of the layouts of a shard under every arm of its registry.  `minimum`: the bytes
-    that plans need at least, known before probes of these plans."""
+    """Lower bounds of the layouts of a shard under every candidate of its registry.  `minimum`: the
+    bytes that plans need at least, known before probes of these plans."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.minimum = shard, MinimumBytes(shard)
-        self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
-        self._by_copies: dict[tuple[Arm, int], NDArray[np.bool_]] = {}
+        self._bounds: dict[tuple[Candidate, int], Bounds | Refused] = {}
+        self._by_copies: dict[tuple[Candidate, int], NDArray[np.bool_]] = {}
 
-    def of(self, arm: Arm, pieces: int = 1) -> Bounds | Refused:
-        """Bounds under an arm at a step of its pieces, as arrays [steps of its line, layouts]; or
-        why the arm has no plan."""
-        key = (arm, pieces)
+    def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
+        """Bounds under a candidate at a step of its pieces, as arrays [steps of its share,
+        layouts]; or why the candidate has no plan."""
+        key = (candidate, pieces)
         if key not in self._bounds:
-            self._bounds[key] = self._bound(arm, pieces)
+            self._bounds[key] = self._bound(candidate, pieces)
         return self._bounds[key]
 
-    def _bound(self, arm: Arm, pieces: int) -> Bounds | Refused:
-        ends = self.shard.ends(arm, pieces)
+    def _bound(self, candidate: Candidate, pieces: int) -> Bounds | Refused:
+        ends = self.shard.ends(candidate, pieces)
         if isinstance(ends, Refused):
             return ends
-        one = self.shard.probe(arm)
+        one = self.shard.probe(candidate)
         pinned = NOTHING if isinstance(one, Refused) else one.pinned
         nbytes = (ends[0].nbytes, ends[1].nbytes)
-        lean, host_bytes = self.shard.stored(arm, nbytes, pinned)
-        peak_bytes = self._peak_bytes(arm, nbytes, lean)
-        step_s = partial(ShardBounds._step_s, proxy(self), arm, pieces)  # no cycle of references
+        lean, host_bytes = self.shard.stored(candidate, nbytes, pinned)
+        peak_bytes = self._peak_bytes(candidate, nbytes, lean)
+        step_s = partial(
+            ShardBounds._step_s, proxy(self), candidate, pieces
+        )  # no cycle of references
         return Bounds(peak_bytes, host_bytes, step_s)
 
-    def _step_s(self, arm: Arm, pieces: int) -> Array:
-        """Least seconds of a step along an arm's line, [steps of the line, layouts]."""
+    def _step_s(self, candidate: Candidate, pieces: int) -> Array:
+        """Least seconds of a step along a candidate's share, [steps of the share, layouts]."""
         shard, columns, send_s = self.shard, self.shard.columns, self.shard.send_s
-        one = shard.probe(arm, pieces)
+        one = shard.probe(candidate, pieces)
         assert isinstance(one, Probe)
-        timed = shard.at_share(arm, self._timed(arm, pieces), shard.shares(arm)[0])
+        timed = shard.at_share(
+            candidate, self._timed(candidate, pieces), shard.shares(candidate)[0]
+        )
         kernels_s = found = step_bound(columns, timed, send_s)
         if not one.copies:
-            return shard.wide(arm, found + shard.end_s)
+            return shard.wide(candidate, found + shard.end_s)
         layerwise = one.transfers.granularity == "layer"
         copies = CopyBound(columns, timed, shard.problem.cost, shard.sent_bytes, by_layer=layerwise)
-        if layerwise and arm.line is None:
+        if layerwise and candidate.share is None:
             found = step_bound(columns, timed, send_s, copies.reloads())
         found = np.maximum(found, copies.outwards())
         waits = found > kernels_s
         if layerwise:
             waits = waits | copies.outlast()
-        self._by_copies[arm, pieces] = shard.wide(arm, waits)
-        return shard.wide(arm, found + shard.end_s)
+        self._by_copies[candidate, pieces] = shard.wide(candidate, waits)
+        return shard.wide(candidate, found + shard.end_s)
 
-    def by_copies(self, arm: Arm, step: int, pieces: int, index: int) -> bool:
+    def by_copies(self, candidate: Candidate, step: int, pieces: int, index: int) -> bool:
         """Whether copies over the host link make the bound of a step's seconds."""
-        known = self._by_copies.get((arm, pieces))
+        known = self._by_copies.get((candidate, pieces))
         return known is not None and bool(known[step - 1, index])
 
-    def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts], lean: Facts) -> Array:
-        """Least device bytes along an arm's line, [steps of the line, layouts].  `ends`: facts at
-        both ends of the line, `lean`: along it, at the shares of the shortest chunks."""
+    def _peak_bytes(self, candidate: Candidate, ends: tuple[Facts, Facts], lean: Facts) -> Array:
+        """Least device bytes along a candidate's share, [steps of the share, layouts].  `ends`:
+        facts at both ends of the share, `lean`: along it, at the shares of the shortest chunks."""
         shard, columns = self.shard, self.shard.columns
-        found = shard.probe(arm)
+        found = shard.probe(candidate)
         if isinstance(found, Refused):
-            return shard.wide(arm, peak_bound(columns, lean) - shard.rounding_bytes(arm))
-        waiting = self._waiting(arm, found, ends, lean) if columns.waits.any() else None
+            return shard.wide(
+                candidate, peak_bound(columns, lean) - shard.rounding_bytes(candidate)
+            )
+        waiting = self._waiting(candidate, found, ends, lean) if columns.waits.any() else None
         peak_bytes = peak_bound(columns, lean, found.transfers, waiting)
-        return shard.wide(arm, peak_bytes - shard.rounding_bytes(arm))
+        return shard.wide(candidate, peak_bytes - shard.rounding_bytes(candidate))
 
-    def _waiting(self, arm: Arm, one: Probe, ends: tuple[Facts, Facts], lean: Facts) -> Waiting:
+    def _waiting(
+        self, candidate: Candidate, one: Probe, ends: tuple[Facts, Facts], lean: Facts
+    ) -> Waiting:
         """The model's last chunk where its backward does not follow its forward at once, as in
-        probes, which then copy nothing of it.  `one`: the probe at the end of the arm's line;
-        `ends`: at both ends, `lean`: along it."""
+        probes, which then copy nothing of it.  `one`: the probe at the end of the candidate's
+        share; `ends`: at both ends, `lean`: along it."""
         shard, ending = self.shard, self.shard.columns.ending
         if not one.copies:
             return Waiting(Total(lean.last, ending).kept_bytes, 0.0)
         kept_bytes = Total(ends[0].last, ending).kept_bytes
-        before = shard.probe(arm.without(arm.line)) if arm.line else one
+        before = shard.probe(candidate.without(candidate.share)) if candidate.share else one
         if isinstance(before, Refused) or before.copies:
             layers = np.minimum(ending, len(one.end_bytes) - 1)
             return Waiting(np.take(one.end_bytes, layers), 0.0)
-        share = shard.shares(arm)[1]
+        share = shard.shares(candidate)[1]
         whole, moved = ends[0].middle.base.kept_bytes, ends[1].middle.base.released_bytes
         leaving = min(1.0, moved / whole) if whole > 0 else 0.0  # small tensors may all stay
         return Waiting((1.0 - share) * kept_bytes, leaving * share * kept_bytes)
 
-    def _timed(self, arm: Arm, pieces: int) -> tuple[Facts, Facts]:
-        """The facts for seconds at both ends of an arm's line.  Which operators of layers are cut
-        in pieces may depend on the share, so an arm with a line counts no seconds for these; the
-        pieces of the head do not."""
-        ends = self.shard.ends(arm, pieces)
+    def _timed(self, candidate: Candidate, pieces: int) -> tuple[Facts, Facts]:
+        """The facts for seconds at both ends of a candidate's share.  Which operators of layers are
+        cut in pieces may depend on the share, so a candidate with a share counts no seconds for
+        these; the pieces of the head do not."""
+        ends = self.shard.ends(candidate, pieces)
         assert not isinstance(ends, Refused)
         facts = ends[0].facts, ends[1].facts
-        if arm.line is None or arm.whole == arm:
+        if candidate.share is None or candidate.whole == candidate:
             return facts
-        whole = self.shard.ends(arm.whole, 1)
+        whole = self.shard.ends(candidate.whole, 1)
         if isinstance(whole, Refused):
             return facts
         zero, one = (probe.facts for probe in whole)
@@ -290,47 +305,53 @@ class ShardBounds:
         least, single = More._make(map(min, *both)), self.shard.prober.single
         return with_head(zero, least, single=single), with_head(one, least, single=single)
 
-    def tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
+    def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
         """Least seconds of a layout's step (the layout at `index`), by its whole schedule."""
-        known, text = self.shard.site(index).tight_s, arm.text(step, pieces)
+        known, text = self.shard.site(index).tight_s, candidate.text(step, pieces)
         if text not in known:
-            known[text] = self._tight_s(arm, step, pieces, index)
+            known[text] = self._tight_s(candidate, step, pieces, index)
         return known[text]
 
-    def _tight_s(self, arm: Arm, step: int, pieces: int, index: int) -> float:
+    def _tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
         shard, choice, frame = self.shard, self.shard.choices[index], self.shard.site(index).frame
-        probe, cost, shares = shard.probe(arm, pieces), shard.problem.cost, shard.shares(arm)[0]
+        probe, cost, shares = (
+            shard.probe(candidate, pieces),
+            shard.problem.cost,
+            shard.shares(candidate)[0],
+        )
         assert isinstance(probe, Probe)
         share = np.broadcast_to(shares, (len(shares), len(shard.choices)))[step - 1, index]
-        facts = shard.at_share(arm, self._timed(arm, pieces), share)
+        facts = shard.at_share(candidate, self._timed(candidate, pieces), share)
         waits = bool(shard.columns.waits[index])
         chunks = stages(facts, choice.sizes, waits=waits)
-        crowd = NO_TRAFFIC
+        traffic = NO_TRAFFIC
         if chunks.moves:
             sent_bytes = float(shard.sent_bytes[index])
-            crowd = least_crowd(cost, frame.turns, chunks, probe.transfers, sent_bytes)
+            traffic = lowest_traffic(cost, frame.turns, chunks, probe.transfers, sent_bytes)
         if probe.transfers.granularity == "layer":
-            if arm.line is None and not hidden(cost, facts.middle.base, crowd):
-                chunks = stages(probe.beside(crowd), choice.sizes, waits=waits)
-            crowd = NO_TRAFFIC
-        step_s = float(tightened(frame, chunks, probe.transfers, crowd, cost))
-        return step_s * (SHARED if arm.line or arm.pieces else LINEAR)
+            if candidate.share is None and not hidden(cost, facts.middle.base, traffic):
+                chunks = stages(probe.beside(traffic), choice.sizes, waits=waits)
+            traffic = NO_TRAFFIC
+        step_s = float(schedule_bound_s(frame, chunks, probe.transfers, traffic, cost))
+        return step_s * (SHARED if candidate.share or candidate.pieces else LINEAR)
 
-    def short(self, arm: Arm) -> Short | None:
-        """What an arm lacks before its bounds are known, which say more (`MinimumBytes.short`)."""
-        return None if (arm, 1) in self._bounds else self.minimum.short(arm)
+    def short(self, candidate: Candidate) -> Short | None:
+        """What a candidate lacks before its bounds are known, which say more
+        (`MinimumBytes.short`)."""
+        return None if (candidate, 1) in self._bounds else self.minimum.short(candidate)
 
-    def in_more_pieces(self, arm: Arm, fewer: int, pieces: int, more: int) -> Array:
-        """Least device bytes at step `more` of an arm's pieces, from the bytes at steps `fewer` and
-        `pieces`.  Each step has twice the pieces of the step before.  A peak is a maximum of lines
-        in 1 / pieces, so it is convex and lies above its chord beyond the chord's ends."""
-        few, many = (self.shard.ends(arm, at) for at in (fewer, pieces))
+    def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array:
+        """Least device bytes at step `more` of a candidate's pieces, from the bytes at steps
+        `fewer` and `pieces`.  Each step has twice the pieces of the step before.  A peak is a
+        maximum of lines in 1 / pieces, so it is convex and lies above its chord beyond the chord's
+        ends."""
+        few, many = (self.shard.ends(candidate, at) for at in (fewer, pieces))
         if isinstance(few, Refused) or isinstance(many, Refused):
-            return np.zeros((self.shard.steps(arm), len(self.shard.choices)))
+            return np.zeros((self.shard.steps(candidate), len(self.shard.choices)))
         beyond = (2.0**-pieces - 2.0**-more) / (2.0**-fewer - 2.0**-pieces)
         zero, one = (
             Facts._make(chord(*lines, beyond) for lines in zip(a.nbytes, b.nbytes, strict=True))
             for a, b in zip(few, many, strict=True)
         )
-        lean = self.shard.at_share(arm, (zero, one), self.shard.shares(arm)[1])
-        return self._peak_bytes(arm, (zero, one), lean)
+        lean = self.shard.at_share(candidate, (zero, one), self.shard.shares(candidate)[1])
+        return self._peak_bytes(candidate, (zero, one), lean)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.advise.search.candidates import Arm
+from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, step_bound
 from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, mixed, no_cost
 from rematbench.advise.search.probe_problems import NOTHING, Pinned, ProbePrograms
@@ -51,8 +51,8 @@ Number = TypeVar("Number", np.float64, np.bool_)
 
 class Shard:
     """All layouts that cut a layer's tensors and the micro-batches alike, with the probes of the
-    arms of a registry.  `problem` has one of the layouts; `evaluator`: keeps lowered plans for
-    searches on other clusters (None: none follow); `programs`: of probes, which shards share;
+    candidates of a registry.  `problem` has one of the layouts; `evaluator`: keeps lowered plans
+    for searches on other clusters (None: none follow); `programs`: of probes, which shards share;
     `reserving`: gives a problem the reserve of its layout (None: that of `problem`)."""
 
     def __init__(
@@ -134,7 +134,8 @@ class Shard:
 
     @cached_property
     def kernels_s(self) -> Array:
-        """A first bound of the arm that keeps everything, in seconds, from the operator tables."""
+        """A first bound of the candidate that keeps everything, in seconds, from the operator
+        tables."""
         kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, no_cost(), layer)
@@ -150,19 +151,20 @@ class Shard:
         """Whether the states of any layout fit."""
         return bool((self.states_over_bytes <= 0).any())
 
-    def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
-        """An arm's Probe; for an arm with a line, at the last step of the line."""
-        text = _at_end(arm, pieces)
+    def probe(self, candidate: Candidate, pieces: int = 1) -> Probe | Refused:
+        """A candidate's Probe; for a candidate with a share, at the last step of the share."""
+        text = _at_end(candidate, pieces)
         if text not in self._probes:
             self._probes[text] = self._asked(text, self.prober)
         return self._probes[text]
 
-    def floors(self, arm: Arm) -> tuple[Floor, Floor] | Refused:
-        """The floors at both ends of an arm's line; two equal ones for an arm without a line."""
-        return _both_ends(arm, self._floor)
+    def floors(self, candidate: Candidate) -> tuple[Floor, Floor] | Refused:
+        """The floors at both ends of a candidate's share; two equal ones for a candidate without a
+        share."""
+        return _both_ends(candidate, self._floor)
 
-    def _floor(self, arm: Arm) -> Floor | Refused:
-        text = _at_end(arm, 1)
+    def _floor(self, candidate: Candidate) -> Floor | Refused:
+        text = _at_end(candidate, 1)
         if text not in self._floors:
             self._floors[text] = self._asked(text, self.prober.floor)
         return self._floors[text]
@@ -173,72 +175,76 @@ class Shard:
         except MethodError as error:
             return Refused(str(error))
 
-    def steps(self, arm: Arm) -> int:
-        """The number of steps of an arm's line; 1 for an arm without a line."""
-        if arm.line is None or arm.line.scalar is None:
+    def steps(self, candidate: Candidate) -> int:
+        """The number of steps of a candidate's share; 1 for a candidate without a share."""
+        if candidate.share is None or candidate.share.scalar is None:
             return 1
-        return arm.line.scalar.steps or int(self.columns.most.max())
+        return candidate.share.scalar.steps or int(self.columns.most.max())
 
     def stored(
-        self, arm: Arm, ends: tuple[Facts, Facts], pinned: Pinned
+        self, candidate: Candidate, ends: tuple[Facts, Facts], pinned: Pinned
     ) -> tuple[Facts, NDArray[np.float64]]:
-        """Along an arm's line: its facts, at the shares of the shortest chunks, and the least host
-        bytes of a node, [steps of the line, layouts].  `ends`: the facts at both ends of the line,
-        `pinned`: what is copied at its last step."""
-        longest, shortest = self.shares(arm)
-        quick = self.at_share(arm, ends, longest)
-        known = bool(pinned.budget) == (arm.line is not None)
+        """Along a candidate's share: its facts, at the shares of the shortest chunks, and the least
+        host bytes of a node, [steps of the share, layouts].  `ends`: the facts at both ends of the
+        share, `pinned`: what is copied at its last step."""
+        longest, shortest = self.shares(candidate)
+        quick = self.at_share(candidate, ends, longest)
+        known = bool(pinned.budget) == (candidate.share is not None)
         more = (pinned if known else NOTHING).more_bytes
         host_bytes = host_bound(self.columns, quick, partial(more, longest))
-        lean = quick if shortest is longest else self.at_share(arm, ends, shortest)
-        rounding = self.rounding_bytes(arm) * self.columns.gpus_per_node
-        return lean, self.wide(arm, host_bytes - rounding)
+        lean = quick if shortest is longest else self.at_share(candidate, ends, shortest)
+        rounding = self.rounding_bytes(candidate) * self.columns.gpus_per_node
+        return lean, self.wide(candidate, host_bytes - rounding)
 
-    def wide(self, arm: Arm, found: NDArray[Number]) -> NDArray[Number]:
-        """An array [steps of an arm's line, layouts], also where all steps are equal."""
-        return np.broadcast_to(found, (self.steps(arm), len(self.choices)))
+    def wide(self, candidate: Candidate, found: NDArray[Number]) -> NDArray[Number]:
+        """An array [steps of a candidate's share, layouts], also where all steps are equal."""
+        return np.broadcast_to(found, (self.steps(candidate), len(self.choices)))
 
-    def rounding_bytes(self, arm: Arm) -> Any:
+    def rounding_bytes(self, candidate: Candidate) -> Any:
         """Bytes by which shares and pieces that are whole rows may be less than their lines say."""
-        cut = arm.line or arm.pieces
+        cut = candidate.share or candidate.pieces
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
-    def at_share(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
-        """The facts of an arm at a share of its line."""
-        if arm.line is None:
+    def at_share(self, candidate: Candidate, ends: tuple[Facts, Facts], share: Any) -> Facts:
+        """The facts of a candidate at a share of its share."""
+        if candidate.share is None:
             return ends[1]
         return mixed(*ends, share)
 
-    def shares(self, arm: Arm) -> tuple[Array, Array]:
-        """Shares of the longest and of the shortest chunk, [steps of the arm's line, layouts]; one
-        column where all layouts have equal shares."""
-        steps = np.arange(1.0, self.steps(arm) + 1)[:, None]
-        scalar = arm.line.scalar if arm.line else None
+    def shares(self, candidate: Candidate) -> tuple[Array, Array]:
+        """Shares of the longest and of the shortest chunk, [steps of the candidate's share,
+        layouts]; one column where all layouts have equal shares."""
+        steps = np.arange(1.0, self.steps(candidate) + 1)[:, None]
+        scalar = candidate.share.scalar if candidate.share else None
         if scalar is None or scalar.scale == "share":
             equal = steps / len(steps)
             return equal, equal
         columns = self.columns
         return np.minimum(1.0, steps / columns.most), np.minimum(1.0, steps / columns.fewest)
 
-    def ends(self, arm: Arm, pieces: int) -> tuple[Probe, Probe] | Refused:
-        """The probes at both ends of an arm's line; two equal ones for an arm without a line."""
-        return _both_ends(arm, partial(self.probe, pieces=pieces))
+    def ends(self, candidate: Candidate, pieces: int) -> tuple[Probe, Probe] | Refused:
+        """The probes at both ends of a candidate's share; two equal ones for a candidate without a
+        share."""
+        return _both_ends(candidate, partial(self.probe, pieces=pieces))
 
 
 def _same(problem: Problem) -> Problem:
     return problem
 
 
-def _both_ends(arm: Arm, found: Callable[[Arm], Found | Refused]) -> tuple[Found, Found] | Refused:
-    """What is found at both ends of an arm's line; two equal ones for an arm without a line."""
-    one = found(arm)
-    zero = one if arm.line is None else found(arm.without(arm.line))
+def _both_ends(
+    candidate: Candidate, found: Callable[[Candidate], Found | Refused]
+) -> tuple[Found, Found] | Refused:
+    """What is found at both ends of a candidate's share; two equal ones for a candidate without a
+    share."""
+    one = found(candidate)
+    zero = one if candidate.share is None else found(candidate.without(candidate.share))
     if isinstance(one, Refused):
         return one
     return zero if isinstance(zero, Refused) else (zero, one)
 
 
-def _at_end(arm: Arm, pieces: int) -> str:
-    """The text of an arm in a number of pieces, at the last step of its line."""
-    line = arm.line.scalar if arm.line else None
-    return arm.text(line.steps or 1 << 20 if line else 0, pieces)
+def _at_end(candidate: Candidate, pieces: int) -> str:
+    """The text of a candidate in a number of pieces, at the last step of its share."""
+    line = candidate.share.scalar if candidate.share else None
+    return candidate.text(line.steps or 1 << 20 if line else 0, pieces)

@@ -29,14 +29,14 @@ KEPT_ACTIONS = 20_000
 
 class Trial(Struct, frozen=True, kw_only=True):
     """The result of a candidate with what the search needs while it works.  A plan that does not
-    fit has no evaluation.  `content`: what its plan is known by; empty without a plan.  `arm`: what
-    all plans have in common that differ in a share or in pieces alone.  `short_bytes`: what the
-    plan lacks of a device's memory; `at_least`: or more, as the replay of the allocator ended
-    early."""
+    fit has no evaluation.  `content`: what its plan is known by; empty without a plan.
+    `candidate`: what all plans have in common that differ in a share or in pieces alone.
+    `short_bytes`: what the plan lacks of a device's memory; `at_least`: or more, as the replay of
+    the allocator ended early."""
 
     result: Result
     content: bytes = b""
-    arm: str = ""
+    candidate: str = ""
     short_bytes: float = inf
     at_least: bool = False
 
@@ -44,8 +44,8 @@ class Trial(Struct, frozen=True, kw_only=True):
 class Site:
     """A layout of a job with its problem, and what searches learn of it.  `evaluator`: keeps
     lowered plans for other clusters (None: none follow); `tight_s`: seconds of bounds by the
-    schedule, by the text of the arm; `trials`: by the content of their plans; `ended`: plans whose
-    replay of the allocator ended early."""
+    schedule, by the text of the candidate; `trials`: by the content of their plans; `ended`: plans
+    whose replay of the allocator ended early."""
 
     def __init__(
         self, choice: Choice, problem: Problem, evaluator: Evaluator | None = None

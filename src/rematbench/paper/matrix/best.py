@@ -13,8 +13,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.candidates import Arm as MethodArm
-from rematbench.advise.search.candidates import arms_of, chooses
+from rematbench.advise.search.candidates import Candidate, candidates_of, chooses
 from rematbench.advise.search.probe_problems import ProbePrograms
 from rematbench.advise.search.processes import LIMIT_S, MINUTE_OF_ONE, in_one_process
 from rematbench.advise.search.search_job import Asked, SearchJob
@@ -176,15 +175,15 @@ class Answers:
 
     def _best(self, name: str, least_pp: int = 1) -> Answer:
         method, cell = self.methods[name], self.cell
-        arms = arms_of(method, self.registry)
-        search = cell.search_of(arms, least_pp)
+        candidates = candidates_of(method, self.registry)
+        search = cell.search_of(candidates, least_pp)
         found = _answer(cell, search)
         if found.choice is None:
             return found
-        if not any(arm.line for arm in arms):  # where a method would choose by itself, it does now
+        if not any(one.share for one in candidates):  # a method that chooses by itself does so now
             chosen = any(chooses(one, self.registry) for one in method.methods)
             return self._faster(found, method.text) if chosen else found
-        while (text := _smaller_share(arms, found.name)) is not None:
+        while (text := _smaller_share(candidates, found.name)) is not None:
             less = self._faster(found, text)
             if less is found:
                 break
@@ -199,12 +198,12 @@ class Answers:
         return structs.replace(found, name=text, step_s=step_s) if step_s < found.step_s else found
 
 
-def _smaller_share(arms: Sequence[MethodArm], text: str) -> str | None:
-    """The text of an arm at the step of its line before the step with `text`, from share 0 on;
-    None before the first."""
-    for arm in arms:
-        scalar = arm.line.scalar if arm.line else None
-        texts = [arm.text(step) for step in range(scalar.steps + 1 if scalar else 0)]
+def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
+    """The text of a candidate at the step of its share before the step with `text`, from share 0
+    on; None before the first."""
+    for one in candidates:
+        scalar = one.share.scalar if one.share else None
+        texts = [one.text(step) for step in range(scalar.steps + 1 if scalar else 0)]
         if text in texts[1:]:
             return texts[texts.index(text) - 1]
     return None
