@@ -138,7 +138,7 @@ def search(
     )
     job = SearchJob(asked).ready()
     *_, end = rounds(asked, shown=top, processes=processes)
-    results = job.completed(end.found[:top])
+    results = job.completed(end.results[:top])
     rows = pd.DataFrame([search_row(place, one) for place, one in enumerate(results, 1)])
     rows.attrs["gap"] = end.gap
     return rows

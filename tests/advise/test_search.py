@@ -74,9 +74,9 @@ def test_the_ten_best_are_those_of_everything(hbm_gib: int, only: str) -> None:
     end = last(one, shown=10)
     assert len(wanted) >= 10
     assert wanted[9].fitting_s > SHOWN * wanted[0].fitting_s or hbm_gib != 18
-    seconds = [tried.step_s for tried in end.found[:10]]
+    seconds = [tried.step_s for tried in end.results[:10]]
     assert seconds == pytest.approx([tried.step_s for tried in wanted[:10]], rel=1e-9)
-    assert end.listed_s >= end.found[9].step_s
+    assert end.listed_s >= end.results[9].step_s
     assert last(one).simulations < end.simulations
 
 
@@ -96,9 +96,9 @@ def test_with_a_method_more_a_smaller_share_may_do(hbm_gib: int) -> None:
     mini-sequences less has to leave, and the step is a tenth shorter and more."""
     one = both_shares_and_pieces(hbm_gib)
     alone, found = last(replace(one, only=("pp_offload",))), last(one)
-    assert "+mst" not in alone.found[0].method
-    assert "pp_offload" in found.found[0].method
-    assert "+mst" in found.found[0].method
+    assert "+mst" not in alone.results[0].method
+    assert "pp_offload" in found.results[0].method
+    assert "+mst" in found.results[0].method
     assert found.best_s < 0.91 * alone.best_s
     assert found.gap == 0.0
 
@@ -108,7 +108,7 @@ def test_processes_share_the_work_and_find_the_same() -> None:
     one = replace(asked(), within=0.0, only=("balanced_checkpointing",))
     alone, shared = last(one), last(one, processes=2)
     assert shared.best_s == pytest.approx(alone.best_s, rel=1e-12)
-    assert [t.method for t in last(one, processes=2).found] == [t.method for t in shared.found]
+    assert [t.method for t in last(one, processes=2).results] == [t.method for t in shared.results]
 
 
 def test_after_the_proof_few_rounds_look_for_more_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_bounds_come_in_order_and_never_above_the_best() -> None:
     for at in rounds(replace(asked(), within=0.0), shown=1, processes=1):
         assert at.bound_s >= before
         before = at.bound_s
-        for tried in at.found:
+        for tried in at.results:
             assert tried.bound_s <= tried.fitting_s * (1 + 1e-9)
 
 
@@ -179,8 +179,8 @@ def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
     """Keeping everything fits and is faster; that is another method."""
     roomy = replace(asked(hbm_bytes=40 * GIB), only=())
     free, only = last(roomy), last(replace(roomy, only=("full_recompute",)))
-    assert free.found[0].method == "keep_all"
-    assert all(one.method.startswith("full_recompute") for one in only.found)
+    assert free.results[0].method == "keep_all"
+    assert all(one.method.startswith("full_recompute") for one in only.results)
     assert only.best_s > free.best_s
     assert only.gap <= roomy.within
     both = last(replace(roomy, only=("full_recompute", "keep_all")))
@@ -228,7 +228,7 @@ def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
         seq_len=1 << 20, global_batch=1,
     )  # fmt: skip
     only = ("full_recompute", "mst")
-    found = last(Asked(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).found
+    found = last(Asked(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).results
     assert "full_recompute+mst" in found[0].method
 
 
@@ -240,7 +240,7 @@ def test_pieces_whose_number_is_typed_make_room_too() -> None:
     )  # fmt: skip
     typed = ("full_recompute", "mst:mlp_chunks=16,head_chunks=16")
     fixed = Fixed(tp=8, pp=1, micro_batch=1, zero_stage=1)
-    found = last(Asked(spec=spec, only=typed, fixed=fixed)).found
+    found = last(Asked(spec=spec, only=typed, fixed=fixed)).results
     assert [tried.method for tried in found] == ["+".join(typed)]
 
 
@@ -311,7 +311,7 @@ def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
 def test_the_simplest_plan_of_the_tie_is_named() -> None:
     """Fewest methods first, then fewest host bytes; what does not tie is no choice."""
     made = SearchJob(asked())
-    (best,) = made.completed(last(asked()).found[:1])
+    (best,) = made.completed(last(asked()).results[:1])
     composed = made.registry.resolve(best.method, None, best.problem)
     assert best.family == composed.name
     assert best.plan == composed.plan(best.problem, best.base)

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.advise.search.processes import MOST_LAYOUTS, place_of, rounds, solved
+from rematbench.advise.search.processes import MOST_LAYOUTS, place_of, rounds, solve_planners
 from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.app import command_line
@@ -64,7 +64,7 @@ def asked(*more: str, folder: Path | None = None, tp: int | None = None) -> Aske
 
 def found(job: Asked) -> tuple[Result, ...]:
     *_, end = rounds(job, processes=1)
-    return end.found
+    return end.results
 
 
 def own(folder: Path) -> Asked:
@@ -80,7 +80,7 @@ def test_each_planner_ends_with_a_plan_or_a_reason(tmp_path: Path) -> None:
     assert made.planners == tuple(BODIES)
     best = {tp: found(asked(tp=tp))[0] for tp in (1, 2, 4)}
     layouts = (best[1], best[1], best[2], best[4])  # a layout twice is one layout
-    ends = {end.method: end for end in solved(made, layouts, limit_s=1, processes=2)}
+    ends = {end.method: end for end in solve_planners(made, layouts, limit_s=1, processes=2)}
     assert ends.keys() == BODIES.keys()
     plan = ends["needs_tp"]
     assert place_of(plan) == place_of(best[2])
@@ -98,9 +98,9 @@ def test_no_more_layouts_than_are_declared(tmp_path: Path) -> None:
     deep = list({place_of(one): one for one in plans}.values())
     assert len(deep) >= MOST_LAYOUTS
     last = found(asked(tp=2))[0]
-    (end,) = solved(made, [*deep[:MOST_LAYOUTS], last], limit_s=4, processes=1)
+    (end,) = solve_planners(made, [*deep[:MOST_LAYOUTS], last], limit_s=4, processes=1)
     assert (end.method, end.fits, end.reason) == ("needs_tp", False, "no plan: needs tp > 1")
-    assert not list(solved(made, [], limit_s=4, processes=1))
+    assert not list(solve_planners(made, [], limit_s=4, processes=1))
 
 
 def test_planners_are_said_apart_and_run_again(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_device_memory_is_not_asked_for_where_none_is_short(
         tried.append(one.spec)
 
     monkeypatch.setattr(questions, "reached", none)
-    assert list(questions.would_fit(asked(), Progress(fell={"host memory": 3}), 1)) == []
+    assert list(questions.would_fit(asked(), Progress(excluded={"host memory": 3}), 1)) == []
     hosts = [one.cluster.host_bytes for one in tried if isinstance(one.cluster, Cluster)]
     assert hosts == [2 * load_cluster("a800-80gb").host_bytes]
     assert [one.gpus for one in tried[1:]] == [8, 16]
@@ -205,7 +205,7 @@ def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("rematbench.cli.search_answer.would_fit", interrupted)
-    monkeypatch.setattr("rematbench.cli.search_answer.solved", interrupted)
+    monkeypatch.setattr("rematbench.cli.search_answer.solve_planners", interrupted)
     words = "--model gpt-1.3b --cluster a800-80gb --gpus 1 --seq-len 2048 --global-batch 8 --json"
     told = RUN.invoke(app, ["search", *shlex.split(words), "--hbm-bytes", str(4 * GIB)])
     assert (told.exit_code, told.stderr.count("interrupted")) == (0, 1)

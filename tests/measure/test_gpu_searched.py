@@ -43,7 +43,7 @@ def lines() -> list[Searched]:
 def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched]) -> None:
     *_, end = rounds(Asked(spec=JOB.spec(16.0), within=0.0), processes=1)
     assert [line.place for line in lines] == [1, 2, 0]
-    assert lines[0].step_s == pytest.approx(end.found[0].step_s)
+    assert lines[0].step_s == pytest.approx(end.results[0].step_s)
     assert len({(line.method, line.spec.micro_batch) for line in lines}) == len(lines)
     assert [line.beside for line in lines] == [False, False, True]
     assert lines[0].step_s is not None

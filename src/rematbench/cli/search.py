@@ -187,7 +187,7 @@ def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
 
 def _progress(at: Progress) -> str:
     bound = f"no step under {min(at.bound_s, at.best_s):.4g} s"
-    if not at.found:
+    if not at.results:
         return f"{bound}; {at.simulations} simulated, none fits yet"
     best = f"best {at.best_s:.4g} s, gap {100 * at.gap:.2f} %"
     return f"{bound}; {best}; {at.simulations} simulated"

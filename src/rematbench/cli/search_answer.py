@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from rematbench.advise.search.processes import Progress, solved
+from rematbench.advise.search.processes import Progress, solve_planners
 from rematbench.advise.search.questions import would_fit
 from rematbench.advise.search.search_job import SearchJob, search_row, with_engines
 from rematbench.cli.inverse import in_words
@@ -23,7 +23,7 @@ class SearchAnswer:
         self, out: Console | None, made: SearchJob, at: Progress, top: int, *, ended: bool
     ) -> None:
         self.out, self.made, self.at, self.ended = out, made, at, ended
-        self.results = [with_engines(one) for one in made.completed(at.found[:top])]
+        self.results = [with_engines(one) for one in made.completed(at.results[:top])]
         self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
@@ -56,7 +56,7 @@ class SearchAnswer:
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
-        for one in solved(self.made, self.results, limit_s=limit_s, processes=processes):
+        for one in solve_planners(self.made, self.results, limit_s=limit_s, processes=processes):
             end = one
             if one.fits:
                 end = with_engines(self.made.completed([best, one])[1])
@@ -93,7 +93,7 @@ class SearchAnswer:
             "planners": rows[count:],
             "planners_without_plan": self.without,
             "refused": self.made.space.refused,
-            "fell": self.at.fell,
+            "fell": self.at.excluded,
             "would_fit": self.changes,
         }
         return msgspec.json.format(msgspec.json.encode(answer)).decode()

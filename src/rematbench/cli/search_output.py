@@ -187,7 +187,7 @@ def notes(
     dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
     if dropped:
         yield f"layouts that no rule allows: {'; '.join(dropped)}"
-    fell = sorted(at.fell.items(), key=lambda pair: -pair[1])
+    fell = sorted(at.excluded.items(), key=lambda pair: -pair[1])
     if said := [f"{count:,} {why}" for why, count in fell if count]:
         yield f"excluded: {'; '.join(said)}"
     if found and at.short_bytes < inf:

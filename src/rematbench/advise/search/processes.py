@@ -61,7 +61,7 @@ class State(Struct, frozen=True, kw_only=True):
     trials: tuple[Trial, ...]
     bound_s: float
     short_bytes: float
-    fell: dict[str, int]
+    excluded: dict[str, int]
     plans: int
 
 
@@ -94,29 +94,29 @@ def _state(search: Search, trials: Sequence[Trial]) -> State:
         trials=tuple(trials),
         bound_s=search.bound_s,
         short_bytes=search.short_bytes,
-        fell=dict(search.excluded.counts + search.queue.slower),
+        excluded=dict(search.excluded.counts + search.queue.slower),
         plans=search.plans,
     )
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A search after a round.  `found`: the plans that fit, fastest first; `bound_s`: no plan that
-    is left has a shorter step; `listed_s`: nor has any that is not in `found`, also of those that
-    cannot be the fastest; `fell`: counts of excluded plans by reason; `short_bytes`: the fewest
-    device bytes that any of them lacked; `plans`: joint plans of the space."""
+    """A search after a round.  `results`: the plans that fit, fastest first; `bound_s`: no plan
+    that is left has a shorter step; `listed_s`: nor has any that is not in `results`, also of those
+    that cannot be the fastest; `excluded`: counts of excluded plans by reason; `short_bytes`: the
+    fewest device bytes that any of them lacked; `plans`: joint plans of the space."""
 
-    found: tuple[Result, ...] = ()
+    results: tuple[Result, ...] = ()
     bound_s: float = 0.0
     listed_s: float = 0.0
     simulations: int = 0
-    fell: dict[str, int] = {}
+    excluded: dict[str, int] = {}
     short_bytes: float = inf
     plans: int = 0
 
     @property
     def best_s(self) -> float:
         """Seconds of the fastest step that fits."""
-        return self.found[0].fitting_s if self.found else inf
+        return self.results[0].fitting_s if self.results else inf
 
     @property
     def gap(self) -> float:
@@ -126,9 +126,9 @@ class Progress(Struct, frozen=True, kw_only=True):
     def lists(self, shown: int, within: float) -> bool:
         """Whether the first `shown` plans are known: no other plan has a step that is shorter than
         the last one's by more than the gap."""
-        if len(self.found) < shown:
+        if len(self.results) < shown:
             return self.listed_s == inf
-        return shown == 1 or self.listed_s >= (1.0 - within) * self.found[shown - 1].fitting_s
+        return shown == 1 or self.listed_s >= (1.0 - within) * self.results[shown - 1].fitting_s
 
 
 def rounds(
@@ -158,7 +158,7 @@ def rounds(
             later += at.gap <= asked.within
             proved = later > LATER or (later > 0 and at.lists(shown, asked.within))
             left_s = at.listed_s if listing else at.bound_s
-            ends = left_s == inf and (listing or shown == 1 or not at.found)
+            ends = left_s == inf and (listing or shown == 1 or not at.results)
             if proved or ends or done == most_rounds:
                 return
     finally:
@@ -188,16 +188,16 @@ def _after(
     before: Progress, states: Sequence[State], fitting: Sequence[Trial], *, listing: bool
 ) -> Progress:
     """The progress after a round; `fitting`: the plans that fit, of all rounds."""
-    fell: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     for state in states:
-        fell.update(state.fell)
+        excluded.update(state.excluded)
     lowest_s = min(state.bound_s for state in states)
     return Progress(
-        found=tuple(trial.result for trial in fitting),
+        results=tuple(trial.result for trial in fitting),
         bound_s=max(before.bound_s, lowest_s),
         listed_s=lowest_s if listing else 0.0,
         simulations=before.simulations + sum(len(state.trials) for state in states),
-        fell=dict(fell),
+        excluded=dict(excluded),
         short_bytes=min(state.short_bytes for state in states),
         plans=sum(state.plans for state in states),
     )
@@ -252,7 +252,7 @@ class Solver:
         return Site(choice, problem).trial(method, self.job.registry, engines=engines).result
 
 
-def solved(
+def solve_planners(
     job: SearchJob, fastest: Sequence[Result], *, limit_s: int, processes: int
 ) -> Iterator[Result]:
     """Yield the result of each planner: of those that end at one layout, together.  `fastest`: the

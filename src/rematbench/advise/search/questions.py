@@ -72,8 +72,8 @@ def reached(
     going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
     with closing(going) as found:
         for at in found:
-            if at.found and at.best_s <= step_s:
-                return at.found[0]
+            if at.results and at.best_s <= step_s:
+                return at.results[0]
             if at.bound_s > step_s:
                 return None
     return None
@@ -192,7 +192,7 @@ def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
 def fastest(asked: Asked, processes: int) -> Result | None:
     """The fastest plan, to within the gap of `asked`; None where no plan fits."""
     *_, end = rounds(asked, shown=1, processes=processes)
-    return end.found[0] if end.found else None
+    return end.results[0] if end.results else None
 
 
 def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
@@ -236,7 +236,7 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[tuple[str,
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more[1]:
             yield f"with {more[0] / GIB:.1f} GiB more on each device, or less", more[1]
-    if any(reason.startswith("host") and count for reason, count in at.fell.items()):
+    if any(reason.startswith("host") and count for reason, count in at.excluded.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):
             yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found

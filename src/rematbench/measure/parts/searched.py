@@ -100,12 +100,12 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
         for memory in job.memory_gib:
             asked = Asked(spec=job.spec(memory), within=WITHIN)
             *_, end = rounds(asked, shown=SHOWN, processes=processes)
-            if not end.found:
+            if not end.results:
                 raise CommandError(f"{job.at(memory)}: no plan fits")
             *_, other = rounds(replace(asked, only=suite.beside), shown=1, processes=processes)
             search = SearchJob(asked)
-            beside = [(one.method, search.choice(one)) for one in other.found[:1]]
-            found = [(one.method, search.choice(one)) for one in different(end.found)[: job.rows]]
+            beside = [(one.method, search.choice(one)) for one in other.results[:1]]
+            found = [(one.method, search.choice(one)) for one in different(end.results)[: job.rows]]
             places = {one: place for place, one in enumerate(found, 1)}
             for method, choice in dict.fromkeys((*found, *beside)):
                 one, spec = (method, choice), search.spec(choice)

@@ -213,8 +213,8 @@ def _answer(cell: CellJob, search: Search) -> Answer:
     """The answer of a search, which ends with a fixed amount of work."""
     end, excluded = in_one_process(search, most_work=MINUTE_OF_ONE), search.excluded
     work = Answer(gap=search.gap, layouts=len(cell.space.choices), simulations=end.simulations)
-    if end.found:
-        best = end.found[0]
+    if end.results:
+        best = end.results[0]
         choice = cell.choice(best)
         return structs.replace(work, name=best.method, choice=choice, step_s=best.fitting_s)
     if search.queue:

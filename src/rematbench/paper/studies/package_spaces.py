@@ -67,6 +67,6 @@ def _best(asked: Asked, processes: int) -> dict[str, Any]:
     *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
     made = SearchJob(asked)
     said = {"layouts": len(made.space.choices), "simulations": end.simulations}
-    if not end.found:
+    if not end.results:
         return {**said, "reason": "no plan fits"}
-    return {**said, "gap": end.gap, **made.best_row(end.found[0])}
+    return {**said, "gap": end.gap, **made.best_row(end.results[0])}

@@ -87,16 +87,16 @@ def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict
     a plan faster than the published plan.  "at least": the count ended before all were judged."""
     count = replace(asked, within=NEVER, faster_than_s=step_s)
     *_, end = rounds(count, shown=1, processes=processes, most_rounds=3 * MINUTE)
-    others = {place_of(one) for one in end.found if one.problem.layout != problem.layout}
+    others = {place_of(one) for one in end.results if one.problem.layout != problem.layout}
     return {"rank": 1 + len(others), "ranked": "all" if end.bound_s == inf else "at least"}
 
 
 def _best(
     asked: Asked, end: Progress, problem: Problem, plan: Plan, step_s: float
 ) -> dict[str, Any]:
-    if not end.found:
+    if not end.results:
         return {"reason": "the search found no plan that fits"}
-    (best,) = SearchJob(asked).completed(end.found[:1])
+    (best,) = SearchJob(asked).completed(end.results[:1])
     theirs = parts_of(problem, lower(plan, problem), step_s)
     longer = {part: seconds - best.parts_s[part] for part, seconds in theirs.items()}
     decides = max(longer, key=longer.__getitem__)

@@ -36,10 +36,10 @@ def searched_sweeps(
         asked = asked_of(case, within, reserve_gib=None)
         job = SearchJob(asked)
         *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
-        if not end.found:
+        if not end.results:
             yield {**said, "reason": "no plan fits"}
             continue
-        best = end.found[0]
+        best = end.results[0]
         measured = next((row for row in own if _fits(row) and _is(row, best, job)), None)
         predicted = number(pick, f"pred_{SPEED}") if pick else None
         assert best.evaluation is not None
