@@ -35,7 +35,7 @@ from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
 from rematbench.cli.doctor import cpu_name
-from rematbench.paper.matrix.best import WITHIN, Line, Task, Worker
+from rematbench.paper.matrix.best import Line, Task, Worker
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 from rematbench.worlds.records.suite import load_matrix
@@ -136,7 +136,7 @@ def bounded(asked: Asked, layouts: int) -> None:
 
 def questions(spec: MatrixSpec, task: Task) -> tuple[list[float], list[Line]]:
     """CPU seconds of each question of the cells of one model and length, and the answers."""
-    search = Worker(spec, WITHIN)
+    search = Worker(spec)
     spent, lines, start = [], [], time.process_time()
     for line in search.lines(task):
         lines.append(line)

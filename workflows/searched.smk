@@ -2,7 +2,7 @@
 
 SEARCHES = {
     "layouts": (PUBLISHED, "--table 'Figure 9' --within 0.1"),
-    "cells": ("config/paper.yaml", "--within 1"),
+    "cells": ("config/paper.yaml", ""),
     "sweeps": (
         [
             "results/paper/tables/predictions.csv",

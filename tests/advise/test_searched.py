@@ -78,7 +78,7 @@ def test_a_package_alone_is_not_faster_than_the_whole_space() -> None:
     spec = {**JOB, "gpus": 4, "global_batch": 8, "hbm_bytes": 16 * GIB}
     job = SpaceJob(name="small", why="a test", source="none", published_mfu={"all": 0.5}, **spec)
     found = searched_spaces(
-        Spaces(jobs=(job,), spaces=("all", "megatron_core")), within=0.005, processes=1
+        Spaces(within=0.005, jobs=(job,), spaces=("all", "megatron_core")), processes=1
     )
     every, mine = found
     assert every["step_s"] <= mine["step_s"] * 1.005

@@ -36,7 +36,7 @@ JOB = OneGpuJob(
 
 @pytest.fixture(scope="module")
 def lines() -> list[Searched]:
-    suite = SearchedSuite(jobs=(JOB,), beside=("full_recompute", "mst"))
+    suite = SearchedSuite(within=1e-3, jobs=(JOB,), beside=("full_recompute", "mst"))
     return list(searched.search_all(suite, processes=1))
 
 

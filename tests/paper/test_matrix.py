@@ -22,7 +22,6 @@ from rematbench.paper.matrix.best import (
     CELL,
     OPEN,
     SAME,
-    WITHIN,
     Answers,
     CellJob,
     Worker,
@@ -82,7 +81,7 @@ def tiny_ran() -> tuple[MatrixSpec, list[Line]]:
 def answers_of(spec: MatrixSpec) -> list[dict[str, str]]:
     """The answers of the matrix's one cell, as read from a file."""
     work = (spec.works[0], spec.seq_lens[0])
-    return [{key: str(value) for key, value in row.items()} for row in Worker(spec, WITHIN)(work)]
+    return [{key: str(value) for key, value in row.items()} for row in Worker(spec)(work)]
 
 
 def test_the_declared_matrix_is_what_the_paper_needs() -> None:
@@ -118,15 +117,15 @@ def test_one_layout_in_one_table_and_none_better_in_the_other(ran: list[Line]) -
             assert line["arm"].startswith("lynx")  # a planner: at the one layout only
             assert speed(best) == speed(line)
             continue
-        assert best["gap"] <= WITHIN
+        assert best["gap"] <= small().within
         if line.get("fits") != "tight":
-            assert speed(best) >= (1 - WITHIN) * speed(line)
+            assert speed(best) >= (1 - small().within) * speed(line)
 
 
 def test_the_fastest_plan_of_all_is_no_slower_than_any_arm(ran: list[Line]) -> None:
     (found,) = [line for line in ran if line["table"] == ANY]
     assert speed(found) >= max(speed(line) for line in ran if line["table"] == BEST)
-    assert found["gap"] <= WITHIN
+    assert found["gap"] <= small().within
 
 
 def test_committed_answers_are_simulated_and_the_rest_is_searched(

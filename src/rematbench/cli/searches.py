@@ -39,7 +39,7 @@ def searches(
     seq_len: Annotated[
         list[int] | None, Option(help="cells: only this length (repeatable).")
     ] = None,
-    within: Within = 0.5,
+    within: Within = 2.0,
     processes: Processes = 2,
 ) -> None:
     """Search many jobs, and write a line for each as soon as its search ends.
@@ -47,7 +47,8 @@ def searches(
     layouts SHEET.csv: what published layouts lose against the best of a search.  cells SUITE.yaml:
     the best layout of every arm in every cell of the matrix, and the fastest plan of all.  sweeps
     PRED.csv...: what following the search would have lost on published sweeps.  spaces JOBS.yaml:
-    the fastest of a whole space beside the fastest that a package alone can run.
+    the fastest of a whole space beside the fastest that a package alone can run.  A suite of cells
+    or spaces says its own gap (`within:`).
 
     \b
     Example:
@@ -63,12 +64,12 @@ def searches(
         _write(output, against(rows, within=share, processes=processes), "loss")
     elif kind == "cells":
         spec = load_matrix(inputs[0]).restricted(model or (), seq_len or ())
-        _write(output, best_lines(spec, within=share, processes=processes), "gap")
+        _write(output, best_lines(spec, processes=processes), "gap")
     elif kind == "sweeps":
         rows = [row for path in inputs for row in read_sheet(path, PREDICTED)]
         _write(output, searched_sweeps(rows, within=share, processes=processes), "regret")
     else:
-        found = searched_spaces(load_spaces(inputs[0]), within=share, processes=processes)
+        found = searched_spaces(load_spaces(inputs[0]), processes=processes)
         _write(output, found, "mfu_causal")
 
 

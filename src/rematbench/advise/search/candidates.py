@@ -118,17 +118,19 @@ def candidates_of(composed: Composition, registry: Registry) -> tuple[Candidate,
 
 
 def _settings(method: Method, registry: Registry) -> list[Variant]:
-    entry, settings = registry.methods[method.name], own_settings(method)
+    entry, settings = registry.methods[method.name], changed_settings(method)
     if method.name == IDENTITY:
         return []
     parameter, steps = getattr(entry.cls, "share", ("", 0))
     if parameter and parameter not in settings:
         steps = int(settings.pop("steps", steps))
-        text = typed(entry, {**settings, parameter: "{}"})
+        text = method_text(entry, {**settings, parameter: "{}"})
         return [Variant(method.name, text, Scalar("share", steps))]
     if chooses(method, registry):
-        return [Variant(method.name, typed(entry, {**settings, **each})) for each in entry.grid]
-    return [Variant(method.name, typed(entry, settings), cuts=_cuts(entry))]
+        return [
+            Variant(method.name, method_text(entry, {**settings, **each})) for each in entry.grid
+        ]
+    return [Variant(method.name, method_text(entry, settings), cuts=_cuts(entry))]
 
 
 def chooses(method: Method, registry: Registry) -> bool:
@@ -176,9 +178,9 @@ def _of_method(entry: MethodEntry) -> Iterable[Variant]:
         return [Variant(entry.name, f"{entry.name}:{parameter}={{}}", Scalar("share", steps))]
     settings = entry.grid or ({},)
     if len(settings) > 1 and _cuts(entry):
-        values = tuple(typed(entry, each) for each in settings)
+        values = tuple(method_text(entry, each) for each in settings)
         return [Variant(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)]
-    return [Variant(entry.name, typed(entry, each), cuts=_cuts(entry)) for each in settings]
+    return [Variant(entry.name, method_text(entry, each), cuts=_cuts(entry)) for each in settings]
 
 
 def _cuts(entry: MethodEntry) -> bool:

@@ -22,6 +22,7 @@ from rematbench.host.table import GIB
 from rematbench.measure.parts.layers import FEWEST, run_by_turns
 from rematbench.measure.predictions import PREDICTIONS, lines_of, predict
 from rematbench.measure.records import Searched, Turn, by_cell
+from rematbench.plan import Fraction
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
 from rematbench.spec.configfile import (
@@ -38,14 +39,14 @@ from rematbench.worlds.records.suite_cells import Cell, is_selected, planned_cel
 
 SHOWN = 200
 """Rows of an answer among which those of different compositions are looked for."""
-WITHIN = 1e-3
-"""The gap that a search proves, a share of the step: less than a measurement can tell."""
 
 
 class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Jobs of one GPU, and the methods whose best plan is measured `beside` each answer: what a
-    person would run who does not search."""
+    person would run who does not search.  `within`: the gap that a search proves, a share of the
+    best step."""
 
+    within: Fraction
     jobs: "tuple[OneGpuJob, ...]"
     beside: tuple[str, ...]
 
@@ -98,7 +99,7 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
     """Search every job at every memory; yield the plans to measure with their predictions."""
     for job in suite.jobs:
         for memory in job.memory_gib:
-            asked = Asked(spec=job.spec(memory), within=WITHIN)
+            asked = Asked(spec=job.spec(memory), within=suite.within)
             *_, end = rounds(asked, shown=SHOWN, processes=processes)
             if not end.results:
                 raise CommandError(f"{job.at(memory)}: no plan fits")

@@ -42,9 +42,6 @@ ANSWERED = (
 )
 """Columns of a committed answer."""
 
-WITHIN = 0.01
-"""The gap that a search of the matrix proves, a share of the best step."""
-
 Line = dict[str, Any]
 Task = tuple[Work, int]
 """A model with its GPUs, and a sequence length."""
@@ -85,13 +82,12 @@ class CellJob(SearchJob):
         seq_len: int,
         evaluator: Evaluator | None = None,
         programs: ProbePrograms | None = None,
-        within: float = WITHIN,
     ) -> None:
         hosts = may_host(load_cluster(cluster), load_system(spec.system))
         home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
         problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
-        super().__init__(Asked(spec=problem, fixed=fixed, within=within), evaluator, programs)
+        super().__init__(Asked(spec=problem, fixed=fixed, within=spec.within), evaluator, programs)
         self.at = (work.model, cluster, seq_len)
 
 
@@ -228,7 +224,7 @@ def _answer(cell: CellJob, search: Search) -> Answer:
     return structs.replace(work, short={"device": search.short_bytes})
 
 
-def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[Line]:
+def best_lines(spec: MatrixSpec, *, processes: int) -> Iterator[Line]:
     """The answers of all searches of the matrix, as lines.  One process searches all cells of one
     model and length, whose programs are equal on every cluster."""
     registry = discover()
@@ -238,7 +234,7 @@ def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[L
         _ = CellJob(spec, work, cluster, spec.seq_lens[0]).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
     waiting, found = list(tasks), dict[Task, list[Line]]()
-    pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec, within), LIMIT_S)
+    pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec,), LIMIT_S)
     pool.add(tasks)
     try:
         for task, lines in pool.run():
@@ -255,9 +251,9 @@ def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[L
 class Worker:
     """Searches all cells of one model and length in a process."""
 
-    def __init__(self, spec: MatrixSpec, within: float) -> None:
+    def __init__(self, spec: MatrixSpec) -> None:
         collect_rarely()
-        self.spec, self.within, self.registry = spec, within, discover()
+        self.spec, self.registry = spec, discover()
 
     def __call__(self, task: Task) -> list[Line]:
         """The lines of the cells, in the order of the clusters."""
@@ -267,7 +263,7 @@ class Worker:
         """The lines of the cells, each when it is asked for."""
         evaluator, programs = Evaluator(without_cluster), ProbePrograms()
         for name in self.spec.clusters:
-            cell = CellJob(self.spec, task[0], name, task[1], evaluator, programs, self.within)
+            cell = CellJob(self.spec, task[0], name, task[1], evaluator, programs)
             answers = Answers(cell, self.spec, self.registry, {})
             for arm in answers.searched:
                 yield line_of(answers, BEST, arm, answers.best(arm))

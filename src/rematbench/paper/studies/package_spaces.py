@@ -31,8 +31,10 @@ class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Jobs, and the spaces that are searched for each."""
+    """Jobs, and the spaces that are searched for each.  `within`: the gap that each search proves,
+    a share of the best step."""
 
+    within: Fraction
     jobs: tuple[SpaceJob, ...]
     spaces: tuple[Space, ...]
 
@@ -42,7 +44,7 @@ def load_spaces(path: Path) -> Spaces:
     return convert(read_mapping(path, str(path)), Spaces, str(path))
 
 
-def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Iterator[dict[str, Any]]:
+def searched_spaces(declared: Spaces, *, processes: int) -> Iterator[dict[str, Any]]:
     """A line for each job and space.  Plans may fill the device, as published plans do."""
     for job in declared.jobs:
         for space in declared.spaces:
@@ -51,7 +53,7 @@ def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Itera
                 spec=replace(job, system=stack),
                 engine="" if space == "all" else space,
                 reserve_gib=0.0,
-                within=within,
+                within=declared.within,
             )
             yield {
                 "job": job.name,

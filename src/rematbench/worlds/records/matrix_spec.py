@@ -6,6 +6,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec
@@ -45,6 +46,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The fastest layout of the arm `baseline` is the one layout of a cell in the *same layout* table.
     Layouts with at least `same_layout_pp` pipeline ranks go first (`best.Answers.one_layout`).
+    `within`: the gap that its searches prove, a share of the best step.
     """
 
     system: str
@@ -56,6 +58,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     works: tuple[Work, ...]
     clusters: tuple[str, ...]
     seq_lens: tuple[PositiveInt, ...]
+    within: Fraction
     baseline: str
     same_layout_pp: PositiveInt
     arms: tuple[Arm, ...]
