@@ -140,8 +140,8 @@ def _key(job: PackageJob) -> tuple[Any, ...]:
 
 def _launched() -> tuple[int, int, int] | None:
     """(rank, size, local rank) as torchrun or srun gave them. None where the launcher started this
-    process alone; this process then starts the ranks. Exits with one line where the ranks are not
-    told where to meet."""
+    process alone; this process then starts the ranks. Exits with one line where the address
+    at which the ranks meet is missing."""
     names = (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),

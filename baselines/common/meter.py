@@ -12,9 +12,9 @@ from rematbench.worlds.torch.dispatch import Tracker
 
 
 class Meter(Tracker):
-    """A tracker that also follows the host's peak and tells offloaded storages apart. Offloaded
-    are: storages that a maker of host tensors returns, storages for which `told` is true, and with
-    a GPU as device all storages on the CPU."""
+    """A tracker that also follows the host's peak, and counts offloaded storages as host bytes.
+    Offloaded are: storages that a maker of host tensors returns, storages for which `is_host` is
+    true, and with a GPU as device all storages on the CPU."""
 
     counting: ClassVar["Meter | None"] = None
 
@@ -23,7 +23,7 @@ class Meter(Tracker):
     ) -> None:
         super().__init__(device)
         self.host_peak_bytes = 0
-        self._told = is_host
+        self._host_test = is_host
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
@@ -79,8 +79,8 @@ class Meter(Tracker):
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _is_host(self, tensor: Tensor) -> bool:
-        told = self._told is not None and self._told(tensor)
-        return told or super()._is_host(tensor)
+        offloaded = self._host_test is not None and self._host_test(tensor)
+        return offloaded or super()._is_host(tensor)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`make` as a maker of host tensors: its results never count as device memory."""

@@ -33,7 +33,7 @@ in one group."""
 
 @dataclass(frozen=True, kw_only=True)
 class Memories:
-    """How host and device memory are told apart. `on_host` says whether a tensor is on the host
+    """How host and device memory are distinguished. `on_host` says whether a tensor is on the host
     where one CPU is both (None: all tensors are on the device); `device` is a device with memory of
     its own; `shim` are the parts of the shim."""
 
@@ -42,7 +42,7 @@ class Memories:
     shim: tuple[str, ...] = ()
 
     def meter(self) -> Meter:
-        """A meter that tells host and device memory apart."""
+        """A meter that distinguishes host and device memory."""
         return Meter(self.on_host, self.device)
 
 
@@ -72,8 +72,8 @@ def configuration(job: PackageJob, policy: DeepSpeed) -> dict[str, Any]:
 
 @contextmanager
 def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
-    """A context within which host and device memory can be told apart. On a GPU they are apart
-    already; on a CPU the shim tells them apart where the job offloads anything."""
+    """A context within which host and device memory can be distinguished. On a GPU they are
+    separate; on a CPU the shim separates them if the job offloads anything."""
     norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
     if job.device != "cpu":
         yield Memories(device=torch.device(job.device))

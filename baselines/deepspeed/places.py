@@ -1,4 +1,4 @@
-"""Host and device memory told apart on a CPU, where they are one for torch.
+"""Host and device memory separated on a CPU, where torch has one memory.
 
 DeepSpeed asks its accelerator for the name of its device and says "cpu" for the host. Here the
 device is "cpu:0", and streams and events are always complete, so that DeepSpeed takes the code
@@ -96,8 +96,8 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
 
 @contextlib.contextmanager
 def separate_places(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
-    """A context in which host and device are told apart. It yields a function that says whether a
-    tensor is on the host."""
+    """A context in which host and device memory are separate. It yields a function that says
+    whether a tensor is on the host."""
     plain, record_stream, tensor = get_accelerator(), Tensor.record_stream, torch.tensor
     set_accelerator(Accelerator())
     Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]

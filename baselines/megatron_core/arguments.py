@@ -1,6 +1,6 @@
 """Arguments of Megatron-LM's pretraining script, as `flags` prints them, for megatron-core itself.
 
-Megatron-LM names an argument after the configuration field that it sets. An argument that is no
+Megatron-LM names an argument after the configuration field that it sets. An argument that is not a
 field of TransformerConfig must agree with the job, and so must an argument that the job has fixed.
 """
 

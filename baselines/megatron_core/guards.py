@@ -62,7 +62,7 @@ def _pipeline(job: PackageJob, policy: MegatronCore) -> list[Reason]:
         (
             lay.vpp > 1 and lay.pp == 2 and policy.batch_p2p and job.run.world == "executed",
             "interleaving on pp 2 with batched p2p gives wrong gradients: both neighbours are one "
-            "rank and messages are told apart by order only; set batch_p2p=false",
+            "rank and only their order distinguishes messages; set batch_p2p=false",
         ),
         (
             policy.overlap_grad_reduce and job.run.world == "traced",

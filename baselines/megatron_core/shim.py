@@ -1,4 +1,5 @@
-"""Stand-ins for what a machine without CUDA lacks for Megatron-core; a record names the parts.
+"""Stand-ins for features that Megatron-core needs and a machine without CUDA lacks. A record names
+the parts.
 
 A run with any part is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
 TransformerEngine only *te* is installed ("megatron-core without TransformerEngine").  No part

@@ -1,4 +1,4 @@
-"""Live bytes of a step by phase; gradients of parameters are told apart afterwards."""
+"""Live bytes of a step by phase, with and without gradients of parameters."""
 
 from collections.abc import Iterable
 from typing import Any, Literal

@@ -102,7 +102,7 @@ def test_mistakes_in_a_declaration_are_one_line() -> None:
         "baseline: no arm 'nobody'",
         "tokens_per_step 4194304 is not a multiple of seq_len 5000",
     ]
-    with pytest.raises(ConfigError, match="no 'gpt'"):
+    with pytest.raises(ConfigError, match="unknown value 'gpt'"):
         small().restricted(["gpt"], [])
 
 

@@ -1,7 +1,7 @@
 """Seconds of every action of a step on its own stream, to see where a step's time goes.
 
-A clock is read before and after each action, on a GPU by the stream itself.  What lies between are
-the action's kernels and the gaps between them; a stream that waits for another does so in its WAIT.
+A clock is read before and after each action, on a GPU by the stream itself.  Between them are the
+action's kernels and the gaps between kernels; a stream that waits for another does so in its WAIT.
 """
 
 import time
@@ -39,7 +39,7 @@ class Stopwatch:
 
 
 def between(start: Stamp, end: Stamp) -> float:
-    """Seconds between two times of one stream, both of which have come."""
+    """Seconds between two times of one stream, which the stream has reached."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)
@@ -51,7 +51,8 @@ class TimedExecutor(Executor):
     """An executor that reads a clock around every action."""
 
     def timed_step(self) -> tuple[float, list[TimedAction]]:
-        """Run a step; its seconds, and its actions with theirs, as they were issued."""
+        """Run a step. The result has its seconds, and its actions with their seconds in issue
+        order."""
         self.read: list[tuple[Action, Stamp, Stamp]] = []
         self.watch = Stopwatch(self.streams)
         stop = self.streams.clock()
@@ -69,8 +70,8 @@ class TimedExecutor(Executor):
 
 
 class Key(NamedTuple):
-    """Actions that count as one: the kind of unit (E: embedding, L: layer, H: head), the operator,
-    the kind of action, and the stream."""
+    """Actions that are counted together: the kind of unit (E: embedding, L: layer, H: head), the
+    operator, the kind of action, and the stream."""
 
     unit: str
     op: str
@@ -79,7 +80,7 @@ class Key(NamedTuple):
 
 
 def by_key(actions: Iterable[TimedAction]) -> dict[Key, list[TimedAction]]:
-    """Actions by what they count as."""
+    """Actions by their key."""
     found: dict[Key, list[TimedAction]] = {}
     for timed in actions:
         action = timed.action

@@ -90,7 +90,7 @@ def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[
 
 
 def at_once(streams: Streams, work: Mapping[str, Call], times: Mapping[str, int]) -> None:
-    """Issue pieces of work, each kind so many times and on its own stream."""
+    """Issue pieces of work on their own streams; `times` is the number of calls of each kind."""
     streams.begin()
     for name, count in times.items():
         with streams.on(name):
@@ -100,7 +100,7 @@ def at_once(streams: Streams, work: Mapping[str, Call], times: Mapping[str, int]
 
 
 def _pinning(place: Place, nbytes: int) -> Call:
-    """Pinned memory made and given back."""
+    """Allocate pinned memory and release it."""
     cuda = place.device.type == "cuda"
     if cuda:
         pin_requested_size()
@@ -182,16 +182,16 @@ class Rates:
         self.repeats = Repeats(device)
 
     def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Timed]:
-        """Every probe with its seconds: short calls, what waits for torch's compiler, what runs
-        without a pause and heats the device, and long calls last, so that few are missing where the
-        time ends."""
+        """Every probe with its seconds. The order is short calls, compiled calls, calls repeated
+        without a pause (they heat the device), long calls, so that few are missing when the time
+        ends."""
         order = list(probes)
         random.Random(seed).shuffle(order)
         for probe in sorted(order, key=_late):
             yield self.rate(probe)
 
     def rate(self, probe: Probe) -> Timed:
-        """One probe.  What does not run here is `skipped` or `failed`."""
+        """One probe.  A probe that does not run on this device is `skipped` or `failed`."""
         missing = self._missing(probe)
         if missing:
             return Timed(probe, "skipped", missing)

@@ -11,7 +11,7 @@ import torch
 from rematbench.worlds.torch.streams import host_clock, make_streams, stamp
 
 MIN_REPEATS, MAX_REPEATS = 7, 60
-"""Repeats: at least (where time is left), and at most."""
+"""The smallest number of repeats (where time is left), and the largest."""
 STEADY = 0.01
 """Spread (interquartile range over median) at which repeats end."""
 SAMPLE_S = 1e-3

@@ -1,4 +1,5 @@
-"""Steps of several plans in one process, by turns: one model's weights, a new executor each turn.
+"""Steps of several plans in one process, in turns: the weights of one model, a new executor each
+turn.
 
 Clocks and heat are then equal, and weights are drawn once.  The weights change from turn to turn;
 a step's work does not.  A step written by hand has turns as an executor has; of a pipeline the
@@ -80,7 +81,7 @@ class Turns:
             self.release()
 
     def release(self) -> None:
-        """Release the memory of executors that nobody holds; not the weights'."""
+        """Release the memory of executors that no object holds; the weights stay."""
         if self.device.type == "cuda":
             release_memory(self.device)
 

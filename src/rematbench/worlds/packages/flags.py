@@ -171,7 +171,7 @@ class Engines:
         return self.found[key]
 
     def legend(self) -> str:
-        """What the initials of the engines stand for, and why a package cannot run the problem."""
+        """The engines by initial, and why a package cannot run the problem."""
         said = [
             f"{name[0].upper()} {name} "
             + (

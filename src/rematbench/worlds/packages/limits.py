@@ -1,4 +1,4 @@
-"""Why a baseline does not run a job: reasons that its plan, its guards and its flags share."""
+"""Reasons why a baseline does not run a job, shared by its plan, its guards and its flags."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from rematbench.workload import Model, Precision
 from rematbench.worlds.records.record import RunSpec
 
 Reason = tuple[bool, str]
-"""(whether the reason holds, what the baseline then does not run)."""
+"""(whether the reason holds, the feature that the baseline then does not run)."""
 
 
 class Setup(NamedTuple):

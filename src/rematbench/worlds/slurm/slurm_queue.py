@@ -1,6 +1,6 @@
 """Queries to Slurm: whether a job is alive, the jobs of an earlier run, and those of Snakemake.
 
-`wrap_executor` mends two faults of snakemake-executor-plugin-slurm 2.8.0.  When every status query
+`wrap_executor` fixes two faults of snakemake-executor-plugin-slurm 2.8.0.  When every status query
 of a round fails (the Slurm controller is away), `check_active_jobs` yields no job; its caller takes
 that for the end of all jobs, and Snakemake waits for ever for jobs that nothing watches.  And after
 a round in which no job ended, the executor waits 10 s longer before the next round, up to 180 s,

@@ -1,5 +1,5 @@
-"""What jobs ask Slurm for, by the `slurm:` section of a cluster file, and what is refused before
-the first submission: too many nodes or predicted GPU-hours."""
+"""The resources that jobs request from Slurm, by the `slurm:` section of a cluster file, and
+refusals before the first submission: too many nodes or predicted GPU-hours."""
 
 from collections.abc import Collection
 from math import fsum

@@ -94,7 +94,7 @@ class Executor:
         return [*self.model.states(), *own]
 
     def stop_tracking(self) -> None:
-        """Count no bytes from now on, so that no observer slows the timed steps."""
+        """Count no further bytes, so that the tracker does not slow the timed steps."""
         self.tracker = self.movers.tracker = None
 
     # -- walk -------------------------------------------------------------------------------------

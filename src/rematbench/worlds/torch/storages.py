@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class ExecutionError(RuntimeError):
-    """An action that cannot run as it stands; the message names the action and the tensor."""
+    """An action that cannot run; the message names the action and the tensor."""
 
 
 @dataclass(slots=True)
