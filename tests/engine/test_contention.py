@@ -9,7 +9,7 @@ from rematbench.costs.collectives import network_bytes
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, shared_link_bytes_per_s
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
-from rematbench.engine.simulate.copy_contention import crowd_of as traffic
+from rematbench.engine.simulate.copy_contention import copy_traffic as crowd
 from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.evaluation import evaluate, evaluate_program
@@ -45,8 +45,8 @@ def layered() -> tuple[Problem, Plan]:
     return given, copied(given)
 
 
-def crowd_of(given: Problem, plan: Plan) -> CopyTraffic:
-    return traffic(given, lower(plan, given), action_seconds(given))
+def copy_traffic(given: Problem, plan: Plan) -> CopyTraffic:
+    return crowd(given, lower(plan, given), action_seconds(given))
 
 
 # -- rates ------------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ def test_bytes_of_a_collective_that_cross_a_nic(kind: str, expected: float) -> N
 
 
 def test_what_runs_beside_what() -> None:
-    found = crowd_of(*chunked())
+    found = copy_traffic(*chunked())
     assert 0.5 < found.two_way_share < 1.0  # a pipeline's warm-up only sends out
     assert found.sent_per_d2h == found.received_per_h2d > 0.0
-    found = crowd_of(*layered())
+    found = copy_traffic(*layered())
     assert (found.two_way_share, found.sent_per_d2h) == (0.0, 0.0)
     assert found.kernel_delay_share > 0.0
     given = problem(pp=2, global_batch=4)
-    assert crowd_of(given, given.base_plan) == NO_TRAFFIC
+    assert copy_traffic(given, given.base_plan) == NO_TRAFFIC
 
 
 def test_kernels_lose_the_rate_that_copies_take_of_the_device() -> None:
@@ -128,7 +128,7 @@ def test_a_copy_that_runs_into_a_backward_runs_beside_its_reloads() -> None:
         if action.kind is Kind.D2H and action.part == "L0"
     )
     warm_up = (3, 2, 1)
-    assert crowd_of(given, plan).two_way_share == pytest.approx(
+    assert copy_traffic(given, plan).two_way_share == pytest.approx(
         sum(2 * layer * (12 - before) for before in warm_up) / moved
     )
 
@@ -138,7 +138,7 @@ def test_collectives_between_nodes_run_beside_copies() -> None:
     and reduce."""
     given = problem(model=layers(6), dp=2, zero_stage=3, global_batch=4, system="torchtitan")
     plan = copied(given)
-    found = crowd_of(given, plan)
+    found = copy_traffic(given, plan)
     program = lower(plan, given)
     rank = program.ranks[0]
     for label, kind, messages in (
@@ -155,15 +155,15 @@ def test_collectives_between_nodes_run_beside_copies() -> None:
         assert messages == pytest.approx(sent / sum(a.nbytes for a in inside if a.kind is kind))
         assert messages > 0.0
     one_node = on(given, gpus_per_node=2)
-    assert crowd_of(one_node, plan).sent_per_d2h == 0.0
+    assert copy_traffic(one_node, plan).sent_per_d2h == 0.0
 
 
 def test_a_context_parallel_ring_between_nodes_runs_beside_copies() -> None:
     given, plan = ringed()
-    found = crowd_of(given, plan)
+    found = copy_traffic(given, plan)
     assert found.sent_per_d2h > 0.0
     assert found.received_per_h2d > 0.0
-    assert crowd_of(on(given, gpus_per_node=2), plan).sent_per_d2h == 0.0
+    assert copy_traffic(on(given, gpus_per_node=2), plan).sent_per_d2h == 0.0
 
 
 @pytest.mark.parametrize(("gpus", "sharing"), [(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)])
@@ -216,7 +216,7 @@ def test_with_infinite_rates_copies_are_as_if_alone(case: Any) -> None:
     program = lower(plan, given)
     alone = simulate_chunks(program, action_seconds(given)).step_s
     found = evaluate(given, plan).step_s
-    assert alone <= found <= alone * (1.0 + crowd_of(given, plan).kernel_delay_share)
+    assert alone <= found <= alone * (1.0 + copy_traffic(given, plan).kernel_delay_share)
 
 
 @pytest.mark.parametrize("case", [chunked, layered, trailing, ringed])

@@ -1,6 +1,6 @@
-"""The evaluator: each plan is lowered once, and each of its numbers is computed once.
+"""The evaluator: lowers each plan once, and computes each of its numbers once.
 
-Beside it: lowered plans, and the bytes that the allocator of their fullest rank reserves.
+Also lowered plans, and the bytes that the allocator of their fullest rank reserves.
 """
 
 from collections import OrderedDict
@@ -33,13 +33,13 @@ from rematbench.solve.memory_plan import planned_peak
 
 
 def same_plan(plan: Plan) -> bytes:
-    """A key that is equal for plans with the same decisions, whatever `fit` notes."""
+    """A key that is equal for plans with the same decisions; `fit` does not count."""
     return msgspec.json.encode(replace(plan, fit={}))
 
 
 class Reserved(NamedTuple):
-    """Bytes that an allocator reserves (`at_least`: or more); `pressed`: with cached segments given
-    back for that."""
+    """Bytes that an allocator reserves.  `at_least`: it may reserve more.  `pressed`: it had to
+    give cached segments back."""
 
     nbytes: int
     pressed: bool = False
@@ -48,15 +48,15 @@ class Reserved(NamedTuple):
 
 class Lowered:
     """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
-    unlimited memory, each made once.  No cluster changes them.  `evaluations` and `parts_s` have
-    the numbers that an evaluator computed, by what they depend on."""
+    unlimited memory, each computed once.  No cluster changes them.  `evaluations` and `parts_s`
+    cache the numbers of an evaluator, by the facts that they depend on."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
-        self.held: dict[int, Reserved] = {}  # what `weighed` found, by usable bytes
+        self.held: dict[int, Reserved] = {}  # results of `weighed`, by usable bytes
         self.evaluations: dict[bytes, PlanEvaluation] = {}
         self.parts_s: dict[tuple[bytes, float], dict[str, float]] = {}
-        self._peaks: AllocatorPeaks | None = None  # perhaps of a replay that ended early
+        self._peaks: AllocatorPeaks | None = None  # possibly of a replay that ended early
 
     @cached_property
     def program(self) -> Program:
@@ -64,8 +64,8 @@ class Lowered:
         return lower(self.plan, self.problem)
 
     def forget(self, most_actions: int) -> None:
-        """Forget a program with more actions in memory, which is lowered again where it is asked
-        for."""
+        """Drop a program with more than `most_actions` actions in memory; the next use lowers it
+        again."""
         program: Program | None = self.__dict__.get("program")
         if program is not None and program.written > most_actions:
             del self.program
@@ -87,7 +87,7 @@ class Lowered:
 
     @cached_property
     def placed_bytes(self) -> int:
-        """What the fullest rank needs where the plan places its activations itself; else 0."""
+        """Bytes of the fullest rank if the plan places its activations itself; else 0."""
         rank = fullest_rank(self.ranks)
         return _placed_bytes(self.program, rank, self.ranks[rank])
 
@@ -97,7 +97,8 @@ class Lowered:
         return self.peaks_until(inf)
 
     def peaks_until(self, enough_bytes: float) -> AllocatorPeaks:
-        """`peaks`, or those of a replay that ended once more than `enough_bytes` were reserved."""
+        """`peaks`, or the peaks of a replay that ended once more than `enough_bytes` were
+        reserved."""
         known = self._peaks
         if known is None or (known.ended and known.reserved_bytes <= enough_bytes):
             known = self._peaks = self.replayed(enough_bytes=enough_bytes)
@@ -115,9 +116,9 @@ class Lowered:
 def weighed(
     problem: Problem, lowered: Lowered, room_bytes: float = inf, enough_bytes: float = inf
 ) -> Reserved:
-    """What the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
-    `room_bytes` is not replayed: no allocator needs less.  A replay ends where more than
-    `enough_bytes` are reserved; how many more is then not known."""
+    """Bytes that the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
+    `room_bytes` is not replayed: no allocator needs fewer.  A replay ends once more than
+    `enough_bytes` are reserved; the result is then a lower bound (`at_least`)."""
     if lowered.live_bytes > room_bytes:
         return Reserved(lowered.live_bytes)
     at = problem.usable_bytes
@@ -161,14 +162,14 @@ def replayed(
 
 
 def reserved(problem: Problem, program: Program, ranks: Sequence[RankBytes]) -> Reserved:
-    """What the fullest rank's allocator reserves, by replay."""
+    """Bytes that the fullest rank's allocator reserves, by replay."""
     rank = fullest_rank(ranks)
     return rank_reserved(program, rank, ranks[rank], problem.usable_bytes)
 
 
 def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> Reserved:
-    """What one rank's allocator reserves, by replay.  Where the plan places its activations itself,
-    the bytes of that placement count."""
+    """Bytes that a rank's allocator reserves, by replay.  If the plan places its activations
+    itself, the bytes of that placement count."""
     if placed := _placed_bytes(program, rank, held):
         return Reserved(placed)
     peaks = unpressed(program, rank, held)
@@ -178,10 +179,9 @@ def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: in
 def _within(
     usable_bytes: int, peaks: AllocatorPeaks, replay_at: Callable[[int], AllocatorPeaks]
 ) -> Reserved:
-    """What an allocator with `peaks` on unlimited memory reserves of `usable_bytes`.  Where it
-    reaches them it releases cached segments and tries again (`replay_at`): only where the retry
-    fails too is the rank out of memory, and then the reserved bytes are those of unlimited
-    memory."""
+    """The bytes that an allocator with `peaks` on unlimited memory reserves of `usable_bytes`.  At
+    this limit it releases cached segments and tries again (`replay_at`).  Only if the retry fails
+    too is the rank out of memory; the result then has the bytes of unlimited memory."""
     if peaks.reserved_bytes > usable_bytes >= peaks.allocated_bytes:
         pressed = replay_at(usable_bytes)
         if pressed.oom_at is None:
@@ -211,9 +211,9 @@ def without_cluster(problem: Problem) -> Hashable:
 
 
 class Evaluator:
-    """Lowered plans and their numbers.  `same` tells which problems share a lowered plan (by
-    default only a problem with itself); the last `kept` lowered plans stay (None: all).  Live bytes
-    above the usable bytes are replayed only with `replay_all`: no allocator needs less."""
+    """Lowered plans and their numbers.  Problems with equal keys `same` share a lowered plan
+    (default: no two problems do); the last `kept` lowered plans stay (None: all).  Plans with more
+    live bytes than usable bytes are replayed only with `replay_all`: no allocator needs fewer."""
 
     def __init__(
         self, same: Same = id, kept: int | None = None, *, replay_all: bool = False
@@ -232,7 +232,7 @@ class Evaluator:
         return self._lowered[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> Reserved:
-        """What the allocator of the plan's fullest rank reserves on the cluster's devices."""
+        """Bytes that the allocator of the plan's fullest rank reserves on the cluster's devices."""
         room_bytes = inf if self._replay_all else problem.usable_bytes
         return weighed(problem, self.lowered(problem, plan), room_bytes)
 

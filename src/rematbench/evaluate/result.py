@@ -62,8 +62,8 @@ class Band(Struct, frozen=True, kw_only=True):
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A problem with the plan that methods begin with. `words` are the command-line options that
-    say this problem (empty: no command can say it)."""
+    """A problem with the plan that methods begin with. `words` are the command-line options of
+    this problem (empty: no options can express it)."""
 
     problem: Problem
     base: Plan
@@ -77,7 +77,7 @@ class Job(Struct, frozen=True, kw_only=True):
         return "" if even else _layers(self.base)
 
     def run_with(self, method: str, *more: str) -> str:
-        """The command that simulates a method on this job; empty where no command says the job."""
+        """The command that simulates a method on this job; empty if no options express it."""
         words = ("rematbench", "simulate", method, *self.words, *more)
         return shlex.join(words) if self.words else ""
 
@@ -286,7 +286,7 @@ def evaluate_method(
     shared: Evaluator | None = None,
 ) -> Result:
     """The result of a method on a problem; `checked` also proves the lowered program safe.
-    `words` are the options that say the problem, `text` the method's name as it was typed.  With an
+    `words` are the options of the problem, `text` the method's name as the user typed it.  With an
     evaluator that is `shared` by problems, a plan that does not fit has a verdict and no
     evaluation: its step is not simulated."""
     if shared is not None:
@@ -367,8 +367,8 @@ def assumed(problem: Problem) -> str:
 
 
 def faster_attention(problem: Problem) -> str:
-    """The attention kernels of the GPU generation whose published rates are above those of the
-    kernel in use, in one line; empty where there are none, or none are published."""
+    """The attention kernels of the GPU generation with higher published rates than the kernel in
+    use, in one line; empty if there are none."""
     if problem.kernel == "unfused":
         return ""
     rates = problem.calibration.kernels.generation(problem.cluster.generation).attention

@@ -21,7 +21,7 @@ PASSES = ("F", "B")
 """The labels of blocks with kernels."""
 
 
-def crowd_of(
+def copy_traffic(
     problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]
 ) -> CopyTraffic:
     """The work that overlaps a program's copies; `kernel_s`: seconds of a kernel that overlaps

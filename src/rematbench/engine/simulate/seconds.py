@@ -9,7 +9,7 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.engine.program.program import Program
-from rematbench.engine.simulate.copy_contention import crowd_of
+from rematbench.engine.simulate.copy_contention import copy_traffic
 from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
 from rematbench.problem import Problem
 
@@ -40,7 +40,7 @@ class ActionCosts:
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._holds = self._waits_for_messages or system.blocking_copies
         if program is not None:
-            self.crowd = crowd_of(problem, program, self._kernels_s)
+            self.crowd = copy_traffic(problem, program, self._kernels_s)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
