@@ -50,7 +50,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     optimizer: Annotated[Home | None, OPTIONS["optimizer"]] = None,
     method: Annotated[
         list[str] | None,
-        Option(metavar="X", help="This method, what is made of it, and no other (repeatable)."),
+        Option(metavar="X", help="Only this method and its compositions (repeatable)."),
     ] = None,
     methods: Methods = None,
     engine: Annotated[
@@ -94,11 +94,11 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """Search all layouts and plans of a job: the fastest that fits, with a proved gap.
 
     Layouts are all that the stack can run on so many GPUs (degrees that are given stay as they
-    are); plans are every method that is no planner, in its grid, composed as `compare` does.  No
-    plan of the space is faster than the first row by more than the gap.  The other rows are the
-    next of all layouts and compositions, each at the least share that fits.  Planners, whose plan
-    no bound covers, are solved last, at the layouts of the first rows.  Ctrl-C prints the best so
-    far.
+    are).  Plans are every method that is not a planner, in its grid, composed as `compare` does.
+    No plan of the space is faster than the first row by more than the gap.  The other rows are the
+    next of all layouts and compositions, each at the smallest share that fits.  Planners, whose
+    plan no bound covers, are solved last, at the layouts of the first rows.  Ctrl-C prints the best
+    so far.
 
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together

@@ -55,7 +55,7 @@ def show_space(out: Console, made: SearchJob) -> None:
     show_assumed(out, made)
     layouts, plans = len(made.space.choices), len(made.variants)
     many = "s" if layouts > 1 else ""
-    text = f"space: {layouts:,} layout{many}, each with {plans} methods and what is made of them"
+    text = f"space: {layouts:,} layout{many}, each with {plans} methods and their compositions"
     out.print(plain(text))
     out.print()
 
@@ -183,15 +183,15 @@ def notes(
     elif at.short_bytes < inf:
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
     else:
-        yield "NOTHING FITS: no plan is left, and none of them for memory of a device"
+        yield "NOTHING FITS: every plan was excluded, and none of them for device memory"
     dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
     if dropped:
-        yield f"layouts that no rule allows: {'; '.join(dropped)}"
+        yield f"layouts that a rule refuses: {'; '.join(dropped)}"
     fell = sorted(at.excluded.items(), key=lambda pair: -pair[1])
     if said := [f"{count:,} {why}" for why, count in fell if count]:
         yield f"excluded: {'; '.join(said)}"
     if found and at.short_bytes < inf:
-        yield f"what was excluded for device memory lacked {gib(at.short_bytes)} GiB or more"
+        yield f"plans that were excluded for device memory lack {gib(at.short_bytes)} GiB or more"
     if made.planners:
         names = ", ".join(made.planners)
         yield f"outside of the proof: {names} (planners{SOLVED if found and solved else ''})"
@@ -209,10 +209,10 @@ def _rows_note(made: SearchJob, at: Progress, found: list[Result]) -> Iterator[s
     sure = len([one for one in found if one.fitting_s * (1 - made.asked.within) <= at.listed_s])
     told = "no other is faster than a row by more than the gap"
     if sure < len(found):
-        told = f"those after place {max(1, sure)} as far as they were found"
+        told = f"after place {max(1, sure)} that is not proved"
     yield (
-        "rows: the fastest of all layouts and compositions of methods, each at the least share and "
-        f"in the fewest pieces that fit; {told}"
+        "rows: the fastest of all layouts and compositions of methods, each at the smallest "
+        f"share and in the fewest pieces that fit; {told}"
     )
 
 

@@ -26,7 +26,7 @@ from rematbench.advise.search.trials import Trial
 from rematbench.plugins.registry import Registry
 from rematbench.worlds.packages.flags import Engines
 
-MADE = "made of a plan that fits"
+MADE = "adds a method to a plan that fits"
 """Why a candidate falls that adds methods to a plan that fits: it is not faster."""
 
 
@@ -146,12 +146,12 @@ class Search:
         if place is None:
             self._open(bound_s, item)
         elif place.counted:
-            self.excluded.counts["of a layout that is fast enough"] += 1
+            self.excluded.counts["at a layout that is fast enough"] += 1
         elif self._dominated(place, item.candidate, item.step if item.stage in RIPE else 1):
             self.excluded.counts[MADE] += 1
             self.queue.put_aside(bound_s, item)
         elif item.stage in RIPE and self.memory.settled(bound_s, place, item):
-            self.excluded.counts["memory or no plan, as before"] += 1
+            self.excluded.counts["memory or no plan, as an earlier plan shows"] += 1
         elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
@@ -194,7 +194,7 @@ class Search:
             if late == (less is None):
                 continue
             if less in lean.searched and not lean.waiting[less]:
-                self.excluded.counts["no leaner than with micro-batch 1"] += 1
+                self.excluded.counts["needs no less memory than with micro-batch 1"] += 1
                 candidates = tuple(dict.fromkeys(lean.doubts[less]))
             lean.searched.add(choice)
             for candidate in candidates:

@@ -23,7 +23,10 @@ from rematbench.advise.search.queue import (
 from rematbench.advise.search.trials import NO_PLAN, RESERVED, Site, Trial, planned_at
 from rematbench.plugins.registry import Registry
 
-COPIED, KEPT = "host memory, by what is copied", "device memory, by what is kept"
+COPIED, KEPT = (
+    "host memory, by the bytes that are copied",
+    "device memory, by the bytes that are kept",
+)
 """Why a candidate falls that is not probed."""
 
 
@@ -68,7 +71,7 @@ class MemoryRules:
             return
         place.judged.add((candidate, pieces))
         if candidate.pieces and place.ends.get(in_one_piece(candidate)) == 1:
-            self.excluded.counts["host memory, in any pieces"] += 1
+            self.excluded.counts["host memory, in any number of pieces"] += 1
             return
         if pieces == 1 and self.tree.ends_next(candidate) and self.falls(place, candidate):
             for more in self.tree.more(candidate):
@@ -162,7 +165,7 @@ class MemoryRules:
                 bound_s = max(bound_s, float(known.step_s[step, at]))
                 self.queue.push(bound_s, Item("pieces", place, None, candidate, 1, more))
                 return
-        self.excluded.counts["memory, in any pieces"] += 1
+        self.excluded.counts["memory, in any number of pieces"] += 1
 
     def _first_step(
         self, place: Place, candidate: Candidate, pieces: int, bound_s: float, after: int = 0
@@ -187,7 +190,7 @@ class MemoryRules:
                 self.excluded.lacks_device(float(over[step - 1]))
                 self.excluded.counts["device memory, by its bound"] += 1
             elif (candidate, step) in place.flat:
-                self.excluded.counts["memory, in any pieces"] += 1
+                self.excluded.counts["memory, in any number of pieces"] += 1
             else:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
