@@ -40,10 +40,11 @@ def validate(
     ] = None,
     processes: PROCESSES = 2,
 ) -> None:
-    """Errors of predictions by source, beside a constant-MFU floor; exit 1 past `accepted`.
+    """Print errors of predictions by source, next to those of a constant MFU.
 
-    Without --rows the published cells are predicted and held to the accuracy that is promised.
-    With --predictions the groups of runs_more.csv are scored only where --more is given too.
+    Without --rows the published cells are predicted; exit code 1 if an error exceeds the promised
+    accuracy (`accepted`).  With --predictions the groups of runs_more.csv are scored only if --more
+    is given too.
 
     \b
     Example:
@@ -91,9 +92,9 @@ def _predicted(sheet: list[Cell], processes: int) -> list[Cell]:
 
 def _verdict(out: Console, report: Report) -> None:
     for check in report.failed:
-        out.print(plain(f"FAIL: {check.group}: {check.statistic} past accepted"))
+        out.print(plain(f"FAIL: {check.group}: {check.statistic} exceeds `accepted`"))
     if report.failed:
         raise typer.Exit(1)
     promised = any(group.checks for group in report.groups)
-    kept = "every promise is kept within `accepted`"
-    out.print(plain(kept if promised else "nothing is promised about these rows"))
+    passed = "all errors are within `accepted`"
+    out.print(plain(passed if promised else "no accuracy is promised for these rows"))
