@@ -47,12 +47,13 @@ Task = tuple[Work, int]
 """A model with its GPUs, and a sequence length."""
 
 
-class Answer(Struct, frozen=True, kw_only=True):
-    """The answer of one search of a cell: the method's text, the layout with its layers by chunk
-    (None: no plan fits), the step in seconds, the gap that is proved (a fraction; None: none is),
-    and the layouts and simulations of the proof.  Where no plan fits: the least bytes that an
-    excluded plan lacked on a device (in host memory, where none lacked device memory), or why the
-    arm has no plan."""
+class CommittedPlan(Struct, frozen=True, kw_only=True):
+    """A row of the committed answers of searches, one for each search of a cell; its plan is
+    evaluated again (`sweep`).  It has the method's text, the layout with its layers by chunk (None:
+    no plan fits), the step in seconds, the gap that is proved (a fraction; None: none is), and the
+    layouts and simulations of the proof.  Where no plan fits: the least bytes that an excluded plan
+    lacked on a device (in host memory, where none lacked device memory), or why the arm has no
+    plan."""
 
     name: str = ""
     choice: Choice | None = None
@@ -135,18 +136,18 @@ class Answers:
         words = f"{self.methods[name].text} {job}"
         return f"{words} (pp {self.spec.same_layout_pp})" if table == SAME else words
 
-    def best(self, name: str) -> Answer:
+    def best(self, name: str) -> CommittedPlan:
         """The best layout of an arm."""
         if (BEST, name) not in self._known:
             self._known[BEST, name] = self._best(name)
         return self._known[BEST, name]
 
     @property
-    def fastest(self) -> Answer:
+    def fastest(self) -> CommittedPlan:
         """The fastest of the arms' best layouts."""
         return min(map(self.best, self.searched), key=lambda answer: answer.step_s)
 
-    def one_layout(self) -> Answer:
+    def one_layout(self) -> CommittedPlan:
         """The baseline's best layout with `same_layout_pp` pipeline ranks, or else with fewer;
         where the baseline fits nowhere, the layout of the fastest arm."""
         key = (SAME, self.spec.baseline)
@@ -156,7 +157,7 @@ class Answers:
             self._known[key] = found if found.choice else self.fastest
         return self._known[key]
 
-    def any_plan(self) -> Answer:
+    def any_plan(self) -> CommittedPlan:
         """The fastest plan of all methods and compositions; the fastest arm's where no other plan
         is faster."""
         if (ANY, "") not in self._known:
@@ -169,7 +170,7 @@ class Answers:
             )
         return self._known[ANY, ""]
 
-    def _best(self, name: str, least_pp: int = 1) -> Answer:
+    def _best(self, name: str, least_pp: int = 1) -> CommittedPlan:
         method, cell = self.methods[name], self.cell
         candidates = candidates_of(method, self.registry)
         search = cell.search_of(candidates, least_pp)
@@ -186,7 +187,7 @@ class Answers:
             found = less
         return found
 
-    def _faster(self, found: Answer, text: str) -> Answer:
+    def _faster(self, found: CommittedPlan, text: str) -> CommittedPlan:
         """An answer, or that of a method's `text` at the same layout where its step is shorter."""
         assert found.choice is not None
         site = self.cell.site(found.choice)
@@ -205,10 +206,12 @@ def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
     return None
 
 
-def _answer(cell: CellJob, search: Search) -> Answer:
+def _answer(cell: CellJob, search: Search) -> CommittedPlan:
     """The answer of a search, which ends with a fixed amount of work."""
     end, excluded = in_one_process(search, most_work=MINUTE_OF_ONE), search.excluded
-    work = Answer(gap=search.gap, layouts=len(cell.space.choices), simulations=end.simulations)
+    work = CommittedPlan(
+        gap=search.gap, layouts=len(cell.space.choices), simulations=end.simulations
+    )
     if end.results:
         best = end.results[0]
         choice = cell.choice(best)
@@ -271,7 +274,7 @@ class Worker:
             yield line_of(answers, ANY, "", answers.any_plan())
 
 
-def line_of(answers: Answers, table: str, arm: str, answer: Answer) -> Line:
+def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Line:
     """The line of an answer, as it is committed."""
     line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.cell.at, strict=True))
     line |= {"table": table, "arm": arm, "asked": answers.asked(table, arm), "name": answer.name}
@@ -282,7 +285,7 @@ def line_of(answers: Answers, table: str, arm: str, answer: Answer) -> Line:
     return {**line, **answer.proof, "reason": answer.reason}
 
 
-def read_answer(row: Row, cell: CellJob) -> Answer:
+def read_answer(row: Row, cell: CellJob) -> CommittedPlan:
     """The answer of a committed line; CommandError where the line is damaged."""
     try:
         return _read(row, cell)
@@ -291,9 +294,9 @@ def read_answer(row: Row, cell: CellJob) -> Answer:
         raise CommandError(f"cells: {where}: no answer of a search ({error or 'layers'})") from None
 
 
-def _read(row: Row, cell: CellJob) -> Answer:
+def _read(row: Row, cell: CellJob) -> CommittedPlan:
     places = {place: number(row, f"{place}_short_bytes") for place in ("device", "host")}
-    return Answer(
+    return CommittedPlan(
         name=row["name"],
         choice=_choice(row, cell) if row["name"] else None,
         step_s=number(row, "step_s") or inf,

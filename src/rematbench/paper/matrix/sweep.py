@@ -15,7 +15,16 @@ from rematbench.evaluate.result import ROOMS, SPEEDS, Result, evaluate_method
 from rematbench.evidence.published.sheets import Row
 from rematbench.host.console import CommandError
 from rematbench.host.workers import collect_rarely
-from rematbench.paper.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
+from rematbench.paper.matrix.best import (
+    ANY,
+    BEST,
+    CELL,
+    SAME,
+    Answers,
+    CellJob,
+    CommittedPlan,
+    runs,
+)
 from rematbench.plugins.registry import Registry
 from rematbench.worlds.records.matrix_spec import MatrixSpec
 
@@ -115,7 +124,7 @@ def _evaluated(
     )
 
 
-def _check_step(head: Line, answer: Answer, result: Result) -> None:
+def _check_step(head: Line, answer: CommittedPlan, result: Result) -> None:
     step_s = result.step_s or 0.0
     if abs(step_s - answer.step_s) > ROUNDING * answer.step_s:
         where = " ".join(str(head[key]) for key in (*CELL, "arm"))
