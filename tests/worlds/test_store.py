@@ -72,7 +72,7 @@ def test_who_was_taken_over_cannot_overwrite(tmp_path: Path) -> None:
     lease(tmp_path, 2, ELSEWHERE)  # someone believed it dead
     assert not late.commit(held, b"late")
     assert late.finished("cell") is None
-    assert "taken over" in said[0]
+    assert "another job took the lease" in said[0]
 
 
 def test_an_unfinished_record_is_claimed_again(tmp_path: Path) -> None:
