@@ -1,4 +1,9 @@
-"""Small problems that probes lower, what plans store there, and the costs of their chunks."""
+"""Small problems that probes lower, what plans store there, and the costs of their chunks.
+
+A probe lowers blocks to know what a pass needs.  What is stored between a forward and its backward
+is known from the fates of tensors, in a fifth of the time.  That alone excludes most plans that do
+not fit.
+"""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The entries of a search's queue, in the order of their bounds."""
+"""The queue of a search: its entries, in the order of their bounds or with the leanest first."""
 
 import heapq
 from collections import Counter, defaultdict
