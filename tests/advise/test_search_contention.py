@@ -72,7 +72,7 @@ def traffics(made: SearchJob, text: str) -> tuple[CopyTraffic, CopyTraffic]:
     choice, site = shard.choices[index], shard.site(index)
     plan = planned_at(site.job, text, made.registry)
     assert isinstance(plan, Plan)
-    real = ActionCosts(site.problem, lower(plan, site.problem)).traffic
+    real = ActionCosts(site.problem, lower(plan, site.problem)).crowd
     probe = shard.probe(Candidate((Variant(text.split(":", maxsplit=1)[0], text),)))
     assert isinstance(probe, Probe)
     found = stages(probe.facts, choice.sizes, waits=bool(shard.columns.waits[index]))

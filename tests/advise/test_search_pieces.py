@@ -103,7 +103,7 @@ def test_no_pieces_are_tried_where_host_memory_is_short() -> None:
         verdict = replace(trial.result.verdict, host_headroom_bytes=-1)
         reason = "host memory of a node"
         short = replace(trial.result, status="oom", evaluation=None, verdict=verdict, reason=reason)
-        item = Item("tight", place, None, failed, 1, pieces)
+        item = Item("simulate", place, None, failed, 1, pieces)
         search.memory.after_failure(0.0, place, item, replace(trial, result=short))
         assert place.ends == {whole: 1}
         before = len(search.queue)

@@ -130,7 +130,7 @@ class Search:
             self.work += own + prober.layers - before
             yield trial
 
-    def beat(self, step_s: float) -> None:
+    def note_step(self, step_s: float) -> None:
         """Take note of the seconds of a step that fits, of another process or of an earlier
         search."""
         self.queue.best_s = min(self.queue.best_s, step_s)
@@ -152,12 +152,12 @@ class Search:
             self.queue.put_aside(bound_s, item)
         elif item.stage in RIPE and self.memory.settled(bound_s, place, item):
             self.excluded.counts["memory or no plan, as an earlier plan shows"] += 1
-        elif item.stage in ("closed", "grow") or (item.stage == "expand" and not place.tightened):
+        elif item.stage in ("tighten", "grow") or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
             self._expand(bound_s, place, item.candidate)
-        elif item.stage == "made":
-            self._made(bound_s, place, item.candidate)
+        elif item.stage == "compose":
+            self._compose(bound_s, place, item.candidate)
         elif item.stage in BEGINNING:
             self._begin(bound_s, place, item)
         elif item.stage == "pieces":
@@ -220,7 +220,7 @@ class Search:
         if known + 1 >= len(candidate.parts):
             self.memory.judge(bound_s, place, candidate)
             return
-        if not known and self.tree.ends(candidate) and self.memory.falls(place, candidate):
+        if not known and self.tree.ends(candidate) and self.memory.lacks_bytes(place, candidate):
             return
         found = place.bounds.of(Candidate(candidate.parts[: known + 1]))
         if isinstance(found, Bounds):
@@ -245,18 +245,18 @@ class Search:
         if self.queue.lean and candidate == KEEP:
             for lean, cut in self.tree.families:
                 if self.memory.may_fit(place, lean, cut):
-                    self.queue.push(0.0, Item("made", place, None, lean_candidate(lean, cut)))
+                    self.queue.push(0.0, Item("compose", place, None, lean_candidate(lean, cut)))
         if not any(self.memory.may_fit(place, *family) for family in self.tree.families):
             self.excluded.counts["device memory, under the leanest plans"] += 1
             return
         for more in self.tree.more(candidate):
-            found = Item("made", place, None, more)
+            found = Item("compose", place, None, more)
             if self._dominated(place, more):
                 self.queue.put_aside(bound_s, found)
             else:
                 self.queue.push(bound_s, found)
 
-    def _made(self, bound_s: float, place: Place, candidate: Candidate) -> None:
+    def _compose(self, bound_s: float, place: Place, candidate: Candidate) -> None:
         """Judge a candidate if the lean candidate of its family may fit; else expand the candidate
         if a family that contains the lean candidate's methods may fit."""
         lean, pieces = self.tree.family(candidate)
@@ -274,7 +274,7 @@ class Search:
         """Queue a candidate with its bound by the schedule.  The bound of a candidate to expand
         holds too: no candidate composed of it is faster.  A search for any fit goes on without that
         bound."""
-        expands = item.stage != "closed"
+        expands = item.stage != "tighten"
         if self.queue.lean:
             if expands:
                 self._expand(bound_s, place, item.candidate)
@@ -284,7 +284,7 @@ class Search:
             place.tightened = True
             tight_s = place.bounds.tight_s(item.candidate, item.step, item.pieces, place.index)
             bound_s = max(bound_s, tight_s)
-        stage: Stage = "expand" if expands else "tight"
+        stage: Stage = "expand" if expands else "simulate"
         self.queue.push(bound_s, Item(stage, place, None, item.candidate, item.step, item.pieces))
 
     def _simulate(self, bound_s: float, place: Place, item: Item) -> Trial | None:
@@ -296,8 +296,8 @@ class Search:
         if self.engine and place.engines is None:
             place.engines = Engines(site.problem, self.engine)
         trial = site.trial(method, self.registry, bound_s=bound_s, engines=place.engines)
-        again = not trial.content or trial.content in place.known
-        place.known.add(trial.content)
+        again = not trial.content or trial.content in place.simulated
+        place.simulated.add(trial.content)
         step_s = trial.result.fitting_s
         if not trial.result.fits:
             self.excluded.counts[trial.result.reason.split(":")[0]] += 1
@@ -309,6 +309,6 @@ class Search:
                 self.memory.queue_next_step(bound_s, place, item)
             elif not self.tree.ends(candidate):  # a candidate with a share grows when it is judged
                 self.queue.put_aside(step_s, Item("expand", place, None, candidate))
-            self.beat(step_s)
+            self.note_step(step_s)
             place.counted = step_s < self.queue.faster_than_s < inf
         return None if again else replace(trial, candidate=candidate.text(1))

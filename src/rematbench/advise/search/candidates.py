@@ -316,7 +316,7 @@ class Tree:
 
 class GivenCandidates(Tree):
     """The tree of a search for the best layout of given candidates, to which no method is added.  A
-    candidate with a share has a second root at the share 0, which lies before the line's first
+    candidate with a share has a second root at the share 0, which lies before the share's first
     step."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:

@@ -73,14 +73,14 @@ class MemoryRules:
         if candidate.pieces and place.ends.get(in_one_piece(candidate)) == 1:
             self.excluded.counts["host memory, in any number of pieces"] += 1
             return
-        if pieces == 1 and self.tree.ends_next(candidate) and self.falls(place, candidate):
+        if pieces == 1 and self.tree.ends_next(candidate) and self.lacks_bytes(place, candidate):
             for more in self.tree.more(candidate):
-                self.queue.push(bound_s, Item("made", place, None, more))
+                self.queue.push(bound_s, Item("compose", place, None, more))
             return
         bounds, at = place.bounds, place.index
         found = self._first_step(place, candidate, pieces, bound_s)
         if found:
-            self.queue.push(found[0], Item("closed", place, None, candidate, found[1], pieces))
+            self.queue.push(found[0], Item("tighten", place, None, candidate, found[1], pieces))
         if candidate.pieces is None:
             grows = (candidate.share or not found) and not self.tree.ends(candidate)
             known = bounds.of(candidate) if grows else None
@@ -108,7 +108,7 @@ class MemoryRules:
             return True
         return False
 
-    def falls(self, place: Place, candidate: Candidate) -> bool:
+    def lacks_bytes(self, place: Place, candidate: Candidate) -> bool:
         """Whether a candidate does not fit by what it keeps and copies.  It is not probed, unless
         nothing fits and what it lacks may be the least."""
         short = place.bounds.short(candidate)
@@ -294,7 +294,7 @@ class MemoryRules:
                 and candidate.share is None
                 and (candidate, item.pieces + 1) not in place.judged
             ):
-                stage = "tight"
+                stage = "simulate"
                 place.judged.add((candidate, item.pieces + 1))
             self.queue.push(bound_s, Item(stage, place, None, candidate, 1, item.pieces + 1))
         elif not found:
@@ -307,7 +307,9 @@ class MemoryRules:
         candidate = item.candidate
         found = self._first_step(place, candidate, item.pieces, bound_s, item.step)
         if found:
-            self.queue.push(found[0], Item("closed", place, None, candidate, found[1], item.pieces))
+            self.queue.push(
+                found[0], Item("tighten", place, None, candidate, found[1], item.pieces)
+            )
         return found is not None
 
     def _expand_later(self, bound_s: float, place: Place, candidate: Candidate) -> None:

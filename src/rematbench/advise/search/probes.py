@@ -107,8 +107,8 @@ class Prober:
     """Measures the passes of methods on small problems, which are made once for all methods.
     `layers`: the number of layers measured so far."""
 
-    def __init__(self, problem: Problem, known: ProbePrograms) -> None:
-        self.problem, self.known = problem, known
+    def __init__(self, problem: Problem, programs: ProbePrograms) -> None:
+        self.problem, self.programs = problem, programs
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
@@ -237,7 +237,7 @@ class Prober:
 
     def _small(self, sizes: tuple[int, ...]) -> Small:
         if sizes not in self.smalls:
-            self.smalls[sizes] = small_problem(self.problem, sizes, self.known)
+            self.smalls[sizes] = small_problem(self.problem, sizes, self.programs)
         return self.smalls[sizes]
 
     def _planned(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Refused:

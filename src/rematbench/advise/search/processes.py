@@ -76,7 +76,7 @@ class Part:
     def __call__(self, start: Round) -> State:
         """Work for one round and return the State after it."""
         search, trials = self.search, []
-        search.beat(start.best_s)
+        search.note_step(start.best_s)
         if start.listing and not search.queue.listing:
             search.list_all()
             self.steps = search.run()

@@ -1,4 +1,4 @@
-"""The entries of a search's queue, in the order of their bounds."""
+"""The queue of a search: its entries, in the order of their bounds or with the leanest first."""
 
 import heapq
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ from rematbench.advise.search.trials import Site
 from rematbench.worlds.packages.flags import Engines
 
 Stage = Literal[
-    "shard", "layout", "root", "grow", "expand", "made", "pieces", "closed", "tight"
+    "shard", "layout", "root", "grow", "expand", "compose", "pieces", "tighten", "simulate"
 ]  # fmt: skip
 """The next work on an entry of the queue.  shard: read the shard's facts; layout: begin with the
 tree's roots there; root: bound a root; grow: bound the expansion of a candidate with a share, which
@@ -27,7 +27,7 @@ fit; made: bound a candidate made so; pieces: bound a candidate in more pieces; 
 closed-form bound): bound it by the schedule; tight: simulate it."""
 
 
-RIPE: tuple[Stage, ...] = ("closed", "tight")
+RIPE: tuple[Stage, ...] = ("tighten", "simulate")
 """Stages of a plan that only waits for its bound by the schedule, or to be simulated."""
 
 
@@ -39,7 +39,7 @@ class Place(Struct):
     """A layout during the search: the bounds of its shard, and its index there.  `fits`: the least
     step of its share at which a candidate fits, in as few pieces as it has; `families`: whether a
     family may fit; `tightened`: whether any of its candidates has a bound by the schedule;
-    `judged`: candidates and pieces that have bounds; `known`: simulated plans, by content; `short`:
+    `judged`: candidates and pieces that have bounds; `simulated`: plans, by content; `short`:
     live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces;
     `ends`: a share's least step that host memory cannot hold; `refused`: candidates without a plan
     at any step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
@@ -51,7 +51,7 @@ class Place(Struct):
     tightened: bool = False
     engines: Engines | None = None
     judged: set[tuple[Candidate, int]] = set()
-    known: set[bytes] = set()
+    simulated: set[bytes] = set()
     short: dict[tuple[Candidate, int], float] = {}
     flat: set[tuple[Candidate, int]] = set()
     ends: dict[Candidate, int] = {}

@@ -2,6 +2,10 @@
 
 A rank has two clocks, compute and host, which each pass advances by its PassCost.  A message
 arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
+
+Copies are slowed by other traffic: messages per copied byte, and the share of bytes beside a copy
+in the other direction, are ratios.  Each is bounded by its least numerator and its largest
+denominator.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -1,4 +1,7 @@
-"""Walks a step's passes rank by rank, as lower bounds of its seconds need it.
+"""A walk through the passes of a step and the copies beside them, in an order from the schedule.
+
+The order follows from the schedule alone.  It is written once, as arrays with an entry per
+event, and walked for every plan with that plan's seconds.
 
 A long schedule is walked in three parts: up to a point of one period, on to the same point of the
 next, and to the end.  Where every clock moves by the same seconds between the two points, all

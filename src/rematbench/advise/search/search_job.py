@@ -1,4 +1,5 @@
-"""A search from plain inputs: its layouts, their shards, and the candidates to try."""
+"""A search from plain inputs: its layouts, their shards, the candidates to try, and table lines of
+its results."""
 
 import math
 from collections import defaultdict
