@@ -48,10 +48,9 @@ def listed(text: str) -> list[str]:
 
 
 NAMES = """
-methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
-sheets tables study claims matrix matrix-tables report expect run-cells cells
-collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
-curves baseline predict-gpu gpu-tables
+methods plan simulate compare timeline stages predict validate calibrate doctor flags run study
+matrix table searches report expect run-cells cells resume execute trace measure measure-gpu
+baseline
 """
 """Names that are a contract."""
 

@@ -68,7 +68,8 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
             for line in left_out:
                 typer.echo(line)
         if not found:
-            raise CommandError(f"--only {', '.join(only or [])}: no such cell in {path}")
+            plan = " has a plan of its own" if what == "convergence" else ""
+            raise CommandError(f"--only {', '.join(only or [])}: no such cell in {path}{plan}")
         names, wrong = _cells(what, found, output, steps=steps, timeout=timeout), {}
     typer.echo(f"{output}: {len(names)} records")
     for name, why in wrong.items():

@@ -19,7 +19,6 @@ Only = Annotated[
 Compare = Annotated[
     Path | None, Option(metavar="DIR", help="Exit 1 if a record differs from its copy in DIR.")
 ]
-Records = Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")]
 Predictions = Annotated[Path | None, Option(metavar="PRED.csv", help="Rows already predicted.")]
 More = Annotated[
     Path | None, Option(metavar="PRED.csv", help="Rows of runs_more.csv already predicted.")
