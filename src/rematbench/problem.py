@@ -211,7 +211,7 @@ def head_parameters(problem: Problem) -> int:
 
 
 def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """Parameters of each operator of a table that has parameters."""
+    """The parameter counts of a table's operators, leaving out operators without parameters."""
     return [op.parameters for op in weighted_operators(problem, table)]
 
 

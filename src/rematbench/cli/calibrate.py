@@ -221,7 +221,7 @@ def stack_file(
     base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
     found, before = located("system", base).resolve(), load_system(base).scales
     if found == output.resolve():
-        raise CommandError(f"-o {output}: the rows' own stack; write the new one beside it")
+        raise CommandError(f"-o {output}: would overwrite the rows' own stack; choose another file")
     moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
     scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
     try:

@@ -70,7 +70,10 @@ def cells(
     suite: SUITE,
     store: STORE,
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="EXECUTED.csv", help="Write their numbers.")
+        Path | None,
+        Option(
+            "-o", "--output", metavar="EXECUTED.csv", help="Write the cells' numbers to this file."
+        ),
     ] = None,
     again: Annotated[
         list[str] | None,
@@ -82,12 +85,13 @@ def cells(
     cluster: CLUSTER = "",
     methods: Methods = None,
 ) -> None:
-    """How far a measurement is: every cell and its state.
+    """Show how far a measurement has got: every cell and its state.
 
-    With -o every cell is a row of a sheet, with its status and numbers, measured beside simulated;
-    times are of GPUs only.  With --again finished cells are forgotten, so that the next run starts
-    them again, after a repair of the nodes or of the environment that no record can know of: their
-    records go, and beside the store the manifests of their bundles and executed.csv.
+    With -o, each cell becomes a row of a sheet, with its status and its numbers, measured beside
+    simulated; only GPU runs have times.  With --again, finished cells are forgotten so that the
+    next run starts them again, for example after a repair of the nodes or of the environment, which
+    no record can know of.  This deletes their records and, beside the store, the manifests of their
+    bundles and executed.csv.
 
     \b
     Example:

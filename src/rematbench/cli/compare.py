@@ -55,7 +55,10 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Names, Option(metavar="METHOD", help="These rows and no others (repeatable).")
     ] = None,
     tokens: Annotated[
-        float, Option(min=0.0, metavar="N", help="Tokens to train on: adds days.")
+        float,
+        Option(
+            min=0.0, metavar="N", help="Tokens to train on; adds a column with the days it takes."
+        ),
     ] = 0.0,
     price: Annotated[
         float, Option(min=0.0, metavar="P", help="Price of a GPU-hour: with --tokens, adds cost.")

@@ -37,7 +37,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     against: Annotated[
         str, Option(metavar="METHOD", help="Also run this method and compare the gradients.")
     ] = "",
-    device: Annotated[Device | None, Option(help="Default: cuda where there is one.")] = None,
+    device: Annotated[Device | None, Option(help="Default: cuda if available.")] = None,
     timeout: Timeout = 600,
     out: Out = None,
     json: Json = False,

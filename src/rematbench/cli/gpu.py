@@ -75,7 +75,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     if first:
         if part and part[0] not in PREDICTIONS:
-            raise CommandError(f"--part {part[0]}: predicted are {', '.join(PREDICTIONS)}")
+            raise CommandError(f"--part {part[0]}: --predict takes only {', '.join(PREDICTIONS)}")
         need_folder("-o", output)
         _predict(part[0] if part else "layers", suite, output, anew=anew, processes=processes)
         return

@@ -28,7 +28,8 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     what: Annotated[What, Argument(help="Which records.")],
     output: Output,
     suite: Annotated[
-        Path | None, Option(metavar="SUITE.yaml", help="Its problems (default: config/WHAT.yaml).")
+        Path | None,
+        Option(metavar="SUITE.yaml", help="Suite to measure (default: config/WHAT.yaml)."),
     ] = None,
     only: Only = None,
     methods: Methods = None,

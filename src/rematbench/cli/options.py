@@ -38,8 +38,8 @@ Timeout = Annotated[
 
 
 def percents(text: str | float, maximum: float = math.inf) -> float:
-    """A percentage from 0 to `maximum`, with or without its sign: `1`, `1%`.  BadParameter for
-    other texts."""
+    """A percentage from 0 to `maximum`, with or without a percent sign: `1`, `1%`.
+    BadParameter for any other text."""
     try:
         number = float(str(text).strip().removesuffix("%"))
     except ValueError:
@@ -117,8 +117,8 @@ class RunOptions:
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One run, ready to plan: a method on a job.  `text` and `settings` are the method's text and
-    the options of its settings as typed."""
+    """One run, ready to plan: a method on a job.  `text`: the method as typed; `settings`: the
+    options for its settings, as typed."""
 
     job: Job
     method: Composition

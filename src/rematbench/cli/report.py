@@ -34,7 +34,9 @@ MOST_BYTES = 5_000_000
 
 def report(
     suite: SUITE,
-    results: Annotated[Path, Option(metavar="DIR", help="Where tables and figures lie.")] = RESULTS,
+    results: Annotated[
+        Path, Option(metavar="DIR", help="Folder that holds the tables and figures.")
+    ] = RESULTS,
 ) -> None:
     """Write results/index.html (one self-contained page) and results/REPORT.md.
 

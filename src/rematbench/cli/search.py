@@ -58,7 +58,11 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = "",
     reserve_gib: Annotated[
         float | None,
-        Option(min=0, metavar="G", help="Device memory to leave free (else: errors of peaks)."),
+        Option(
+            min=0,
+            metavar="G",
+            help="Device memory to leave free (default: by errors of predicted peaks).",
+        ),
     ] = None,
     within: Within = 2.0,
     top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Most plans to show.")] = 10,
@@ -71,7 +75,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Option(metavar="gpus|context|batch|memory", help="Ask the other way round (see above)."),
     ] = "",
     speed: Annotated[
-        float, Option(min=0, metavar="T", help="Tokens/s of all GPUs, for --find gpus.")
+        float, Option(min=0, metavar="T", help="Target tokens/s across all GPUs, for --find gpus.")
     ] = 0.0,
     step: Annotated[
         float, Option(min=0, metavar="S", help="Seconds of a step, for --find batch.")

@@ -239,7 +239,7 @@ def show_difference(out: Console, found: list[Result], places: tuple[int, int]) 
     that has no plan."""
     for place in places:
         if not 1 <= place <= len(found):
-            raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")
+            raise CommandError(f"--explain: there is no plan {place} (only 1 to {len(found)})")
     one, other = (found[place - 1] for place in places)
     table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
     for part in PARTS:

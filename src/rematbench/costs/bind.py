@@ -108,8 +108,8 @@ class CostModel(KernelCosts):
     ) -> float:
         """Seconds of one rank's send to its peer in another stage, for the worst-placed pair.
 
-        Of a tensor `replicated` over tensor-parallel ranks, each rank sends a part, and the parts
-        are gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv
+        If the tensor is `replicated` over tensor-parallel ranks, each rank sends a part of it, and
+        the parts are gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv
         2104.04473, section 4.1; DeepSpeed's partitioned pipeline sends do the same)."""
         if replicated and self.layout.tp > 1:
             gathered = self.comm_s(Comm("all_gather", "tp", nbytes), to_stage % self.layout.pp)

@@ -10,11 +10,11 @@ from rematbench.spec.kernel_rates import Quantity
 
 
 class CopyTraffic(NamedTuple):
-    """The traffic that is concurrent with a program's copies.
+    """The traffic that runs alongside a program's copies.
 
     `two_way_share`: share of the copied bytes that move during a copy in the opposite direction;
     `sent_per_d2h`, `received_per_h2d`: bytes to and from other nodes on the same link, per copied
-    byte; `kernel_delay_share`: share by which copies, which take HBM rate, make kernels longer.
+    byte; `kernel_delay_share`: share by which kernels slow down because copies use HBM bandwidth.
     """
 
     two_way_share: float

@@ -53,11 +53,11 @@ def run(
     place: "LauncherPlace | None" = None,
     out: Path | None = None,
 ) -> Record | None:
-    """The record of a cell, compared with the losses and gradients of `reference` where
-    given.  Where only `reference` fails, the cell's record has the failure of `reference`.
+    """The record of a cell, compared with the losses and gradients of `reference` if one is given.
+    If only `reference` fails, the cell's record carries that failure.
 
-    `place`: this process is a rank that a launcher started.  The record is then written to `out`;
-    a rank without a record returns None.
+    `place`: set when this process is a rank that a launcher started.  The record is then written to
+    `out`; a rank without a record returns None.
     """
     from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
 

@@ -136,8 +136,8 @@ class Search:
         self.queue.best_s = min(self.queue.best_s, step_s)
 
     def list_all(self) -> None:
-        """From now on take the plans too that cannot be faster than a known one: those that add a
-        method to a plan that fits, and those that are much slower than the best."""
+        """From now on, also take plans that cannot be faster than a known one: those that add a
+        method to a plan that already fits, and those that are much slower than the best."""
         self.excluded.counts.pop(MADE, None)
         self.queue.list_all()
 

@@ -204,8 +204,8 @@ def _after(
 
 
 def distinct(trials: Sequence[Trial]) -> list[Trial]:
-    """The plans that fit, fastest first: at one layout one plan of a candidate, and of plans with
-    equal steps only the one that reserves the fewest bytes."""
+    """The plans that fit, fastest first.  Each layout keeps one plan per candidate and, among plans
+    with equal step times, only the one that reserves the fewest bytes."""
 
     def order(trial: Trial) -> tuple[float, int]:
         evaluation = trial.result.evaluation

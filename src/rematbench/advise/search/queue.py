@@ -70,7 +70,7 @@ class Place(Struct):
 
     @property
     def site(self) -> Site:
-        """What all searches know of the layout."""
+        """The layout's Site: what all searches have learnt about the layout so far."""
         return self.shard.site(self.index)
 
 

@@ -169,7 +169,8 @@ them is near."""
 
 
 def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
-    """Whether a chunk's copies by layer hide well behind its forward, beside `traffic` too."""
+    """Whether a chunk's layer-by-layer copies stay well hidden behind its forward, even alongside
+    `traffic`."""
     return cost.copy_s(chunk.out_bytes, "d2h", traffic) < HIDDEN * chunk.forward.compute_s
 
 

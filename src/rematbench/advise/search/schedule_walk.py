@@ -275,7 +275,7 @@ class Clocks:
 
     @property
     def ranks(self) -> tuple[list[float], ...]:
-        """The clocks of ranks as they are now."""
+        """A copy of all ranks' clocks as they stand now: compute, host, copies out and back."""
         return self.compute.copy(), self.host.copy(), self.out.copy(), self.back.copy()
 
     def leap(self, before: tuple[list[float], ...], period: Events, times: int) -> bool:

@@ -165,7 +165,7 @@ class TimedBlock(NamedTuple):
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
     """Compile a block: its actions with their timings.  `record` also keeps the actions
-    that only allocate or free, at the compute stream's time of their issue."""
+    that only allocate or free, as items of the compute stream that take no time."""
     timing = timings(seconds)
     items = []
     busy = [0.0] * len(STREAMS)

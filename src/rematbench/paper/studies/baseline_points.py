@@ -65,7 +65,7 @@ class _Whole(Struct, frozen=True):
 
 
 def load_points() -> tuple[Point, ...]:
-    """The shipped points; ConfigError with the path where their file is invalid."""
+    """The shipped points; ConfigError, naming the path, if their file is invalid."""
     path = data_dir("config") / "baseline_points.yaml"
     listed = convert(read_mapping(path, str(path)), Points, str(path)).points
     return tuple(_point(values, f"{path}: points: {i}") for i, values in enumerate(listed))

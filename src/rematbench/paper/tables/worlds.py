@@ -27,7 +27,8 @@ def mib(value: Any) -> str:
 
 
 def build(executed: list[Path], traced: list[Path], retraced: Path) -> Table:
-    """The table of all records; CommandError where a record breaks a law."""
+    """The table of all records; CommandError if none is measured, if the bytes of one differ from
+    the ledger, or if one is not lossless."""
     found = read_records([*executed, *traced])
     if not any(record.measured for _, record in found):
         raise CommandError("no measured record")

@@ -141,7 +141,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def content_hash(value: object) -> str:
     """A short SHA-256 of a value's canonical JSON (sorted keys, without fields at their defaults).
-    A field that is added with a default changes no hash of what was said before it."""
+    Adding a field with a default does not change the hashes of existing values."""
     return _hash(without_defaults(value))
 
 

@@ -64,12 +64,12 @@ def remove_records(
     statuses: Collection[str],
     names: Collection[str] = (),
 ) -> dict[str, str]:
-    """Remove the finished records with these statuses (only of the cells `names`, where given) and
-    return the status of each removed record by cell.
+    """Remove the finished records with these statuses (if `names` is given, only those of the cells
+    it names) and return the status of each removed record by cell.
 
-    The manifests of their bundles and the table in `results` are removed too: Snakemake knows only
-    these files, and makes no missing manifest while the table exists.  CommandError for an unknown
-    status or cell.
+    Also removes the manifests of their bundles and the table in `results`: Snakemake knows only
+    these files, and does not remake a missing manifest while the table exists.  CommandError for an
+    unknown status or cell.
     """
     _check("status", statuses, get_args(CellStatus))
     _check("cell", names, [cell.name for cell in campaign.cells])

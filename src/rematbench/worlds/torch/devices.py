@@ -71,7 +71,9 @@ def set_expandable_segments(*, expandable: bool) -> None:
         known = (one for one in others if not one.startswith(PINNED_CACHE_KEY))
         done = _set(",".join(known), word)
     if not done:
-        raise RuntimeError(f"torch {torch.__version__} cannot set {SEGMENTS_KEY} in a process")
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot set {SEGMENTS_KEY} in a running process"
+        )
 
 
 def _set(settings: str, word: str) -> bool:

@@ -109,7 +109,7 @@ def memory_shortage(case: Case) -> str:
 def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
     """The results of cases of one world size, in their order; `timeout_s` for each case."""
     if len({(case.world_size, case.device) for case in cases}) > 1:
-        raise ValueError("the cases of a launch have one world size and one device")
+        raise ValueError("all cases of a launch must have the same world size and device")
     results: dict[int, Result] = {}
     waiting = []
     for number, case in enumerate(cases):

@@ -222,9 +222,9 @@ class CudaStreams(Streams):
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """An event that is recorded when the message is done.
 
-        NCCL's handle keeps the message's memory while any object holds the handle, but here waits
-        decide when memory is free. Each channel has a stream of its own for these events, so that
-        no message waits for another channel's peer.
+        This is not NCCL's handle, because the handle keeps the message's memory alive as long as
+        anything holds it, and here waits alone decide when memory is freed. Each channel has its
+        own stream for these events, so that no message waits for another channel's peer.
         """
         if channel not in self.arrivals:
             made = named_stream(self.device, len(self.arrivals))
