@@ -146,7 +146,7 @@ def test_one_package_runs_where_it_alone_is_asked_for(
     ran: list[str] = []
     monkeypatch.setattr(run.package, "run", lambda problem, method, *_, **__: problem.layout)
     monkeypatch.setattr(run, "keep_record", lambda record, folder, name: ran.append(name))
-    asked = run.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
+    asked = run.GpuRequest(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
     run.PARTS["baselines"](asked)
     assert ran == ["deepspeed-plain"]
     run.PARTS["baselines"](replace(asked, only=()))

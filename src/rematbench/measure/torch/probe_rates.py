@@ -75,7 +75,7 @@ def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
 
 
 def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[str, ...]) -> Call:
-    """The named kinds of work at once, each on its own stream."""
+    """The named kinds of work at once, one stream per kind."""
     device, streams = place.device, make_streams(place.device)
     here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in COPIES]
     there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in COPIES]
@@ -90,7 +90,7 @@ def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[
 
 
 def at_once(streams: Streams, work: Mapping[str, Call], times: Mapping[str, int]) -> None:
-    """Issue pieces of work on their own streams; `times` is the number of calls of each kind."""
+    """Issue pieces of work, one stream per kind; `times` is the number of calls of each kind."""
     streams.begin()
     for name, count in times.items():
         with streams.on(name):

@@ -1,4 +1,4 @@
-"""Rates of one GPU beside what is predicted and published."""
+"""Measured, predicted and published rates of one GPU."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from rematbench.worlds.records.measured import same_gpu
 INPUTS = {"runs": "results/measured/gpu*"}
 READS = ("config/kernels/sources.yaml", "results/published/kernels.csv")
 WITHIN = ("gemm", "attention_forward", "attention_backward", "norm", "memcpy_d2h", "memcpy_h2d")
-"""Kinds of rates with published rows that can be laid beside them."""
+"""Kinds of rates with comparable published rows."""
 BACKENDS = {"flash": "fa2", "cudnn": "cudnn"}
 
 
