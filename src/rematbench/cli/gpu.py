@@ -22,8 +22,8 @@ from rematbench.measure.parts.run import (
     GpuRequest,
     measure,
 )
-from rematbench.measure.parts.searched import load_searched, search_all
-from rematbench.measure.predictions import PREDICTIONS, predict, write_predictions
+from rematbench.measure.parts.searched_plans import load_searched, search_all
+from rematbench.measure.predicted_steps import PREDICTIONS, predict, write_predictions
 from rematbench.measure.records import Prediction
 from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.spec.paths import data_dir

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rematbench.host.console import CommandError
 from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.measure.machine import Machine
-from rematbench.measure.predictions import (
+from rematbench.measure.predicted_steps import (
     PREDICTIONS,
     identity,
     read_predictions,

@@ -17,8 +17,8 @@ from rematbench.worlds.records.measured import has_peak_of
 from rematbench.worlds.records.suite import NamedProblem, Suite, read_suite
 
 if TYPE_CHECKING:
+    from rematbench.measure.torch.probe_calls import Probe
     from rematbench.measure.torch.probe_rates import Timed
-    from rematbench.measure.torch.probes import Probe
 
 SEED = 7
 
@@ -114,13 +114,13 @@ def device_cluster(suite: RateSuite, device: str) -> str:
 
 
 def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterator[Probe]":
-    from rematbench.measure.torch.probe_rates import copy_probes, launch_probes  # noqa: PLC0415
-    from rematbench.measure.torch.probes import (  # noqa: PLC0415
+    from rematbench.measure.torch.probe_calls import (  # noqa: PLC0415
         Place,
         attention_probes,
         layer_probes,
         sustained,
     )
+    from rematbench.measure.torch.probe_rates import copy_probes, launch_probes  # noqa: PLC0415
 
     for spec in specs:
         yield from layer_probes(Place(spec.name, spec.problem(), device), compiled=suite.compiled)

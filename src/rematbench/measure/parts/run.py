@@ -17,8 +17,8 @@ from rematbench.measure.parts.actions import measure_actions
 from rematbench.measure.parts.checks import SUMMARY, Ran, Summary, findings, read_summary
 from rematbench.measure.parts.layers import measure_layers
 from rematbench.measure.parts.rates import load_rates, measure_rates
-from rematbench.measure.parts.searched import load_searched, measure_searched
-from rematbench.measure.predictions import PREDICTIONS
+from rematbench.measure.parts.searched_plans import load_searched, measure_searched
+from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
@@ -109,7 +109,7 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
 def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None]) -> Summary:
     """Run the parts one after another; the summary of them and of those that other commands ran
     there on this device.  `say` announces each part before it starts."""
-    from rematbench.worlds.torch.processes import versions  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415  # torch is optional
 
     device = versions(request.device)["device"]
     ended = _before(request.output / SUMMARY, device, parts)

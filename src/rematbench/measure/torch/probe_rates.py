@@ -12,7 +12,7 @@ from rematbench.costs.bind import CopyDirection
 from rematbench.costs.copies import CopyTraffic
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
-from rematbench.measure.torch.probes import Place, Probe
+from rematbench.measure.torch.probe_calls import Place, Probe
 from rematbench.measure.torch.repeats import Call, Repeats
 from rematbench.worlds.torch.case import failure
 from rematbench.worlds.torch.devices import pin_requested_size, release_pinned

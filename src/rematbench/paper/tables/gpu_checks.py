@@ -16,7 +16,7 @@ from rematbench.measure.parts.checks import (
     Summary,
     read_summary,
 )
-from rematbench.measure.parts.comparison import CPU_NOTE, runs_with
+from rematbench.measure.parts.measured_errors import CPU_NOTE, runs_with
 from rematbench.measure.records import ActionSeconds, by_cell, read_lines
 
 INPUTS = {"runs": "results/measured/gpu*"}

@@ -17,7 +17,8 @@ from rematbench.host.table import (
     whole,
 )
 from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_names, load_layers
-from rematbench.measure.parts.comparison import (
+from rematbench.measure.parts.layers import ratio
+from rematbench.measure.parts.measured_errors import (
     TIME_BAR,
     caveats,
     devices_of,
@@ -27,8 +28,7 @@ from rematbench.measure.parts.comparison import (
     signed_error,
     turns_of,
 )
-from rematbench.measure.parts.layers import ratio
-from rematbench.measure.predictions import PREDICTED
+from rematbench.measure.predicted_steps import PREDICTED
 from rematbench.measure.records import Prediction, Turn, by_cell, read_lines
 from rematbench.worlds.records.measured import measured_speed
 from rematbench.worlds.records.suite_cells import problem_of

@@ -19,7 +19,7 @@ from rematbench.host.table import (
     signed_percent,
     whole,
 )
-from rematbench.measure.parts.comparison import (
+from rematbench.measure.parts.measured_errors import (
     TIME_BAR,
     caveats,
     devices_of,
@@ -27,7 +27,7 @@ from rematbench.measure.parts.comparison import (
     runs_with,
     turns_of,
 )
-from rematbench.measure.predictions import PREDICTIONS
+from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.measure.records import Searched, Turn, by_cell, read_lines
 
 INPUTS = {"runs": "results/measured/gpu*"}

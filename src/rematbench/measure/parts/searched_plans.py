@@ -20,7 +20,7 @@ from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.measure.parts.layers import FEWEST, run_by_turns
-from rematbench.measure.predictions import PREDICTIONS, lines_of, predict
+from rematbench.measure.predicted_steps import PREDICTIONS, lines_of, predict
 from rematbench.measure.records import Searched, Turn, by_cell
 from rematbench.plan import Fraction
 from rematbench.plugins.discover import discover
