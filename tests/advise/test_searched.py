@@ -16,7 +16,7 @@ from rematbench.advise.search.search_job import Asked, SearchJob
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.sheets import read_case, read_sheet
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
-from rematbench.paper.studies.published_layouts import asked_of
+from rematbench.paper.studies.published_layouts import search_question
 from rematbench.paper.studies.published_sweeps import searched_sweeps
 from rematbench.paper.tables.searched import (
     checked,
@@ -132,10 +132,10 @@ def test_what_has_no_name_is_searched_as_it_is() -> None:
     """A model and a stack that a command can name are named; one of a user's own is not."""
     rows = read_sheet(data_dir("published") / "runs.csv")
     case = read_case(next(row for row in rows if row["table"] == "Figure 9"), all_methods())
-    assert asked_of(case, 0.01).spec.system == case.system.name
-    assert asked_of(case, 0.01).spec.model == case.model.name
+    assert search_question(case, 0.01).spec.system == case.system.name
+    assert search_question(case, 0.01).spec.model == case.model.name
     mine = replace(case.system, name="mine")
-    assert asked_of(replace(case, system=mine), 0.01).spec.system is mine
+    assert search_question(replace(case, system=mine), 0.01).spec.system is mine
 
 
 def test_what_would_fit_is_found_by_a_search() -> None:

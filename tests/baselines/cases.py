@@ -24,7 +24,7 @@ from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.worlds.packages.stack import StackProblem, activation_peak, package_problem
 from rematbench.worlds.records.record import Record
 from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.problems import problem, remade
 from tests.worlds.torch.cases import TINY as TWO_LAYERS
 from tests.worlds.torch.cases import TINY_GPT as TWO_LAYERS_GPT

@@ -14,8 +14,8 @@ from rematbench.paper.studies.baseline_points import load_points
 from rematbench.paper.tables.baselines import build
 from rematbench.worlds import package
 from rematbench.worlds.packages.process import NotInstalled, PackageJob
+from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import Record, read_record, write_record
-from rematbench.worlds.records.replay import spec_problem
 from rematbench.worlds.records.suite import Variant
 from rematbench.worlds.reruns import differences
 

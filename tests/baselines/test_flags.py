@@ -17,7 +17,7 @@ from rematbench.worlds.packages.process import PackageJob, baselines, policy, ru
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
 from rematbench.worlds.torch.case import Case, Result
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
 from tests.problems import plan_of

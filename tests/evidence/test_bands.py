@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rematbench.evidence.bands import (
-    LEAST_SOURCES,
+    FEWEST_SOURCES,
     LEVEL,
     bands_of,
     coverage,
@@ -22,7 +22,7 @@ from rematbench.evidence.bands import (
     shipped,
     speed_errors,
 )
-from rematbench.evidence.job_evidence import Job, Known, covered, known_cells
+from rematbench.evidence.job_evidence import Job, LeftOutCell, covered, left_out_cells
 
 
 def job(**changes: Any) -> Job:
@@ -31,8 +31,8 @@ def job(**changes: Any) -> Job:
     return Job(**{**made, "methods": frozenset(made["methods"])})
 
 
-def known(source: str, error: float, at: Job | None = None, layout: str = "a") -> Known:
-    return Known(
+def known(source: str, error: float, at: Job | None = None, layout: str = "a") -> LeftOutCell:
+    return LeftOutCell(
         source=source, job=at or job(), log_error=error, layout=(source, layout), sweep=(source,)
     )
 
@@ -69,8 +69,8 @@ def test_every_source_weighs_the_same() -> None:
 
 def test_more_outside_is_never_narrower_and_few_sources_are_pooled() -> None:
     """Five sources alike and five whose jobs are strange to all others; wider, then narrower."""
-    near = [known(f"n{i}", 0.01 * i) for i in range(LEAST_SOURCES + 1)]
-    strange = [job(stack=f"x{i}", seq_len=2**i) for i in range(1, LEAST_SOURCES + 2)]
+    near = [known(f"n{i}", 0.01 * i) for i in range(FEWEST_SOURCES + 1)]
+    strange = [job(stack=f"x{i}", seq_len=2**i) for i in range(1, FEWEST_SOURCES + 2)]
     far = [known(f"f{i}", 0.5, at) for i, at in enumerate(strange)]
     widths = [pool.half_width for pool in bands_of(near + far).pools]
     assert len(widths) > 1
@@ -103,7 +103,7 @@ def test_ratios_are_of_one_source_and_layout() -> None:
 
 def test_rows_with_other_options_of_a_stack_are_no_pair() -> None:
     """torchtitan published its jobs in pairs: with and without the compiler or async TP."""
-    rows = [cell for cell in known_cells() if cell.source == "torchtitan benchmarks"]
+    rows = [cell for cell in left_out_cells() if cell.source == "torchtitan benchmarks"]
     jobs = Counter((cell.job, cell.layout[-6:]) for cell in rows)
     assert set(jobs.values()) == {2}
     assert not ratio_errors(rows, one_layout=False)
@@ -139,7 +139,7 @@ def test_tight_is_what_the_reserve_would_not_leave() -> None:
 
 
 def test_bands_hold_for_sources_that_they_were_not_learnt_from() -> None:
-    cells = known_cells()
+    cells = left_out_cells()
     found = coverage(cells)
     assert {one.source for one in found} == {cell.source for cell in cells}
     every = pooled(found, speed_errors(cells))
@@ -150,17 +150,17 @@ def test_bands_hold_for_sources_that_they_were_not_learnt_from() -> None:
 
 @pytest.mark.parametrize("one_layout", [True, False])
 def test_bands_of_ratios_hold_for_sources_that_they_were_not_learnt_from(one_layout: bool) -> None:
-    cells = known_cells()
+    cells = left_out_cells()
     found = ratio_coverage(cells, one_layout=one_layout)
     every = pooled(found, ratio_errors(cells, one_layout=one_layout))
-    assert len(found) >= LEAST_SOURCES
+    assert len(found) >= FEWEST_SOURCES
     assert 0.7 <= every.inside <= 0.9
     assert every.half_width <= 1.3 * every.error
 
 
 def test_ratios_at_one_layout_have_a_narrower_band_than_speeds() -> None:
     """Narrower than every band of a speed, and than that of the speeds of the same sources."""
-    cells = known_cells()
+    cells = left_out_cells()
     paired = ratio_errors(cells, one_layout=True)
     speeds = {source: some for source, some in speed_errors(cells).items() if source in paired}
     assert ratio_band() < min(quantile(speeds), *(pool.half_width for pool in shipped().pools))

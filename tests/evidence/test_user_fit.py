@@ -29,7 +29,7 @@ from rematbench.evidence.user_fit import (
     band_of_rows,
     calibrated,
     learnt,
-    left_one_by_one,
+    leave_one_out_errors,
     mean_error,
     measured,
     prior,
@@ -83,7 +83,7 @@ def test_noise_is_that_of_the_stacks() -> None:
 
 def test_rows_left_out_are_predicted_by_the_others() -> None:
     data = drawn(30)
-    left = left_one_by_one(data, ScalePrior(spreads=SPREADS, noise=0.01))
+    left = leave_one_out_errors(data, ScalePrior(spreads=SPREADS, noise=0.01))
     assert mean_error(np.array(left)) < 0.1 * mean_error(data.errors)
 
 
@@ -96,7 +96,7 @@ def test_the_band_follows_the_rows_where_they_disagree() -> None:
     for errors in (np.array([0.0, 0.0, 0.9]), np.array([3.0])):
         rows = linear(alike.slopes[0][: len(errors)], errors)
         theta, _ = solved(rows, before)
-        known = left_one_by_one(rows, before) if len(errors) > 1 else rows.left(theta)
+        known = leave_one_out_errors(rows, before) if len(errors) > 1 else rows.left(theta)
         wide = band_of_rows(rows, theta, before)
         assert wide == pytest.approx(float(np.max(np.abs(known))))
         assert wide > 2.0 * band_after(len(errors))

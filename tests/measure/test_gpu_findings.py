@@ -67,7 +67,7 @@ def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
     """By the summary, of the parts that have ended and the cells that were asked for."""
     large(tmp_path)
     path = suite(tmp_path, "lossless-fp32", "large")
-    asked = run.GpuAsked(suite=path, output=tmp_path, device="cpu", only=())
+    asked = run.GpuRequest(suite=path, output=tmp_path, device="cpu", only=())
     ended = Ran(part="large", status="ok", seconds=1.0)
     alone = replace(ended, only=("large.keep_all",))
     one = {f.claim: f.holds for f in run.summarize((alone,), asked, "").findings}
@@ -154,7 +154,7 @@ def test_a_cell_that_cannot_be_compared_has_a_record(
     wrong = comparison(gradient_error=math.nan)
     monkeypatch.setattr(executed, "compared", lambda *_: wrong)
     path = suite(tmp_path, "lossless-fp32")
-    found = run.GpuAsked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells(
+    found = run.GpuRequest(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells(
         "lossless"
     )
     for one, record in run_cells(found, 100.0, How(steps=1)):
@@ -171,7 +171,7 @@ def test_a_summary_keeps_the_parts_of_earlier_commands_on_the_same_device(
     monkeypatch.setattr(run, "_run", lambda part, asked, say: Ran(
         part=part, status="ok", seconds=1.0, only=asked.only
     ))  # fmt: skip
-    asked = run.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("large.keep_all",))
+    asked = run.GpuRequest(suite=None, output=tmp_path, device="cpu", only=("large.keep_all",))
 
     def parts(*names: str, **changes: Any) -> list[str]:
         found = run.measure(names, replace(asked, **changes), lambda text: None)

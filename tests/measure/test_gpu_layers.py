@@ -12,12 +12,12 @@ from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.host.gpu_state import GpuState, read_state
-from rematbench.measure import layer_suite, predictions
+from rematbench.measure import layer_suite, predicted_steps
 from rematbench.measure.layer_suite import HandCell, LayerSuite
 from rematbench.measure.parts import layers
 from rematbench.measure.parts.checks import Finding, Summary
 from rematbench.measure.parts.layers import Taken
-from rematbench.measure.predictions import PREDICTED
+from rematbench.measure.predicted_steps import PREDICTED
 from rematbench.measure.records import (
     Prediction,
     Rate,
@@ -70,8 +70,8 @@ def suite(tmp_path: Path) -> LayerSuite:
 
 def foretold(suite: LayerSuite, folder: Path) -> list[Cell]:
     found = layer_suite.layer_cells(suite)
-    lines = [predictions.predict(cell) for cell in found]
-    predictions.write_predictions(lines, folder / PREDICTED, anew=False)
+    lines = [predicted_steps.predict(cell) for cell in found]
+    predicted_steps.write_predictions(lines, folder / PREDICTED, anew=False)
     return found
 
 
@@ -106,26 +106,26 @@ def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
 ) -> None:
     path = tmp_path / PREDICTED
     with pytest.raises(CommandError, match="no predictions"):
-        predictions.read_predictions(path, [])
+        predicted_steps.read_predictions(path, [])
     found = foretold(suite, tmp_path)
     lines = read_lines(path, Prediction)
     assert [line.status for line in lines] == ["ok", "ok", "ok", "oom", "oom"]
     before = path.read_bytes()
     later = [replace(line, provenance=made("", "2030")) for line in lines]
-    assert "as before" in predictions.write_predictions(later, path, anew=False)
+    assert "as before" in predicted_steps.write_predictions(later, path, anew=False)
     assert lines[0].step_s is not None
     nearly = [replace(lines[0], step_s=lines[0].step_s * (1 + 1e-12)), *lines[1:]]
-    assert "as before" in predictions.write_predictions(nearly, path, anew=False)
+    assert "as before" in predicted_steps.write_predictions(nearly, path, anew=False)
     other = [replace(lines[0], step_s=1.0), *lines[1:]]
     with pytest.raises(CommandError, match=f"something else of {lines[0].cell}"):
-        predictions.write_predictions(other, path, anew=False)
+        predicted_steps.write_predictions(other, path, anew=False)
     with pytest.raises(CommandError, match=r"long\.keep_all\.0"):
-        predictions.write_predictions(lines[:-1], path, anew=False)
+        predicted_steps.write_predictions(lines[:-1], path, anew=False)
     assert path.read_bytes() == before
-    assert predictions.read_predictions(path, found)[lines[0].cell] == lines[0]
-    predictions.write_predictions([replace(lines[0], run_id="x"), *lines[1:]], path, anew=True)
+    assert predicted_steps.read_predictions(path, found)[lines[0].cell] == lines[0]
+    predicted_steps.write_predictions([replace(lines[0], run_id="x"), *lines[1:]], path, anew=True)
     with pytest.raises(CommandError, match="other constants or plans"):
-        predictions.read_predictions(path, found)
+        predicted_steps.read_predictions(path, found)
 
 
 def turn(cell: str, number: int, *seconds: float, **more: Any) -> Turn:
@@ -195,12 +195,12 @@ def test_what_torch_would_pin_is_held_against_the_hosts_memory(
 ) -> None:
     """torch 2.11 pins blocks of powers of two."""
     cell = next(cell for cell in layer_suite.layer_cells(suite) if "memo" in cell.name)
-    line = replace(predictions.predict(cell), host_bytes=123 << 30, pinned_bytes=135 << 30)
-    monkeypatch.setattr(predictions, "free_bytes", lambda: 124 << 30)
-    assert predictions.refusal(line, cell) == "pins 135 GiB, the host has 124 free"
-    assert predictions.refusal(replace(line, pinned_bytes=0), cell) == ""
-    monkeypatch.setattr(predictions, "free_bytes", lambda: -1)  # not known
-    assert predictions.refusal(line, cell) == ""
+    line = replace(predicted_steps.predict(cell), host_bytes=123 << 30, pinned_bytes=135 << 30)
+    monkeypatch.setattr(predicted_steps, "free_bytes", lambda: 124 << 30)
+    assert predicted_steps.refusal(line, cell) == "pins 135 GiB, the host has 124 free"
+    assert predicted_steps.refusal(replace(line, pinned_bytes=0), cell) == ""
+    monkeypatch.setattr(predicted_steps, "free_bytes", lambda: -1)  # not known
+    assert predicted_steps.refusal(line, cell) == ""
 
 
 def test_torchs_allocator_holds_what_is_predicted_also_of_a_plan_that_places(
@@ -213,7 +213,7 @@ def test_torchs_allocator_holds_what_is_predicted_also_of_a_plan_that_places(
     assert placed is not None
     lowered = SINGLE_EVALUATOR.lowered(cell.problem, cell.plan)
     assert lowered.program.planned
-    found = predictions.predict(cell).reserved_bytes
+    found = predicted_steps.predict(cell).reserved_bytes
     assert found == lowered.peaks.reserved_bytes > placed.reserved_bytes
 
 
@@ -260,15 +260,15 @@ def test_a_step_by_hand_stands_beside_the_others_without_a_prediction(tmp_path: 
     assert list(layer_suite.layer_names(found)) == list(cells)
     by_hand = cells["one.torch.save_on_cpu"]
     assert isinstance(by_hand, HandCell)
-    lines = [predictions.predict(cell) for name, cell in cells.items() if "torch" not in name]
-    predictions.write_predictions(lines, tmp_path / PREDICTED, anew=False)
-    known = predictions.read_predictions(tmp_path / PREDICTED, cells.values())
-    assert predictions.stands_for(by_hand) == "one.keep_all.0"
-    assert predictions.stands_for(cells["one.torch.checkpoint"]) == "one.full_recompute.0"
+    lines = [predicted_steps.predict(cell) for name, cell in cells.items() if "torch" not in name]
+    predicted_steps.write_predictions(lines, tmp_path / PREDICTED, anew=False)
+    known = predicted_steps.read_predictions(tmp_path / PREDICTED, cells.values())
+    assert predicted_steps.stands_for(by_hand) == "one.keep_all.0"
+    assert predicted_steps.stands_for(cells["one.torch.checkpoint"]) == "one.full_recompute.0"
     much = replace(known["one.keep_all.0"], allocated_bytes=1 << 60)
-    assert "pins" in predictions.refusal(much, by_hand)
+    assert "pins" in predicted_steps.refusal(much, by_hand)
     short = replace(known["one.full_recompute.0"], status="oom", reason="short")
-    assert "oom" in predictions.refusal(short, cells["one.torch.checkpoint"])
+    assert "oom" in predicted_steps.refusal(short, cells["one.torch.checkpoint"])
     turns = [turn(name, 1, 2.0 if "torch" in name else 1.0) for name in cells]
     rows = {row["cell"]: row for row in layer_rows(found, tmp_path, turns)}
     row = rows["one.torch.save_on_cpu"]
@@ -299,7 +299,7 @@ def test_a_pipelines_first_rank_is_predicted_alone_and_has_no_mfu(tmp_path: Path
     found = layer_suite.load_layers(path)
     (cell,) = layer_suite.layer_cells(found)
     assert isinstance(cell.plan, Plan)
-    line, whole = predictions.predict(cell), evaluate_plan(cell.problem, cell.plan).evaluation
+    line, whole = predicted_steps.predict(cell), evaluate_plan(cell.problem, cell.plan).evaluation
     assert whole is not None
     assert line.step_s is not None
     assert line.step_s < whole.step_s

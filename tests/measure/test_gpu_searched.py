@@ -8,10 +8,11 @@ from msgspec.structs import replace
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import Asked
 from rematbench.host.console import CommandError
-from rematbench.measure import predictions
-from rematbench.measure.parts import run, searched
+from rematbench.measure import predicted_steps
+from rematbench.measure.parts import run
+from rematbench.measure.parts import searched_plans as part
 from rematbench.measure.parts.checks import PACKAGES_RUN, Finding, Summary
-from rematbench.measure.parts.searched import OneGpuJob, SearchedSuite
+from rematbench.measure.parts.searched_plans import OneGpuJob, SearchedSuite
 from rematbench.measure.records import Searched, Turn, append_line, read_lines
 from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.paper.tables.gpu_searched import (
@@ -37,7 +38,7 @@ JOB = OneGpuJob(
 @pytest.fixture(scope="module")
 def lines() -> list[Searched]:
     suite = SearchedSuite(within=1e-3, jobs=(JOB,), beside=("full_recompute", "mst"))
-    return list(searched.search_all(suite, processes=1))
+    return list(part.search_all(suite, processes=1))
 
 
 def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched]) -> None:
@@ -52,29 +53,29 @@ def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched
 
 
 def test_cells_are_those_that_were_predicted(lines: list[Searched], tmp_path: Path) -> None:
-    path = tmp_path / predictions.PREDICTIONS["searched"]
-    predictions.write_predictions(lines, path, anew=False)
-    assert "as before" in predictions.write_predictions(lines, path, anew=False)
-    cells = searched.searched_cells(path)
+    path = tmp_path / predicted_steps.PREDICTIONS["searched"]
+    predicted_steps.write_predictions(lines, path, anew=False)
+    assert "as before" in predicted_steps.write_predictions(lines, path, anew=False)
+    cells = part.searched_cells(path)
     assert [cell.name for cell in cells] == [line.cell for line in lines]
-    assert predictions.read_predictions(path, cells)[cells[0].name] == lines[0]
-    assert [c.name for c in searched.searched_cells(path, [lines[1].cell])] == [lines[1].cell]
+    assert predicted_steps.read_predictions(path, cells)[cells[0].name] == lines[0]
+    assert [c.name for c in part.searched_cells(path, [lines[1].cell])] == [lines[1].cell]
     with pytest.raises(CommandError, match="no cell of --only nothing"):
-        searched.searched_cells(path, ["nothing"])
+        part.searched_cells(path, ["nothing"])
     path.unlink()
     append_line(path, replace(lines[0], method="no_such_method"))
     with pytest.raises(CommandError, match="no_such_method"):
-        searched.searched_cells(path)
+        part.searched_cells(path)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_committed_predictions_make_the_plans_that_were_measured(run: str) -> None:
     """Another search may find other plans; what was measured stays what it was."""
-    path = MEASURED / run / predictions.PREDICTIONS["searched"]
+    path = MEASURED / run / predicted_steps.PREDICTIONS["searched"]
     known = {line.cell: line for line in read_lines(path, Searched)}
-    for cell in searched.searched_cells(path):
+    for cell in part.searched_cells(path):
         assert isinstance(cell.plan, Plan)
-        assert predictions.identity(cell)["plan_hash"] == known[cell.name].plan_hash
+        assert predicted_steps.identity(cell)["plan_hash"] == known[cell.name].plan_hash
 
 
 def test_a_suite_says_what_it_does_not_allow(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_suite_says_what_it_does_not_allow(tmp_path: Path) -> None:
         assert old in shipped
         path.write_text(shipped.replace(old, new))
         with pytest.raises(ConfigError, match=said):
-            searched.load_searched(path)
+            part.load_searched(path)
 
 
 def test_tables_say_what_following_the_search_loses(lines: list[Searched]) -> None:
@@ -146,7 +147,7 @@ def test_one_package_runs_where_it_alone_is_asked_for(
     ran: list[str] = []
     monkeypatch.setattr(run.package, "run", lambda problem, method, *_, **__: problem.layout)
     monkeypatch.setattr(run, "keep_record", lambda record, folder, name: ran.append(name))
-    asked = run.GpuAsked(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
+    asked = run.GpuRequest(suite=None, output=tmp_path, device="cpu", only=("deepspeed-plain",))
     run.PARTS["baselines"](asked)
     assert ran == ["deepspeed-plain"]
     run.PARTS["baselines"](replace(asked, only=()))

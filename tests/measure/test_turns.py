@@ -16,14 +16,14 @@ from rematbench.host.gpu_state import GpuState
 from rematbench.measure.parts.rates import gap, measure_rates
 from rematbench.measure.records import Rate, read_lines
 from rematbench.measure.torch import repeats, turns
-from rematbench.measure.torch.probe_rates import LONG_FLOP, Rates
-from rematbench.measure.torch.probes import (
+from rematbench.measure.torch.probe_calls import (
     Place,
     Probe,
     attention_probes,
     layer_probes,
     sustained,
 )
+from rematbench.measure.torch.probe_rates import LONG_FLOP, Rates
 from rematbench.paper.tables.gpu_rates import rates_table
 from rematbench.worlds.records.record import Provenance
 from rematbench.worlds.torch.batch import make_batch, micro_batches

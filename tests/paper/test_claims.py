@@ -308,7 +308,7 @@ def test_best_against_best_and_same_layout() -> None:
     same = replace(asked, same_layout=True, reduce="max")
     found = evaluate_query(same, cells)
     assert found.value == pytest.approx(60 / 40)  # at b ours does not fit
-    assert (found.counted, found.asked) == (1, 2)
+    assert (found.counted, found.total) == (1, 2)
     percent = replace(asked, form="more_pct")
     assert evaluate_query(percent, cells).value == pytest.approx(20)
 
@@ -338,7 +338,7 @@ def test_means_and_scales_over_workloads() -> None:
 def test_dividing_by_nothing_is_said() -> None:
     cells = [answer(), answer(method="zero", values={"tokens_per_s_per_gpu": 0.0})]
     found = evaluate_query(query(to_methods=("zero",), form="ratio"), cells)
-    assert found == Ours(value=None, asked=1, problem="nothing to divide by (0)")
+    assert found == Ours(value=None, total=1, problem="nothing to divide by (0)")
 
 
 # -- mistakes in the file ---------------------------------------------------------------------

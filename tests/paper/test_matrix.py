@@ -201,7 +201,7 @@ def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> Non
         arms = [arm.name for arm in spec.all_arms(registry) if searched(arm, seq_len, registry)]
         keys = [(BEST, name) for name in arms] + [(SAME, spec.baseline), (ANY, "")]
         where = (work.model, cluster, str(seq_len))
-        wanted |= {(*where, *key): answers.asked(*key) for key in keys}
+        wanted |= {(*where, *key): answers.question(*key) for key in keys}
     assert committed == wanted
 
 

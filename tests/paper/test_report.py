@@ -66,7 +66,7 @@ def page(results: Path) -> Page:
         trusted="Bands hold.",
         unmeasured=("No GPU.",),
         facts=(("GPUs", "none"),),
-        found=gather(config, results),
+        filled=gather(config, results),
     )
 
 

@@ -11,9 +11,9 @@ from rematbench.evidence.decisions import Decision
 from rematbench.evidence.decisions import sweeps as published_sweeps
 from rematbench.evidence.job_evidence import (
     Job,
-    Known,
-    known_cells,
+    LeftOutCell,
     left_out_by_source,
+    left_out_cells,
     out_of_source,
 )
 from rematbench.paper.tables.scores import (
@@ -27,9 +27,9 @@ from rematbench.spec.constants import is_fit
 from rematbench.spec.load import calibration
 
 
-def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> Known:
+def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> LeftOutCell:
     at = Job(stack=stack, generation="hopper", gpus=8, seq_len=seq_len, methods=frozenset())
-    return Known(source=source, job=at, log_error=error, layout=(source,), sweep=(source,))
+    return LeftOutCell(source=source, job=at, log_error=error, layout=(source,), sweep=(source,))
 
 
 def test_a_row_counts_at_each_thing_that_no_other_source_has() -> None:
@@ -86,7 +86,7 @@ def test_both_means_out_of_source_are_told() -> None:
     rows = out_of_source()
     groups = left_out_errors(rows, load_accuracy(), calibration())
     sources = left_out_by_source(rows)
-    assert set(sources) == {cell.source for cell in known_cells()}
+    assert set(sources) == {cell.source for cell in left_out_cells()}
     assert len(sources) > len({row["source"] for row in rows if row["sheet"] == "runs.csv"})
     assert out_of_source_means(groups, rows) == (
         f"Left out: {100 * fmean(groups.values()):.1f} % on average over {len(groups)} groups, "

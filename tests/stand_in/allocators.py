@@ -19,8 +19,8 @@ from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
-from rematbench.worlds.torch.processes import execute_cases
 from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.single_rank import fake_job, stage_rank
 from tests.problems import LLAMA, make_problem
 

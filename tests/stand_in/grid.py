@@ -4,7 +4,7 @@ not.  `python -m tests.stand_in.grid LAYOUT [first]`"""
 import sys
 
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.worlds.torch import cases, grid, laws
 

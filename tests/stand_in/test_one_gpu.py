@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.measure.records import STEP, Prediction, Rate, Spent, Turn, read_lines
+from rematbench.measure.records import STEP, ActionSeconds, Prediction, Rate, Turn, read_lines
 from rematbench.spec.paths import data_dir
 from tests.campaigns import suite_text, tiny
 from tests.stand_in.conftest import Run
@@ -35,7 +35,7 @@ def test_actions_are_timed_on_their_streams(run: Run, tmp_path: Path) -> None:
     path.write_text(text)
     words = ("measure-gpu", "--part", "actions", "-o", str(tmp_path), "--suite", str(path))
     run("-m", "rematbench", *words, "--only", "one.memo")
-    lines = read_lines(tmp_path / "actions.jsonl", Spent)
+    lines = read_lines(tmp_path / "actions.jsonl", ActionSeconds)
     assert {line.stream for line in lines if line.kind != STEP} == {"compute", "d2h", "h2d"}
     whole = next(line.seconds for line in lines if line.kind == STEP)
     assert 0.0 < sum(line.seconds for line in lines if line.stream == "compute") <= whole

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from rematbench.host.gpu_state import GpuState
-from rematbench.measure.parts.searched import searched_cells
-from rematbench.measure.predictions import predict
+from rematbench.measure.parts.searched_plans import searched_cells
+from rematbench.measure.predicted_steps import predict
 from rematbench.measure.torch.turns import Turns
 from rematbench.plan import Plan
 from rematbench.worlds.torch.devices import prepared_device

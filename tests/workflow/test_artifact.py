@@ -37,7 +37,7 @@ def built(folder: Path) -> Path:
     config = load_report()
     found = gather(config, folder)
     text = page_html(
-        Page(config=config, outcome="none", trusted="", unmeasured=(), facts=(), found=found)
+        Page(config=config, outcome="none", trusted="", unmeasured=(), facts=(), filled=found)
     )
     path = folder / "index.html"
     path.write_text(text)

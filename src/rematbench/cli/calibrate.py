@@ -30,7 +30,7 @@ from rematbench.evidence.user_fit import (
     Array,
     band_after,
     band_of_rows,
-    left_one_by_one,
+    leave_one_out_errors,
     measured,
     prior,
     refusals,
@@ -135,7 +135,7 @@ def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
     half_width = band_of_rows(data, theta, before)
     out = console()
     _show(out, theta, covariance)
-    left = _percents(left_one_by_one(data, before)) if len(rows) > 1 else "nothing, of one row"
+    left = _percents(leave_one_out_errors(data, before)) if len(rows) > 1 else "nothing, of one row"
     wide = f"+-{percent(half_width)} (a logarithm), {_learnt(rows, half_width)}"
     for line in (
         f"error before: {_percents(data.errors)}",

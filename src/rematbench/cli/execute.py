@@ -61,13 +61,13 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     need_torch()
     need_file("--out", out)
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
     asked = request(_with_defaults(run))
     given = None
     if is_launched(rank, world_size, (address, port), asked.problem.layout.gpus):
-        given = processes.LauncherPlace(rank or 0, world_size or 1, local_rank, address, port)
-    kind = processes.device_kind(device or "")
+        given = rank_processes.LauncherPlace(rank or 0, world_size or 1, local_rank, address, port)
+    kind = rank_processes.device_kind(device or "")
     need_gpu(kind)
     cell = cell_of(asked)
     other = _other(asked, run, against) if against else None

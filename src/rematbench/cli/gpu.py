@@ -13,9 +13,17 @@ from rematbench.cli.targets import Only, Output, need_folder
 from rematbench.host.console import CommandError, console, rich_table
 from rematbench.measure.layer_suite import HandCell, layer_cells, load_layers
 from rematbench.measure.parts.checks import Summary
-from rematbench.measure.parts.run import ENDS_S, LIMITS, ON_DEMAND, PARTS, SUITES, GpuAsked, measure
-from rematbench.measure.parts.searched import load_searched, search_all
-from rematbench.measure.predictions import PREDICTIONS, predict, write_predictions
+from rematbench.measure.parts.run import (
+    ENDS_S,
+    LIMITS,
+    ON_DEMAND,
+    PARTS,
+    SUITES,
+    GpuRequest,
+    measure,
+)
+from rematbench.measure.parts.searched_plans import load_searched, search_all
+from rematbench.measure.predicted_steps import PREDICTIONS, predict, write_predictions
 from rematbench.measure.records import Prediction
 from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.spec.paths import data_dir
@@ -84,7 +92,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
-    asked = GpuAsked(
+    asked = GpuRequest(
         suite=suite, output=output, device=device, only=tuple(only or ()), seconds=seconds
     )
     for name in names:

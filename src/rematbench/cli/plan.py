@@ -36,8 +36,8 @@ from rematbench.host.console import (
     seconds,
 )
 from rematbench.plan import Phase, Plan, Unsupported
+from rematbench.worlds.records.plan_replay import Replay, replay, replay_plan
 from rematbench.worlds.records.record import make_record, read_record, write_record
-from rematbench.worlds.records.replay import Replay, replay, replay_plan
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 

@@ -69,7 +69,7 @@ def report(
         trusted=whether_bands_hold(tables),
         unmeasured=never_measured(tables, results),
         facts=tuple(facts.items()),
-        found=gather(config, results),
+        filled=gather(config, results),
     )
     registry = discover()
     names = {arm.name: arm.resolved(registry).text for arm in spec.all_arms(registry)}

@@ -175,8 +175,8 @@ def notes(
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
             yield (
-                "= a tie: slower than the first row by less than the error of ratios "
-                f"({near} on one layout, {far} between layouts)"
+                f"= tied: within {near} of the first row ({far} on another layout), our error when "
+                "comparing two methods"
             )
     elif not ended:
         yield _stopped(at)

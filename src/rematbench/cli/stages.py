@@ -11,8 +11,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.stage_memory import stage_bytes
 from rematbench.host.console import console, rich_table
 from rematbench.host.table import Column, Table, gib, write_sheet
+from rematbench.worlds.records.plan_replay import replay
 from rematbench.worlds.records.record import read_record
-from rematbench.worlds.records.replay import replay
 
 
 def stages(

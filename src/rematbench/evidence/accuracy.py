@@ -32,7 +32,7 @@ MORE: Sheet = "runs_more.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
-LEAST_OOMS = 50
+FEWEST_OOMS = 50
 """Least number of published cells out of memory for a promise of their verdicts."""
 
 
@@ -380,8 +380,8 @@ def _checks(
     return tuple(checks)
 
 
-def _zero(group: str, what: str, value: float) -> Check:
-    return Check(group=group, statistic=what, value=value, target=0.0, accepted=0.0)
+def _zero(group: str, statistic: str, value: float) -> Check:
+    return Check(group=group, statistic=statistic, value=value, target=0.0, accepted=0.0)
 
 
 def _constants(cells: Sequence[Row], calibration: Calibration) -> int:

@@ -3,7 +3,7 @@
 The kind of evidence for a job is the number of its properties that no other source published; the
 properties are the stack, GPU generation, scale (GPUs), context and mechanisms.  The half-width of a
 band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.  Each row is
-predicted with constants that never saw its source; every source has weight 1.  Kinds with fewer
+predicted with constants fitted without its source; every source has weight 1.  Kinds with fewer
 than LEAST_SOURCES sources are pooled with their neighbours, and a band with more properties outside
 is never narrower (pool adjacent violators, Barlow et al. 1972).  All numbers come from
 config/left_out.csv.  `coverage` judges the rows of each source by the bands learnt from all other
@@ -26,11 +26,11 @@ from rematbench.evaluate.result import Band, Fit, Result
 from rematbench.evidence.job_evidence import (
     PEAK,
     Job,
-    Known,
+    LeftOutCell,
     Range,
     covered,
     job_of,
-    known_cells,
+    left_out_cells,
     log_error,
     out_of_source,
 )
@@ -41,8 +41,8 @@ from rematbench.problem import Problem
 LEVEL = 0.8
 """Share of published rows that a band promises to hold."""
 
-LEAST_SOURCES = 5
-"""Least number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
+FEWEST_SOURCES = 5
+"""Smallest number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
 error.  Our choice."""
 
 Errors = dict[str, list[float]]
@@ -70,7 +70,7 @@ def quantile(errors: Errors, level: float = LEVEL) -> float:
     return values[-1][0]
 
 
-def own_quantile(errors: Sequence[float]) -> float:
+def source_quantile(errors: Sequence[float]) -> float:
     """Quantile of the errors of one source, each of weight 1."""
     return quantile({str(row): [error] for row, error in enumerate(errors)})
 
@@ -105,12 +105,12 @@ class Bands(Struct, frozen=True):
         return Band(half_width=pool.half_width, outside=outside, sources=len(pool.errors))
 
 
-def bands_of(known: Sequence[Known]) -> Bands:
+def bands_of(cells: Sequence[LeftOutCell]) -> Bands:
     """The bands learnt from rows of at least two sources.  The kind of a row is the number of its
     properties that the other sources do not cover."""
     kinds: dict[int, Errors] = defaultdict(lambda: defaultdict(list))
-    for source, own in by_source(known).items():
-        others = covered(cell.job for cell in known if cell.source != source)
+    for source, own in by_source(cells).items():
+        others = covered(cell.job for cell in cells if cell.source != source)
         for cell in own:
             kinds[len(others.outside(cell.job))][source].append(abs(cell.log_error))
     pools: list[Pool] = []
@@ -119,23 +119,23 @@ def bands_of(known: Sequence[Known]) -> Bands:
         while len(pools) > 1 and not _apart(pools[-2], pools[-1]):
             wider, narrower = pools.pop(), pools.pop()
             pools.append(_pool(wider.most, narrower.errors, wider.errors))
-    return Bands(covered(cell.job for cell in known), tuple(pools))
+    return Bands(covered(cell.job for cell in cells), tuple(pools))
 
 
 def _apart(narrower: Pool, wider: Pool) -> bool:
-    enough = min(len(narrower.errors), len(wider.errors)) >= LEAST_SOURCES
+    enough = min(len(narrower.errors), len(wider.errors)) >= FEWEST_SOURCES
     return enough and narrower.half_width < wider.half_width
 
 
-def speed_errors(known: Iterable[Known]) -> Errors:
+def speed_errors(cells: Iterable[LeftOutCell]) -> Errors:
     """Absolute errors of ln(speed) of published rows."""
-    return {key: [abs(cell.log_error) for cell in own] for key, own in by_source(known).items()}
+    return {key: [abs(cell.log_error) for cell in own] for key, own in by_source(cells).items()}
 
 
-def by_source(known: Iterable[Known]) -> dict[str, list[Known]]:
-    """Published rows by source, in the order given."""
-    found: dict[str, list[Known]] = defaultdict(list)
-    for cell in known:
+def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
+    """Published rows by source, in their order."""
+    found: dict[str, list[LeftOutCell]] = defaultdict(list)
+    for cell in cells:
         found[cell.source].append(cell)
     return dict(found)
 
@@ -143,11 +143,11 @@ def by_source(known: Iterable[Known]) -> dict[str, list[Known]]:
 # -- ratios and peaks ---------------------------------------------------------------------------
 
 
-def ratio_errors(known: Iterable[Known], *, one_layout: bool) -> Errors:
+def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
     """Absolute errors of ln(speed / other speed) over pairs of published rows of one sweep;
     `one_layout`: only pairs with equal layouts."""
-    groups: dict[tuple[str, ...], list[Known]] = defaultdict(list)
-    for cell in known:
+    groups: dict[tuple[str, ...], list[LeftOutCell]] = defaultdict(list)
+    for cell in cells:
         groups[cell.layout if one_layout else cell.sweep].append(cell)
     found: Errors = defaultdict(list)
     for some in groups.values():
@@ -172,7 +172,7 @@ def peak_half_width(rows: Iterable[Row]) -> float:
 @cache
 def shipped() -> Bands:
     """The bands learnt from the committed rows of config/left_out.csv."""
-    return bands_of(known_cells())
+    return bands_of(left_out_cells())
 
 
 def band_of(problem: Problem, family: str) -> Band:
@@ -192,7 +192,7 @@ def band_of(problem: Problem, family: str) -> Band:
 def ratio_band(*, one_layout: bool = True) -> float:
     """Half-width of ln(speed / other speed) on one stack: at one layout (the methods or
     micro-batches differ), or between layouts of a sweep."""
-    return quantile(ratio_errors(known_cells(), one_layout=one_layout))
+    return quantile(ratio_errors(left_out_cells(), one_layout=one_layout))
 
 
 @cache
@@ -234,11 +234,11 @@ class Coverage(Struct, frozen=True, kw_only=True):
     error: float
 
 
-def coverage(known: Sequence[Known]) -> list[Coverage]:
+def coverage(cells: Sequence[LeftOutCell]) -> list[Coverage]:
     """The coverage of every source under bands learnt from the other sources."""
     found = []
-    for source, own in by_source(known).items():
-        bands = bands_of([cell for cell in known if cell.source != source])
+    for source, own in by_source(cells).items():
+        bands = bands_of([cell for cell in cells if cell.source != source])
         widths = [bands.band(cell.job).half_width for cell in own]
         errors = [abs(cell.log_error) for cell in own]
         found.append(
@@ -247,7 +247,7 @@ def coverage(known: Sequence[Known]) -> list[Coverage]:
                 rows=len(own),
                 inside=fmean(e <= w for e, w in zip(errors, widths, strict=True)),
                 half_width=median(widths),
-                error=own_quantile(errors),
+                error=source_quantile(errors),
             )
         )
     return found
@@ -266,16 +266,16 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
             rows=len(some),
             inside=fmean(error <= width for error, width in some),
             half_width=median(width for _, width in some),
-            error=own_quantile([error for error, _ in some]),
+            error=source_quantile([error for error, _ in some]),
         )
         for source, some in cells.items()
     ]
 
 
-def ratio_coverage(known: Iterable[Known], *, one_layout: bool) -> list[Coverage]:
+def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Coverage]:
     """The coverage of every source's ratios (its pairs of rows) under the band that the ratios of
     the other sources teach."""
-    errors = ratio_errors(known, one_layout=one_layout)
+    errors = ratio_errors(cells, one_layout=one_layout)
     found = []
     for source, own in errors.items():
         width = quantile({key: some for key, some in errors.items() if key != source})
@@ -285,19 +285,19 @@ def ratio_coverage(known: Iterable[Known], *, one_layout: bool) -> list[Coverage
                 rows=len(own),
                 inside=fmean(error <= width for error in own),
                 half_width=width,
-                error=own_quantile(own),
+                error=source_quantile(own),
             )
         )
     return found
 
 
-def pooled(found: Sequence[Coverage], errors: Errors) -> Coverage:
-    """The coverage over all sources, each of weight 1; `errors`: those that `found` is about."""
+def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
+    """The coverage over all sources, each of weight 1; `errors`: those behind `coverages`."""
     return Coverage(
         source="all, each source weighs 1",
         rows=sum(map(len, errors.values())),
-        inside=fmean(one.inside for one in found),
-        half_width=median(one.half_width for one in found),
+        inside=fmean(one.inside for one in coverages),
+        half_width=median(one.half_width for one in coverages),
         error=quantile(errors),
     )
 
@@ -320,7 +320,7 @@ def with_band(result: Result, family: str = "") -> Result:
 
 def with_ties(results: Sequence[Result], half_width: float) -> list[Result]:
     """The results, with a mark on those that fit and are slower than the first that fits by less
-    than `half_width`: the error of ratios of speeds, a logarithm."""
+    than `half_width`: the error when two methods are compared, a logarithm."""
     first = next((result for result in results if result.fits), None)
     lowest = (first.tokens_per_s_per_gpu or 0.0) * math.exp(-half_width) if first else 0.0
     return [

@@ -271,8 +271,8 @@ def left_out_rows(
     """For every source: its name, its rows predicted with constants fitted without it, and these
     constants.
 
-    The programs and the slopes of the step model are made once, with `calibration`; the errors of
-    every trial are simulated.
+    The programs and the slopes of the step model are computed once, with `calibration`; the errors
+    of every trial are simulated.
     """
     with StepModel(calibration, processes) as model:
         fitted = fit_rows(rows, calibration.fit)

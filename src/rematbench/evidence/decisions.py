@@ -75,7 +75,7 @@ def lost(pick: Row, rows: Sequence[Row]) -> float:
 class Decision(Struct, frozen=True, kw_only=True):
     """The scores of a sweep.  `correlation` is Spearman's, of predicted and measured speeds.
     `regret` is the share of the best measured speed that the pick loses, `left_out` the regret with
-    constants that never saw the source, and `floor` the regret of one MFU with a memory formula
+    constants fitted without the source, and `floor` the regret of one MFU with a memory formula
     (`constant_mfu_regret`).  None where nothing can be compared."""
 
     job: dict[str, str]
@@ -91,11 +91,11 @@ def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decisio
     source have."""
     registry = discover()
     timed = [row for row in out_of_source if number(row, f"pred_{SPEED}")]
-    strange = sweeps([{**row, "pred_status": "ok"} for row in timed])
+    unseen_sweeps = sweeps([{**row, "pred_status": "ok"} for row in timed])
     ours = sweeps(rows)
     found = []
-    for key in dict.fromkeys((*ours, *strange)):
-        seen, unseen = ours.get(key, []), strange.get(key, [])
+    for key in dict.fromkeys((*ours, *unseen_sweeps)):
+        seen, unseen = ours.get(key, []), unseen_sweeps.get(key, [])
         found.append(
             Decision(
                 job=dict(zip(SWEEP, key, strict=True)),
@@ -162,23 +162,23 @@ COMPARED = ("regret", "left_out", "floor")
 """Scores of a decision that stand side by side."""
 
 
-def mean_lines(found: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]]:
+def mean_lines(judged: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]]:
     """(number of sweeps, means): over the sweeps that have each of COMPARED that any sweep has, so
     that means side by side are of the same sweeps.  Where this leaves sweeps out, there is a second
     line over all sweeps, with the scores that all have."""
-    some = [key for key in COMPARED if any(getattr(one, key) is not None for one in found)]
-    same = [one for one in found if all(getattr(one, key) is not None for key in some)]
+    some = [key for key in COMPARED if any(getattr(one, key) is not None for one in judged)]
+    same = [one for one in judged if all(getattr(one, key) is not None for key in some)]
     lines = [(len(same), summary(same))] if same else []
-    if len(same) < len(found):
-        rare = [key for key in some if any(getattr(one, key) is None for one in found)]
-        lines.append((len(found), {**summary(found), **dict.fromkeys(rare)}))
+    if len(same) < len(judged):
+        rare = [key for key in some if any(getattr(one, key) is None for one in judged)]
+        lines.append((len(judged), {**summary(judged), **dict.fromkeys(rare)}))
     return lines
 
 
-def summary(found: Sequence[Decision]) -> Mapping[str, Any]:
+def summary(judged: Sequence[Decision]) -> Mapping[str, Any]:
     """The number of rows, and the mean of every score over the sweeps that have the score."""
     names = ("correlation", "regret", "left_out", "floor")
-    values = {key: [getattr(one, key) for one in found] for key in names}
+    values = {key: [getattr(one, key) for one in judged] for key in names}
     known = {key: [v for v in some if v is not None] for key, some in values.items()}
     means = {key: fmean(some) if some else None for key, some in known.items()}
-    return {"rows": sum(one.rows for one in found), **means}
+    return {"rows": sum(one.rows for one in judged), **means}

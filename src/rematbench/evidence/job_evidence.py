@@ -1,4 +1,4 @@
-"""Evidence for a job: published rows predicted with constants that never saw their source, and the
+"""Evidence for a job: published rows predicted with constants fitted without their source, and the
 range of jobs that the rows cover.
 
 `config/left_out.csv` has a line per published row.  Rows of a source that constants were fitted to
@@ -94,7 +94,9 @@ def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
     row = rows[index] if 0 <= index < len(rows) else {}
     if any(line[key] and line[key] != row.get(key) for key in (SPEED, PEAK)):
         where = f"{line['sheet']} row {line['row']}"
-        reason = "another row was predicted (`rematbench calibrate --leave-one-out` makes it anew)"
+        reason = (
+            "another row was predicted (`rematbench calibrate --leave-one-out` predicts it again)"
+        )
         raise ConfigError(f"config/{NAME}", where, reason)
     return {**row, **line}
 
@@ -131,7 +133,7 @@ class Job(Struct, frozen=True, kw_only=True):
     methods: frozenset[str]
 
 
-class Known(Struct, frozen=True, kw_only=True):
+class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
     speed.  `sweep` is equal for rows of one job on one stack with the same options; `layout` for
     rows of a sweep with the same parallel degrees and ZeRO stage."""
@@ -146,8 +148,8 @@ class Known(Struct, frozen=True, kw_only=True):
 class Span(Struct, frozen=True):
     """The range of sequence lengths (tokens) and of GPUs of a set of jobs."""
 
-    least_seq: int
-    most_seq: int
+    shortest_seq: int
+    longest_seq: int
     fewest_gpus: int
     most_gpus: int
 
@@ -164,7 +166,7 @@ class Range(Struct, frozen=True):
         none, with the rows of its generation, or else with all rows."""
         found = {}
         if job.stack not in {stack for stack, _ in self.spans}:
-            found["stack"] = f"stack {job.stack or 'with facts of its own'}"
+            found["stack"] = f"stack {job.stack or 'with facts of no shipped stack'}"
         if job.generation not in {generation for _, generation in self.spans}:
             found["generation"] = f"generation {job.generation}"
         if job.cluster:
@@ -173,8 +175,8 @@ class Range(Struct, frozen=True):
         if not span.fewest_gpus <= job.gpus <= span.most_gpus:
             between = _between(span.fewest_gpus, span.most_gpus)
             found["scale"] = f"{job.gpus:,} GPUs (published{whose}: {between})"
-        if not span.least_seq <= job.seq_len <= span.most_seq:
-            between = _between(span.least_seq, span.most_seq)
+        if not span.shortest_seq <= job.seq_len <= span.longest_seq:
+            between = _between(span.shortest_seq, span.longest_seq)
             found["context"] = f"{job.seq_len:,} tokens (published{whose}: {between})"
         if strange := job.methods - self.methods:
             found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
@@ -189,14 +191,14 @@ class Range(Struct, frozen=True):
         return _joined(alike or list(self.spans.values())), f" on {job.generation}" * bool(alike)
 
 
-def _between(least: int, most: int) -> str:
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+def _between(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _joined(spans: Sequence[Span]) -> Span:
     return Span(
-        min(span.least_seq for span in spans),
-        max(span.most_seq for span in spans),
+        min(span.shortest_seq for span in spans),
+        max(span.longest_seq for span in spans),
         min(span.fewest_gpus for span in spans),
         max(span.most_gpus for span in spans),
     )
@@ -229,7 +231,7 @@ def job_of(problem: Problem, family: str) -> Job:
 
 
 def methods_of(family: str) -> frozenset[str]:
-    """The mechanisms of a composed name; keeping all activations is no mechanism."""
+    """The mechanisms of a composed name; keeping all activations does not count."""
     return frozenset(family.split("+")) - {IDENTITY}
 
 
@@ -240,7 +242,7 @@ NO_SPEED = frozenset(
     )
 )
 """Fields of a stack that are not compared: they do not change the seconds of a step, except
-`constants`, which are compared by value, and `scales`, which have a band of their own."""
+`constants`, which are compared by value, and `scales`, which have a separate band."""
 
 
 def published_stack(problem: Problem) -> str:
@@ -255,7 +257,7 @@ def published_stack(problem: Problem) -> str:
         for other in _stacks()
         if entry(other.constants) == entry(mine.constants) and _speed(other) == _speed(mine)
     ]
-    rows = {cell.job.stack for cell in known_cells()}
+    rows = {cell.job.stack for cell in left_out_cells()}
     return min(alike, key=lambda name: (name not in rows, name != mine.name), default="")
 
 
@@ -283,10 +285,10 @@ NO_CLUSTER_SPEED = frozenset(
 def unlike_shipped(problem: Problem) -> str:
     """The facts of speed (with the constants) in which the problem's cluster is different from the
     shipped cluster that is nearest to it, in words; "" where a shipped cluster has all of them."""
-    mine, found = problem.cluster, problem.calibration
-    own, unlike = _cluster_facts(mine, found), {}
+    mine, calibration = problem.cluster, problem.calibration
+    own, unlike = _cluster_facts(mine, calibration), {}
     for cluster in _clusters():
-        other = _cluster_facts(cluster, found)
+        other = _cluster_facts(cluster, calibration)
         unlike[cluster.name] = [key for key, value in own.items() if value != other[key]]
     nearest = min(unlike, key=lambda name: (len(unlike[name]), name != mine.name))
     if not unlike[nearest]:
@@ -299,9 +301,12 @@ def _clusters() -> tuple[Cluster, ...]:
     return tuple(load_cluster(name) for name in names("cluster"))
 
 
-def _cluster_facts(cluster: Cluster, found: Calibration) -> dict[str, Any]:
+def _cluster_facts(cluster: Cluster, calibration: Calibration) -> dict[str, Any]:
     facts = {k: v for k, v in asdict(cluster).items() if k not in NO_CLUSTER_SPEED}
-    return {**facts, "constants": found.networks[found.network_entry(cluster.constants)]}
+    return {
+        **facts,
+        "constants": calibration.networks[calibration.network_entry(cluster.constants)],
+    }
 
 
 # -- published rows -----------------------------------------------------------------------------
@@ -313,21 +318,21 @@ are on different stacks."""
 
 
 @cache
-def known_cells() -> tuple[Known, ...]:
+def left_out_cells() -> tuple[LeftOutCell, ...]:
     """The rows of config/left_out.csv that have a speed."""
     registry = discover()
-    found = (_known(row, registry) for row in out_of_source())
+    found = (_left_out_cell(row, registry) for row in out_of_source())
     return tuple(cell for cell in found if cell is not None)
 
 
-def _known(row: Row, registry: Registry) -> Known | None:
+def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
     error = log_error(row)
     if error is None:
         return None
     stack, words = _claim(row["system"], row["note"])
     method = str(words.get(row["recompute"].lower(), row["recompute"]))
     sweep = (stack, *(row[key] for key in (*SWEEP, *OPTIONS)))
-    return Known(
+    return LeftOutCell(
         source=row["source"],
         job=Job(
             stack=stack,

@@ -27,7 +27,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.costs.flops import model_flop_per_token
-from rematbench.evidence.bands import own_quantile, quantile
+from rematbench.evidence.bands import quantile, source_quantile
 from rematbench.evidence.calibrate import SCALES, SLOW_HOST
 from rematbench.evidence.fit import PRIORS, ROW_SPREAD
 from rematbench.evidence.job_evidence import LATE_STEP, log_error, out_of_source, slope_column
@@ -158,7 +158,7 @@ def mean_error(log_errors: Array) -> float:
     return float(np.mean(np.abs(np.expm1(log_errors))))
 
 
-def left_one_by_one(rows: MeasuredRows, prior: ScalePrior) -> list[float]:
+def leave_one_out_errors(rows: MeasuredRows, prior: ScalePrior) -> list[float]:
     """The log error of each row under the scales fitted to the other rows (there are two rows or
     more)."""
     count = len(rows.errors)
@@ -234,7 +234,7 @@ def refusals(rows: Sequence[Row], prior: ScalePrior) -> list[str]:
 
 COUNTS = (1, 3, 5)
 DRAWS = 20
-LEAST_ROWS = 10
+FEWEST_ROWS = 10
 SEED = 24
 WIDEST = 10.0
 """Largest half-width that a stack file holds (`spec.system.Scales`)."""
@@ -273,7 +273,7 @@ def calibrated() -> tuple[Calibrated, ...]:
     """The errors of all stacks with LEAST_ROWS rows or more."""
     found = []
     for (source, system, cluster), rows in stacks().items():
-        if len(rows) < LEAST_ROWS:
+        if len(rows) < FEWEST_ROWS:
             continue
         data, mfus = measured(rows), _log_mfus(rows)
         before = prior(source)
@@ -301,7 +301,7 @@ def band_after(count: int) -> float:
     known = max(k for k in COUNTS if k <= count)
     errors: dict[str, list[float]] = {}
     for key, rows in stacks().items():
-        if len(rows) >= LEAST_ROWS:
+        if len(rows) >= FEWEST_ROWS:
             data = measured(rows)
             left = [_calibrated(data, prior(key[0]), some) for some in _draws(len(rows), known)]
             errors[" ".join(key)] = [abs(float(error)) for some in left for error in some]
@@ -319,8 +319,8 @@ def band_of_rows(data: MeasuredRows, theta: Array, before: ScalePrior) -> float:
     band must hold.
     """
     one = len(data.errors) == 1
-    errors = [float(data.left(theta)[0])] if one else left_one_by_one(data, before)
-    own = own_quantile([abs(error) for error in errors])
+    errors = [float(data.left(theta)[0])] if one else leave_one_out_errors(data, before)
+    own = source_quantile([abs(error) for error in errors])
     return min(max(band_after(len(data.errors)), own), WIDEST)
 
 

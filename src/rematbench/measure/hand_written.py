@@ -1,4 +1,4 @@
-"""Steps that are written by hand in torch, beside an executor's: what they use against memory."""
+"""Steps that are written by hand in torch, to compare with an executor's steps."""
 
 from typing import Literal
 

@@ -15,7 +15,7 @@ from rematbench.worlds.records.suite_cells import Cell, cells, is_selected
 
 
 class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step written by hand in torch with one of torch's own means, on the named problems."""
+    """A step written by hand in torch with a memory feature of torch, on the named problems."""
 
     means: Means
     problems: tuple[str, ...]
@@ -41,14 +41,14 @@ class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HandCell(Cell, frozen=True, kw_only=True):
-    """A step written by hand, which has no plan of its own (`plan` is keep_all's) and no
+    """A step written by hand, which has no plan (`plan` is keep_all's) and no
     prediction."""
 
     means: Means
 
 
 def load_layers(path: Path) -> LayerSuite:
-    """The suite of a file; ConfigError in one line for what it does not allow."""
+    """The suite of a file; ConfigError of one line for a wrong entry."""
     suite, label = read_suite(path, LayerSuite), str(path)
     require_known(suite.methods, list(discover().methods), (label, "methods", "method"))
     known = [problem.name for problem in suite.problems]
@@ -99,12 +99,12 @@ def _planned(suite: LayerSuite) -> dict[str, str]:
         for problem in suite.problems
         for bundle, variants in every.items()
         for number, variant in enumerate(variants)
-        if _is_asked(suite, variant, bundle, number)
+        if _is_chosen(suite, variant, bundle, number)
         if not variant.problems or problem.name in variant.problems
     }
 
 
-def _is_asked(suite: LayerSuite, variant: Variant, bundle: str, number: int) -> bool:
+def _is_chosen(suite: LayerSuite, variant: Variant, bundle: str, number: int) -> bool:
     return variant in suite.variants or (number == 0 and bundle in suite.methods)
 
 

@@ -15,7 +15,7 @@ class Machine:
 
     def __init__(self, device: Device) -> None:
         from rematbench.worlds.torch.devices import smi_name  # noqa: PLC0415  # torch is optional
-        from rematbench.worlds.torch.processes import versions  # noqa: PLC0415
+        from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415
 
         self.versions = versions(device)
         self.name = self.versions["device"]

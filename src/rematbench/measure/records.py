@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One timed call: its median, least and largest seconds over `n` repeats, `spread` (the
+    """One timed call: its median, smallest and largest seconds over `n` repeats, `spread` (the
     interquartile range over the median), and the seconds that the shipped cost model predicts.
 
     `what`, `implementation` and `shape` are as in kernels.csv.  `work`: FLOP or bytes (`unit`) of
@@ -71,11 +71,11 @@ class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of the part `searched`: the prediction of a plan that a search of `job` found for a
+    """A line of the part `searched`: the prediction of a plan that a search of `job` returned for a
     device of `memory_gib`.  It is row `place` of the answer, where rows that differ in settings
-    alone count as one (0: no such row).  `beside`: the best plan of the methods that the suite sets
-    beside the answer.  `spec` and `method` (the text of the composition) make the cell again,
-    whatever a later search finds."""
+    alone count as one (0: no such row).  `beside`: the best plan of the methods that the suite
+    compares with the answer.  `spec` and `method` (the text of the composition) rebuild the cell,
+    whatever a later search returns."""
 
     job: str
     memory_gib: float
@@ -108,14 +108,14 @@ class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provenance: Provenance
 
 
-OfCell = TypeVar("OfCell", Turn, "Spent")
+OfCell = TypeVar("OfCell", Turn, "ActionSeconds")
 STEP = "STEP"
 
 
-class Spent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ActionSeconds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of the actions of one kind in a step of a cell, on their stream, and the seconds that
     the cost model predicts for them.  `unit`: E (embedding), L (layers), H (head), or none.  The
-    kind STEP is the whole step, of which streams run parts at the same time; a cell that failed or
+    kind STEP is the whole step, whose streams overlap; a cell that failed or
     was not started has one such line, with the reason."""
 
     cell: str
@@ -133,7 +133,7 @@ class Spent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def one_line(reason: str) -> str:
-    """A reason as a line has it."""
+    """A reason on one line of at most 300 characters."""
     return " ".join(reason.split())[:300]
 
 
@@ -149,7 +149,7 @@ def append_line(path: Path, line: Struct) -> None:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """The lines of a file; RecordError, with its number, for a line that is none.  A last line
+    """The lines of a file; RecordError, with its number, for a damaged line.  A last line
     without an end, which a killed process left, does not count."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")

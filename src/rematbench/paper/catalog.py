@@ -7,7 +7,7 @@ stands for one suite.  Where the file makes other tables than NAME, TABLES names
 those without a printed form; READS has the files that its code reads by itself.  A file of
 `figures/` that is drawn from tables alone names them in TABLES.
 
-All of these are literals, so that no file is imported to know what it makes.
+All of these are literals, so that no file is imported to list its tables.
 """
 
 import ast
@@ -49,7 +49,7 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def of_any_suite(self) -> bool:
-        """Whether the tables are made for each suite, not for the paper's alone."""
+        """Whether every suite has these tables, not only the paper's."""
         return any(SUITE in pattern for pattern in self.inputs.values())
 
     @property
@@ -63,12 +63,12 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return [*printed, *(f"{folder}/{name}.csv" for name in self.sheets)]
 
     def arguments(
-        self, suite: str, given: Mapping[str, Sequence[str]]
+        self, suite: str, overrides: Mapping[str, Sequence[str]]
     ) -> dict[str, Path | list[Path]]:
-        """The arguments of `build`, with the paths of `given` in place of declared ones."""
+        """The arguments of `build`, with the paths of `overrides` in place of declared ones."""
         made: dict[str, Path | list[Path]] = {}
         for name, pattern in self.inputs.items():
-            paths = [Path(path) for path in given.get(name) or expanded(pattern, suite)]
+            paths = [Path(path) for path in overrides.get(name) or expanded(pattern, suite)]
             made[name] = paths if is_many(pattern) else paths[0]
         return made
 

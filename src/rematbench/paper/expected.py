@@ -20,8 +20,8 @@ NOTHING = 1e-12
 
 
 ROUNDING = 1e-9
-"""Largest difference of seconds (a share of them) and of shares between two searches that found the
-same: sums in another order."""
+"""Largest difference of seconds (a share of them) and of shares between two searches with the
+same answer: sums in another order."""
 
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,16 +70,16 @@ class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClaimFinding(Struct, frozen=True, kw_only=True):
-    """The result of checking one claim: its problems, and whether its tables were made."""
+    """The result of checking one claim: its problems, and whether its tables exist."""
 
     claim: TableClaim
     problems: tuple[str, ...]
-    made: bool = True
+    tables_exist: bool = True
 
     @property
     def line(self) -> str:
         """PASS, FAIL or NOT MADE, the claim, the counts of its tables, and why it failed."""
-        word = ("FAIL" if self.made else "NOT MADE") if self.problems else "PASS"
+        word = ("FAIL" if self.tables_exist else "NOT MADE") if self.problems else "PASS"
         found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
         says = f" Found: {found}." if found and not self.problems else ""
         why = f" [{'; '.join(self.problems)}]" if self.problems else ""
@@ -101,7 +101,7 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
             problems = _problems(claim, artifact.tolerance, tables, expected)
-        found.append(ClaimFinding(claim=claim, problems=tuple(problems), made=not lacking))
+        found.append(ClaimFinding(claim=claim, problems=tuple(problems), tables_exist=not lacking))
     return found
 
 
@@ -172,16 +172,16 @@ def differences(
     return found
 
 
-def compare_folders(made: Path, committed: Path) -> list[str]:
+def compare_folders(actual: Path, committed: Path) -> list[str]:
     """A line for each committed CSV file, which the file of its name must repeat up to ROUNDING;
     CommandError for a file that is not there or differs."""
     said = []
     for path in sorted(committed.glob("*.csv")):
-        ours, theirs = read_cells(made / path.name), read_cells(path)
+        ours, theirs = read_cells(actual / path.name), read_cells(path)
         if ours is None or theirs is None:
-            raise CommandError(f"{made / path.name}: no such file, to compare with {path}")
+            raise CommandError(f"{actual / path.name}: no such file, to compare with {path}")
         if found := differences(ours, theirs, ROUNDING, ROUNDING):
-            raise CommandError(f"{made / path.name}: cells that differ: {len(found)}; {found[0]}")
+            raise CommandError(f"{actual / path.name}: cells that differ: {len(found)}; {found[0]}")
         said.append(f"{path.name}: {len(theirs) - 1} rows as committed")
     if not said:
         raise CommandError(f"{committed}: no committed searches (*.csv) there")

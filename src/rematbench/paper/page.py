@@ -1,7 +1,7 @@
 """The content of the report: the first screen's answers, then sections of tables and figures.
 
 Tables of other worlds (traced, executed) and of later commands appear once their files exist; a
-missing file is no error.
+missing file is not an error.
 """
 
 import fnmatch
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rematbench.evidence.accuracy import LEAST_OOMS
+from rematbench.evidence.accuracy import FEWEST_OOMS
 from rematbench.evidence.bands import LEVEL
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import TableText
@@ -34,7 +34,7 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of config/report.yaml. `answer`: the figure of the first screen; `trust`: the
-    tables beside that figure; `folded`: columns of tables that a click shows, one below another."""
+    tables next to that figure; `folded`: columns of tables that a click shows."""
 
     title: str
     question: str
@@ -66,35 +66,35 @@ class Part(Struct, frozen=True, kw_only=True):
         return f"./bench reproduce results/{self.source}"
 
 
-Found = tuple[Section, tuple[Part, ...]]
+FilledSection = tuple[Section, tuple[Part, ...]]
 
 
 class Page(Struct, frozen=True, kw_only=True):
     """The content of the page: the first screen, then every section with its parts. The first
     screen has the outcome, whether bands hold, what was never measured, and facts; its two sections
-    come first in `found`."""
+    come first in `filled`."""
 
     config: ReportConfig
     outcome: str
     trusted: str
     unmeasured: tuple[str, ...]
     facts: tuple[tuple[str, str], ...]
-    found: tuple[Found, ...]
+    filled: tuple[FilledSection, ...]
 
     @property
-    def answer(self) -> Found:
+    def answer(self) -> FilledSection:
         """The section of the figure that answers the question."""
-        return self.found[0]
+        return self.filled[0]
 
     @property
-    def trust(self) -> Found:
+    def trust(self) -> FilledSection:
         """The section that says how far to trust the answer."""
-        return self.found[1]
+        return self.filled[1]
 
     @property
-    def sections(self) -> list[Found]:
+    def sections(self) -> list[FilledSection]:
         """The sections after the first screen that have a part or a text."""
-        return [(section, parts) for section, parts in self.found[2:] if parts or section.text]
+        return [(section, parts) for section, parts in self.filled[2:] if parts or section.text]
 
 
 def load_report() -> ReportConfig:
@@ -103,12 +103,12 @@ def load_report() -> ReportConfig:
     return convert(read_mapping(data_dir("config") / "report.yaml", label), ReportConfig, label)
 
 
-def gather(config: ReportConfig, results: Path) -> tuple[Found, ...]:
-    """The parts of the first screen and of each section, found below a results folder. Each part
+def gather(config: ReportConfig, results: Path) -> tuple[FilledSection, ...]:
+    """The parts of the first screen and of each section below a results folder. Each part
     appears once, in the first section that has a pattern for it."""
     pool = [
-        *_found(results, "figures", ".png", ".pdf"),
-        *_found(results, "tables", ".json", ".csv"),
+        *_parts(results, "figures", ".png", ".pdf"),
+        *_parts(results, "tables", ".json", ".csv"),
     ]
     made = []
     first = Section(title=config.question, parts=(config.answer,))
@@ -121,7 +121,7 @@ def gather(config: ReportConfig, results: Path) -> tuple[Found, ...]:
     return tuple(made)
 
 
-def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
+def _parts(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
     """Every table or figure below results/*/FOLDER, those of the paper first."""
     paths = sorted(results.glob(f"*/{folder}/*{shown}"))
     for path in sorted(paths, key=lambda p: p.parts[-3] != "paper"):
@@ -141,28 +141,27 @@ def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
 
 
 def whether_bands_hold(tables: Path) -> str:
-    """A sentence on how many published rows lie inside bands learnt without their source."""
+    """A sentence on the share of published rows inside bands learnt without their source."""
     found = _rows(tables / "bands.csv")
     if not found:
         return ""
     pooled = found[-1]
     return (
         f"A band is to hold {100 * LEVEL:.0f} % of speeds. Learnt from all sources but one, bands "
-        f"hold {100 * float(pooled['inside']):.0f} % of what that one published (every source "
-        f"weighs 1; {int(pooled['rows']):,} rows). A choice of layout is judged by what it loses."
+        f"hold {100 * float(pooled['inside']):.0f} % of the left-out source's rows (every source "
+        f"weighs 1; {int(pooled['rows']):,} rows). A choice of layout is judged by its speed loss."
     )
 
 
 def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
-    """Sentences on what no GPU ran, what nobody published, and what has too few rows. The second
-    sentence is about the jobs whose fastest method is shown, the third about out-of-memory cells,
-    of which no rate is promised."""
+    """Sentences on GPUs that were not used, on winners outside the published range, and on
+    out-of-memory cells that are too few for a promised rate."""
     winners = _rows(tables / "matrix_fastest.csv")
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)
     told = ", ".join(f"{word} in {count}" for word, count in counts.most_common())
-    strange = f"{len(outside)} of the {len(winners)} winners above lie outside of what anybody "
-    strange += f"published: {told}."
+    strange = f"{len(outside)} of the {len(winners)} winners above are outside the published "
+    strange += f"range: {told}."
     verdicts = _rows(tables / "oom_verdicts.csv")
     ooms = sum(int(row["cells"]) for row in verdicts if row["published"] == "oom")
     few = f"{ooms} published cells ran out of memory: whether a job fits is reported with its "
@@ -170,7 +169,7 @@ def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
     return (
         no_gpu_sentence(results),
         *([strange] if outside else []),
-        *([few] if verdicts and ooms < LEAST_OOMS else []),
+        *([few] if verdicts and ooms < FEWEST_OOMS else []),
     )
 
 
@@ -208,14 +207,14 @@ def report_markdown(page: Page, results: Path) -> str:
     ]
     lines += ["## What was never measured", "", *(f"- {text}" for text in page.unmeasured), ""]
     lines += [f"- **{key}**: {value}" for key, value in page.facts]
-    for found in page.sections:
-        lines += ["", f"## {found[0].title}", "", *_markdown(page, found, results)]
+    for filled in page.sections:
+        lines += ["", f"## {filled[0].title}", "", *_markdown(page, filled, results)]
     lines += ["## What is not modelled", "", *(f"- {text}" for text in config.not_modelled)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown(page: Page, found: Found, results: Path) -> list[str]:
-    section, parts = found
+def _markdown(page: Page, filled: FilledSection, results: Path) -> list[str]:
+    section, parts = filled
     lines = [section.text, ""] if section.text else []
     for part in parts:
         if part.table:

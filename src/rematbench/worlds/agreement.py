@@ -161,9 +161,9 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
 
 def executor_record(target: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
     """The record of the project's executor on one process, with all activations kept."""
-    from rematbench.worlds.torch import processes as torch_job  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
-    from rematbench.worlds.torch.processes import execute_cases  # noqa: PLC0415
+    from rematbench.worlds.torch.rank_processes import execute_cases  # noqa: PLC0415
 
     case = Case(
         name=EXECUTOR,

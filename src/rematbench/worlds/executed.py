@@ -25,7 +25,7 @@ from rematbench.worlds.run_records import (
 
 if TYPE_CHECKING:
     from rematbench.worlds.torch.case import Case, Result
-    from rematbench.worlds.torch.processes import LauncherPlace
+    from rematbench.worlds.torch.rank_processes import LauncherPlace
 
 
 class How(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +59,12 @@ def run(
     `place`: set when this process is a rank that a launcher started.  The record is then written to
     `out`; a rank without a record returns None.
     """
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
     cells = [cell, *([reference] if reference else [])]
     reason = next((one.plan.reason for one in cells if isinstance(one.plan, Unsupported)), "")
     cases = [] if reason else [_case(one, how) for one in cells]
-    reason = reason or next(filter(None, map(processes.refusal, cases)), "")
+    reason = reason or next(filter(None, map(rank_processes.refusal, cases)), "")
     if reason:
         record = _record(cell, ("unsupported", reason, None), (), how)
         if place is not None and out is not None:
@@ -73,7 +73,7 @@ def run(
     if place is not None:
         return _as_rank(cells, cases, place, timeout_s, out, how)
     hosts = (cell.problem.layout.gpus,)
-    return _strictly(cells, processes.run_spawned(cases, timeout_s), hosts, how)
+    return _strictly(cells, rank_processes.run_spawned(cases, timeout_s), hosts, how)
 
 
 def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
@@ -103,7 +103,7 @@ def run_cells(
     """Every cell with its record, in one launch per world size.  With `how.compare` each cell is
     compared with keep_all on the same problem and batches; where keep_all fails, the cell's record
     has no comparison."""
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
     how = how or How()
     for size in sorted({cell.problem.layout.gpus for cell in cells}):
@@ -114,7 +114,7 @@ def run_cells(
             if one is not None and one.name not in cases and isinstance(one.plan, Plan):
                 cases[one.name] = _case(one, how)
         results = dict(
-            zip(cases, processes.run_spawned(list(cases.values()), timeout_s), strict=True)
+            zip(cases, rank_processes.run_spawned(list(cases.values()), timeout_s), strict=True)
         )
         for cell in same:
             base = bases.get(cell.name)
@@ -162,17 +162,17 @@ def _as_rank(
 ) -> Record | None:
     """The record of a rank that a launcher started.  A rank that fails writes its error next to
     `out` before it ends: rank 0 sees only a broken connection."""
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import failure  # noqa: PLC0415
 
     started = time.time()
     try:
-        results, hosts = processes.run_launched(cases, place, timeout_s)
+        results, hosts = rank_processes.run_launched(cases, place, timeout_s)
     except Exception as error:
         if out is not None:
             lost = (*record_status(*failure(error)), None)
             write_rank_record(_record(cells[0], lost, (), how), out, place.rank, started)
-        if isinstance(error, processes.RendezvousError):
+        if isinstance(error, rank_processes.RendezvousError):
             raise CommandError(str(error)) from error
         raise
     if not results:
@@ -223,10 +223,10 @@ def _record(
     hosts: tuple[int, ...],
     how: How,
 ) -> Record:
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
     status, reason, found = outcome
     if found is not None:
         found = msgspec.structs.replace(found, linear_updates=how.linear)
-    where: dict[str, Any] = {**processes.versions(how.device), "ranks_per_host": hosts}
+    where: dict[str, Any] = {**rank_processes.versions(how.device), "ranks_per_host": hosts}
     return measured_record("executed", cell, (status, reason, found), where)

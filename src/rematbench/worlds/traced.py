@@ -19,12 +19,12 @@ def rerun(record: Record, cell: Cell) -> Record:
 def run(cell: Cell, stage: int | None = None) -> Record:
     """The record of the traced pipeline rank `stage` (None: the one with the largest simulated
     peak)."""
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.rank_model import NotExecutable  # noqa: PLC0415
     from rematbench.worlds.torch.single_rank import stage_rank, trace_rank  # noqa: PLC0415
     from rematbench.worlds.torch.storages import ExecutionError  # noqa: PLC0415
 
-    where: dict[str, Any] = {**processes.versions("cpu"), "device": "meta"}
+    where: dict[str, Any] = {**rank_processes.versions("cpu"), "device": "meta"}
     problem, plan = cell.problem, cell.plan
     outcome: tuple[Status, str, Measured | None]
     if isinstance(plan, Unsupported):

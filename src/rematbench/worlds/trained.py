@@ -58,7 +58,7 @@ def _without_work(cell: Cell) -> str:
 def run(cell: Cell, steps: int) -> Record:
     """The record of a training run of `steps` steps, in its own processes; the record stores
     losses alone."""
-    from rematbench.worlds.torch import processes  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.batch import standard_library  # noqa: PLC0415
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
     from rematbench.worlds.torch.parameters import AdamW  # noqa: PLC0415
@@ -75,12 +75,12 @@ def run(cell: Cell, steps: int) -> Record:
         optimizer=AdamW(lr=LEARNING_RATE),
         activation_bytes=activation_bytes(cell.problem, cell.plan),
     )
-    (result,) = processes.run_spawned([case], 3600.0)
+    (result,) = rank_processes.run_spawned([case], 3600.0)
     found = None
     if result.status == "ok":
         found = Measured(losses=tuple(result.losses))
     where: dict[str, Any] = {
-        **processes.versions("cpu"),
+        **rank_processes.versions("cpu"),
         "ranks_per_host": (cell.problem.layout.gpus,),
         "text": standard_library(TEXT_BYTES)[1],
     }

@@ -15,7 +15,7 @@ from rematbench.engine.program.ledger import live_bytes
 from rematbench.worlds.torch import worker
 from rematbench.worlds.torch.batch import Batch, make_batch
 from rematbench.worlds.torch.case import Case, Result, combine
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import reference
 
 ROOT = Path(__file__).resolve().parents[2]

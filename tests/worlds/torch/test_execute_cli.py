@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from rematbench.cli.measured import measure
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.record import Record, read_record
-from rematbench.worlds.torch import processes
+from rematbench.worlds.torch import rank_processes
 from tests.typed import typed
 
 TINY = ("--model", "tiny-llama-deep", "--cluster", "this-machine", "--system", "rematbench")
@@ -121,7 +121,7 @@ def test_the_same_file_is_traced_to_the_same_bytes(
 def test_what_is_not_modelled_is_refused_before_any_process(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "execute_cases", None)  # what starts processes
+    monkeypatch.setattr(rank_processes, "execute_cases", None)  # what starts processes
     code, out, _ = typed("execute", "keep_all", "--cluster", "this-machine", *words)
     assert code == 1
     assert said in out
@@ -168,6 +168,6 @@ def test_torchrun_gives_the_processes(tmp_path: Path) -> None:
 
 
 def test_a_curve_that_no_cell_asks_for_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"no such cell in .* has a plan"):
+    with pytest.raises(CommandError, match=r"nosuch: no such cell in .*convergence"):
         measure("convergence", tmp_path / "out", only=["nosuch"])
     assert list((tmp_path / "out").iterdir()) == []

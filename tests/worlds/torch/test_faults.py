@@ -21,7 +21,7 @@ from rematbench.host.ranks import KILLED
 from rematbench.worlds.torch import attention_backends, batch, devices, movers, worker
 from rematbench.worlds.torch.case import Case, Result, combine
 from rematbench.worlds.torch.parameters import AdamW
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.storages import ExecutionError, Value
 from tests.worlds.torch import cases, laws
 from tests.worlds.torch.cases import TINY_GPT

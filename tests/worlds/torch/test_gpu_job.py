@@ -15,10 +15,10 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.host import ranks
-from rematbench.worlds.torch import parameters, processes, single_rank, worker
+from rematbench.worlds.torch import parameters, rank_processes, single_rank, worker
 from rematbench.worlds.torch.case import Case, Result, failure
 from rematbench.worlds.torch.executor import Executor
-from rematbench.worlds.torch.processes import LauncherPlace
+from rematbench.worlds.torch.rank_processes import LauncherPlace
 from rematbench.worlds.torch.storages import ExecutionError
 from tests.worlds.torch import cases
 from tests.worlds.torch.recorder import recording
@@ -31,7 +31,7 @@ PINNED = 1 << 40
 def test_settings_are_made_before_cuda_and_processes_inherit_them() -> None:
     code = """
 import subprocess
-from rematbench.worlds.torch.processes import device_kind
+from rematbench.worlds.torch.rank_processes import device_kind
 device_kind("cuda")
 subprocess.run(["sh", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS $CUBLAS_WORKSPACE_CONFIG"])
 """
@@ -64,7 +64,7 @@ def test_a_rank_that_failed_but_hangs_is_ended(
     start = time.monotonic()
     failure = ranks.watch(alive, tmp_path, 60.0)
     assert time.monotonic() - start < 10.0
-    assert processes._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
+    assert rank_processes._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
     def one(case: Case, *_: object) -> Result:
         return Result(name=case.name, status=next(waiting))
 
-    patch.setattr(processes, "choose_device", lambda kind, rank: DEVICE)
-    patch.setattr(processes, "_run_case", one)
-    patch.setattr(processes, "_gathered", lambda own, given, talk: [own])
-    distributed = processes.dist
+    patch.setattr(rank_processes, "choose_device", lambda kind, rank: DEVICE)
+    patch.setattr(rank_processes, "_run_case", one)
+    patch.setattr(rank_processes, "_gathered", lambda own, given, talk: [own])
+    distributed = rank_processes.dist
     patch.setattr(distributed, "init_process_group", lambda *_, **__: None)
     patch.setattr(distributed, "new_group", lambda **_: None)
     patch.setattr(distributed, "destroy_process_group", lambda: left.append("destroyed"))
@@ -97,7 +97,7 @@ def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Resu
     )
     given = LauncherPlace(rank=0, world_size=2, local_rank=0, address="localhost", port=1)
     many = [cases.case("tp2", "keep") for _ in statuses]
-    return processes.run_launched(many, given, 1.0)[0], left
+    return rank_processes.run_launched(many, given, 1.0)[0], left
 
 
 def test_after_a_failure_no_further_case_runs_and_communicators_are_aborted(

@@ -17,8 +17,8 @@ from rematbench.worlds.torch import worker
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.parameters import Parameter
-from rematbench.worlds.torch.processes import execute_cases
 from rematbench.worlds.torch.rank_model import RankModel
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.threads import ThreadStreams
 

@@ -16,7 +16,7 @@ from rematbench.engine.program.ledger import issue_order
 from rematbench.host import memory as hostmemory
 from rematbench.worlds.records.record import read_record
 from rematbench.worlds.run_records import activation_bytes
-from rematbench.worlds.torch import parameters, processes, rank_model
+from rematbench.worlds.torch import parameters, rank_model, rank_processes
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.groups import Coordinates
 from rematbench.worlds.torch.single_rank import trace_rank
@@ -40,7 +40,7 @@ def test_the_states_of_all_ranks_are_counted_and_nothing_else(name: str) -> None
     lay = case.problem.layout
     every = [trace_rank(case.problem, case.plan, stage).state_bytes for stage in range(lay.pp)]
     measured = sum(every) * lay.gpus // lay.pp
-    assert 0.9 * measured < processes.state_bytes(case) <= measured
+    assert 0.9 * measured < rank_processes.state_bytes(case) <= measured
 
 
 def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
@@ -48,22 +48,22 @@ def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
 ) -> None:
     small, large = cases.case("one", "keep"), cases.case("one", "full", precision="bf16")
     need = {small.name: 10, large.name: 1000}
-    monkeypatch.setattr(processes, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(rank_processes, "PROCESS_BYTES", 0)
     started: list[str] = []
 
-    def execute(given: list[Case], **_: object) -> list[processes.Result]:
+    def execute(given: list[Case], **_: object) -> list[rank_processes.Result]:
         started.extend(case.name for case in given)
-        return [processes.Result(name=case.name, status="ok") for case in given]
+        return [rank_processes.Result(name=case.name, status="ok") for case in given]
 
-    monkeypatch.setattr(processes, "execute_cases", execute)
-    monkeypatch.setattr(processes, "state_bytes", lambda case: need[case.name])
-    monkeypatch.setattr(processes, "initialization_bytes", lambda case: 0)
-    monkeypatch.setattr(processes, "free_bytes", lambda: 100)
-    found = processes.run_spawned([large, small], 1.0)
+    monkeypatch.setattr(rank_processes, "execute_cases", execute)
+    monkeypatch.setattr(rank_processes, "state_bytes", lambda case: need[case.name])
+    monkeypatch.setattr(rank_processes, "initialization_bytes", lambda case: 0)
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: 100)
+    found = rank_processes.run_spawned([large, small], 1.0)
     assert [(r.name, r.status) for r in found] == [(large.name, "oom"), (small.name, "ok")]
     assert started == [small.name]
-    monkeypatch.setattr(processes, "free_bytes", lambda: -1)  # unknown: it is tried
-    assert [r.status for r in processes.run_spawned([large], 1.0)] == ["ok"]
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: -1)  # unknown: it is tried
+    assert [r.status for r in rank_processes.run_spawned([large], 1.0)] == ["ok"]
 
 
 def test_every_process_and_the_fullest_stages_activations_count(
@@ -74,11 +74,11 @@ def test_every_process_and_the_fullest_stages_activations_count(
     peak = max(ledger.device_peak_bytes for ledger in issue_order(program))
     assert activation_bytes(case.problem, case.plan) == 2 * peak
     case = dataclasses.replace(case, activation_bytes=2 * peak)
-    need = processes.state_bytes(case) + 2 * peak + 4 * processes.PROCESS_BYTES
-    monkeypatch.setattr(processes, "free_bytes", lambda: need)
-    assert processes.memory_shortage(case) == ""
-    monkeypatch.setattr(processes, "free_bytes", lambda: need - 1)
-    assert processes.memory_shortage(case).startswith(
+    need = rank_processes.state_bytes(case) + 2 * peak + 4 * rank_processes.PROCESS_BYTES
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: need)
+    assert rank_processes.memory_shortage(case) == ""
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: need - 1)
+    assert rank_processes.memory_shortage(case).startswith(
         "4 ranks hold 0.8 GiB at least (0.0 of parameters"
     )
 
@@ -102,7 +102,7 @@ def test_what_is_drawn_counts_as_it_is_made(name: str, monkeypatch: pytest.Monke
         drawn, made = [], [0]
         rank_model.RankModel(case.problem, case.plan, place, torch.device("cpu"), case.seed)
         total += max(drawn) * lay.gpus // lay.pp
-    assert processes.initialization_bytes(case) == total
+    assert rank_processes.initialization_bytes(case) == total
 
 
 def test_a_weight_that_is_drawn_whole_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,24 +112,25 @@ def test_a_weight_that_is_drawn_whole_counts(monkeypatch: pytest.MonkeyPatch) ->
     wide = msgspec.structs.replace(cases.TINY, tied_embeddings=True, **sizes)
     case = cases.case("tp4", "keep", model=wide, precision="bf16")
     assert (
-        processes.initialization_bytes(case) > processes.state_bytes(case) + case.activation_bytes
+        rank_processes.initialization_bytes(case)
+        > rank_processes.state_bytes(case) + case.activation_bytes
     )
-    need = processes.initialization_bytes(case) + 4 * processes.PROCESS_BYTES
-    monkeypatch.setattr(processes, "free_bytes", lambda: need)
-    assert processes.memory_shortage(case) == ""
-    monkeypatch.setattr(processes, "free_bytes", lambda: need - 1)
-    assert "of weights as they are drawn" in processes.memory_shortage(case)
+    need = rank_processes.initialization_bytes(case) + 4 * rank_processes.PROCESS_BYTES
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: need)
+    assert rank_processes.memory_shortage(case) == ""
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: need - 1)
+    assert "of weights as they are drawn" in rank_processes.memory_shortage(case)
 
 
 @pytest.mark.parametrize("words", [("--gpus", "1000", "--tp", "2"), ("--seq-len", "100000000")])
 def test_what_no_host_holds_is_answered_and_not_tried(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(given: list[Case], **_: object) -> list[processes.Result]:
+    def never(given: list[Case], **_: object) -> list[rank_processes.Result]:
         raise AssertionError("started")
 
-    monkeypatch.setattr(processes, "execute_cases", never)
-    monkeypatch.setattr(processes, "free_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(rank_processes, "execute_cases", never)
+    monkeypatch.setattr(rank_processes, "free_bytes", lambda: 100 << 30)
     out = tmp_path / "record.json"
     asked = ["execute", "keep_all", *TINY, "--gpus", "1", *words, "--out", str(out)]
     assert typed(*asked, "--device", "cpu").code == 1

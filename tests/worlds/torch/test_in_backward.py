@@ -13,8 +13,8 @@ from rematbench.engine.program.action import Action, Kind
 from rematbench.plan import Plan, StateFate
 from rematbench.workload import Model, Precision
 from rematbench.worlds.torch.case import Case
-from rematbench.worlds.torch.processes import execute_cases
 from rematbench.worlds.torch.rank_model import NotExecutable, require_executable
+from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import plan_of
 from tests.worlds.torch import cases, grid, laws

@@ -14,7 +14,7 @@ from rematbench.cli.app import main
 from rematbench.host import ranks as host_ranks
 from rematbench.host.ranks import RankError
 from rematbench.worlds.records.record import read_record
-from rematbench.worlds.torch import processes
+from rematbench.worlds.torch import rank_processes
 
 MEETS_AND_DIES = """
 import os, torch.distributed as dist
@@ -112,7 +112,7 @@ def test_who_meets_nobody_says_so_in_one_line_and_a_record(
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     for key, value in {**place, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(processes, "LOOKUP_S", 0.0)
+    monkeypatch.setattr(rank_processes, "LOOKUP_S", 0.0)
     out = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["rematbench", *WORDS, "--timeout", "1", "--out", str(out)])
     with pytest.raises(SystemExit) as exit_:

@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import cases, grid, laws
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Action, Kind
 from rematbench.worlds.torch.case import Case, NotFinite, Result
-from rematbench.worlds.torch.processes import execute_cases
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.laws import run_here
 from tests.worlds.torch.test_faults import Edit, edited, no_wait

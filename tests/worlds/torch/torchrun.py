@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rematbench.worlds.torch import processes
+from rematbench.worlds.torch import rank_processes
 
 TIMEOUT_S = 120.0
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 120.0
 def main() -> None:
     """Run the cases as one of the launcher's processes."""
     source, target = (Path(word) for word in sys.argv[1:])
-    given = processes.LauncherPlace(
+    given = rank_processes.LauncherPlace(
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
@@ -25,7 +25,7 @@ def main() -> None:
         port=int(os.environ["MASTER_PORT"]),
     )
     cases = torch.load(source, weights_only=False)
-    results, _ = processes.run_launched(cases, given, TIMEOUT_S)
+    results, _ = rank_processes.run_launched(cases, given, TIMEOUT_S)
     if given.rank == 0:
         torch.save(results, target)
 

@@ -274,8 +274,8 @@ class SearchJob:
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
         """The results of plans that fit, the fastest first, with all that a table shows but the
-        engines (`with_engines`): `tied` are those that the error of ratios of speeds cannot tell
-        from the first."""
+        engines (`with_engines`): `tied` are those within our error, when comparing two methods, of
+        the first."""
         found = []
         for one in results:
             problem, choice, first = one.problem, self.choice(one), results[0]

@@ -76,9 +76,9 @@ def solve(
     return [float(x) for x in np.where(at_end, ends, best.x)]
 
 
-def rounded(value: float, least: float = 1e-6) -> float:
-    """A value rounded to four significant digits, as in the files; 0 where it is below `least`."""
-    return float(f"{value:.4g}") if value >= least else 0.0
+def rounded(value: float, smallest: float = 1e-6) -> float:
+    """A value rounded to four significant digits, as in the files; 0 if below `smallest`."""
+    return float(f"{value:.4g}") if value >= smallest else 0.0
 
 
 def document_weights(rows: Rows) -> Array:
@@ -115,19 +115,19 @@ def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
             evidence=Evidence(),
         )
 
-    def told(rates: GemmRates) -> Array:
+    def predicted(rates: GemmRates) -> Array:
         share = np.asarray(gemm_share(rates, m, n, k, 1.0, sm_count), dtype=np.float64)
         factors: Array = np.where(adds, rates.accumulate, 1.0) * share
         return factors
 
     best = solve(
-        lambda x: weights * np.log(told(curve(x)) / real),
+        lambda x: weights * np.log(predicted(curve(x)) / real),
         [0.7, 150.0, 0.5, 0.95],
         ([0.05, 0.0, 0.0, 0.5], [1.2, 3e3, 1.0, 1.2]),
         NEAR_GEMM,
     )
     rates = curve([rounded(x) for x in best])
-    speeds = dict(zip((row.line for row in rows), real / told(rates), strict=True))
+    speeds = dict(zip((row.line for row in rows), real / predicted(rates), strict=True))
     fitted = ("efficiency", "half_k", "tail", *(("accumulate",) if adds.any() else ()))
     proof = evidence(sources, rows, speeds, fitted, TILE_SOURCE)
     return msgspec.structs.replace(rates, evidence=proof)
@@ -181,15 +181,17 @@ def _half_waves(sources: Sources, rows: Rows, sm_count: int) -> Share:
     one_length = len({row.size("s") for row in rows}) == 1
     real = np.array([attention_fraction(sources, row) for row in rows])
 
-    def told(x: Array | list[float]) -> Array:
+    def predicted(x: Array | list[float]) -> Array:
         half_rows = 0.0 if one_length else float(x[2])
         one = AttentionPass(efficiency=float(x[0]), half_waves=float(x[1]), half_rows=half_rows)
         return np.array([predicted_fraction(one, one, row, sm_count) for row in rows])
 
     best = solve(
-        lambda x: np.log(told(x) / real), [0.6, 1.0, 400.0], ([0.01, 0.0, 0.0], [2.0, 50.0, 2e4])
+        lambda x: np.log(predicted(x) / real),
+        [0.6, 1.0, 400.0],
+        ([0.01, 0.0, 0.0], [2.0, 50.0, 2e4]),
     )
-    speeds = dict(zip((row.line for row in rows), real / told(best), strict=True))
+    speeds = dict(zip((row.line for row in rows), real / predicted(best), strict=True))
     return Share(value=rounded(best[1]), evidence=evidence(sources, rows, speeds, ("value",)))
 
 
@@ -294,7 +296,7 @@ def _with_head_dims(
 
 NEAR_BYTES = 0.05
 """Logarithmic deviation at which a row's weight starts to fall (soft L1)."""
-LEAST_S = 1e-8
+SMALLEST_S = 1e-8
 """Fitted fixed seconds below this value are stored as 0."""
 HALF = 2
 """Bytes of a bf16 or fp16 element."""
@@ -351,13 +353,17 @@ def predicted_s(rates: ByteRates, row: KernelRow, hbm_bytes_per_s: float) -> flo
     )
 
 
-def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, float]) -> ByteRates:
+def fit_bytes(
+    sources: Sources, declared: ByteRows, rows: Rows, hbm: Mapping[str, float]
+) -> ByteRates:
     """Bytes per element and fixed seconds of both passes, fitted jointly by robust least squares of
     logarithms.  KernelFitError where the rows have only one pass."""
-    own = [row for row in rows if told.match.holds(row)]
+    own = [row for row in rows if declared.match.holds(row)]
     kinds = {row.shape.get("pass") for row in own}
     if "forward" not in kinds or len(kinds) < 2:
-        raise KernelFitError(f"kernels.csv: not both passes in {msgspec.to_builtins(told.match)}")
+        raise KernelFitError(
+            f"kernels.csv: not both passes in {msgspec.to_builtins(declared.match)}"
+        )
     real = np.array([seconds(row) for row in own])
     hbm_rates = [reached_hbm(sources, row, hbm) for row in own]
     weights = document_weights(own)
@@ -368,8 +374,8 @@ def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, fl
             forward_fixed_s=float(x[1]),
             backward_bytes=float(x[2]),
             backward_fixed_s=float(x[3]),
-            forward_launches=told.forward_launches,
-            backward_launches=told.backward_launches,
+            forward_launches=declared.forward_launches,
+            backward_launches=declared.backward_launches,
             evidence=Evidence(),
         )
 
@@ -383,10 +389,10 @@ def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, fl
         ([0.5, 0.0, 0.5, 0.0], [500.0, 2e-4, 500.0, 4e-4]),
         NEAR_BYTES,
     )
-    rates = curve([rounded(x, LEAST_S) for x in best])
+    rates = curve([rounded(x, SMALLEST_S) for x in best])
     speeds = dict(zip((row.line for row in own), predicted(rates) / real, strict=True))
     fitted = ("forward_bytes", "forward_fixed_s", "backward_bytes", "backward_fixed_s")
-    why = f"launches: {told.launches_source}"
+    why = f"launches: {declared.launches_source}"
     return msgspec.structs.replace(rates, evidence=evidence(sources, own, speeds, fitted, why))
 
 
@@ -441,15 +447,15 @@ def fit_operators(
     sources: Sources, rows: Rows, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
 ) -> OperatorRates:
     """The content of operators.yaml."""
-    told = sources.operators
+    operators = sources.operators
 
     def every(declared: Mapping[str, ByteRows]) -> dict[str, ByteRates]:
         return {name: fit_bytes(sources, part, rows, hbm) for name, part in declared.items()}
 
     return OperatorRates(
         unfused_attention=fit_unfused(sources, rows, hbm, gemms),
-        norm=every(told.norm),
-        rope=every(told.rope),
-        activation=every(told.activation),
-        loss=every(told.loss),
+        norm=every(operators.norm),
+        rope=every(operators.rope),
+        activation=every(operators.activation),
+        loss=every(operators.loss),
     )

@@ -73,31 +73,33 @@ def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
     return rate
 
 
-def fit_share(sources: Sources, generation: str, told: ShareRows, rows: Rows) -> Share:
+def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows) -> Share:
     """The median of a share over its rows, or the declared value; KernelFitError where sources.yaml
     gives neither or no row matches."""
-    if told.match is None:
-        if told.value is None or not told.source:
+    if declared.match is None:
+        if declared.value is None or not declared.source:
             raise KernelFitError(
                 f"sources.yaml: a share of {generation} has neither rows nor value"
             )
-        return Share(value=told.value, evidence=Evidence(source=told.source))
+        return Share(value=declared.value, evidence=Evidence(source=declared.source))
     found = [
         r
         for r in rows
-        if told.match.holds(r)
+        if declared.match.holds(r)
         and (sources.of_generation(generation, r) or r.gpu not in sources.gpus)
     ]
     if not found:
-        raise KernelFitError(f"kernels.csv: no row for {msgspec.to_builtins(told)}")
+        raise KernelFitError(f"kernels.csv: no row for {msgspec.to_builtins(declared)}")
     base = 1.0
-    if told.against is not None:
-        base = median(measured(r).value for r in rows if told.against.holds(r))
-    of = "one" if told.of == "against" else told.of
+    if declared.against is not None:
+        base = median(measured(r).value for r in rows if declared.against.holds(r))
+    of = "one" if declared.of == "against" else declared.of
     shares = {r.line: measured(r).value / link_rate(sources, r, of) / base for r in found}
     value = rounded(median(shares.values()))
     speeds = {line: share / value for line, share in shares.items()}
-    return Share(value=value, evidence=evidence(sources, found, speeds, ("value",), told.source))
+    return Share(
+        value=value, evidence=evidence(sources, found, speeds, ("value",), declared.source)
+    )
 
 
 # -- files ------------------------------------------------------------------------------------
@@ -105,28 +107,28 @@ def fit_share(sources: Sources, generation: str, told: ShareRows, rows: Rows) ->
 
 def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
     """The content of the file of one GPU generation."""
-    told = sources.generations[name]
-    waves = fit_half_waves(sources, picked(sources, name, told.waves, rows), told.sm_count)
+    facts = sources.generations[name]
+    waves = fit_half_waves(sources, picked(sources, name, facts.waves, rows), facts.sm_count)
     attention: dict[str, AttentionRates] = {}
-    for backend, part in told.attention.items():
+    for backend, part in facts.attention.items():
         own = picked(sources, name, part.match, rows)
         like = attention[part.like] if part.like else None
-        attention[backend] = fit_attention(sources, own, waves, told.sm_count, like)
+        attention[backend] = fit_attention(sources, own, waves, facts.sm_count, like)
 
     def shares(declared: dict[str, ShareRows]) -> dict[str, Share]:
         return {key: fit_share(sources, name, part, rows) for key, part in declared.items()}
 
     return GenerationRates(
-        sm_count=told.sm_count,
-        source=told.source,
+        sm_count=facts.sm_count,
+        source=facts.source,
         half_waves=waves,
         attention=attention,
-        refused=told.refused,
-        gemm=fit_gemm(sources, picked(sources, name, told.gemm, rows), told.sm_count),
-        hbm=fit_share(sources, name, told.hbm, rows),
-        copies=shares(told.copies),
-        collectives=shares(told.collectives),
-        overlap=shares(told.overlap),
+        refused=facts.refused,
+        gemm=fit_gemm(sources, picked(sources, name, facts.gemm, rows), facts.sm_count),
+        hbm=fit_share(sources, name, facts.hbm, rows),
+        copies=shares(facts.copies),
+        collectives=shares(facts.collectives),
+        overlap=shares(facts.overlap),
     )
 
 

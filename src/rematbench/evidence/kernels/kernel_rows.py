@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rematbench.spec.kernel_rates import Evidence, Outlier
 
-What = Literal[
+KernelKind = Literal[
     "gemm",
     "attention_forward",
     "attention_backward",
@@ -80,7 +80,7 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     line: int
     source: str
-    what: What
+    what: KernelKind
     implementation: str
     gpu: str
     dtype: str
@@ -91,8 +91,8 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     note: str
 
     def size(self, key: str) -> int:
-        """A whole number of the shape; KernelRowError where the key is missing or its value is no
-        whole number."""
+        """A whole number of the shape; KernelRowError where the key is missing or its value is not
+        a whole number."""
         try:
             return int(self.shape[key])
         except (KeyError, ValueError):
@@ -123,7 +123,7 @@ def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
 
 
 def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
-    for column, allowed in (("what", get_args(What)), ("unit", get_args(Unit))):
+    for column, allowed in (("what", get_args(KernelKind)), ("unit", get_args(Unit))):
         if cells[column] not in allowed:
             known = ", ".join(allowed)
             raise KernelRowError(
@@ -139,7 +139,7 @@ def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
 
 
 def parse_shape(text: str) -> dict[str, str]:
-    """`b=4;h=16;s=4096` as a mapping; ValueError where a part is no pair or a key repeats."""
+    """`b=4;h=16;s=4096` as a mapping; ValueError where a part is not a pair or a key repeats."""
     shape: dict[str, str] = {}
     for part in filter(None, text.split(";")):
         key, found, value = part.partition("=")
@@ -191,7 +191,7 @@ def measured(row: KernelRow) -> Figure:
 
 
 class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A condition on rows; a row matches where every field that is given holds.
+    """A condition on rows; a row matches where every non-empty field holds.
 
     `what`, `gpu`, `dtype`, `unit` and the values of `shape` must equal one of the listed words.
     `source`, `implementation`, `convention` and `note` must contain one of the listed texts.
@@ -229,7 +229,7 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _bound(row: KernelRow, key: str) -> float:
-    """A number of the shape, or the value; NaN, for which no bound holds, where it is no number."""
+    """A number of the shape, or the value; NaN, for which no bound holds, for other texts."""
     text = str(row.value) if key == "value" else row.shape.get(key, "")
     try:
         return float(text)

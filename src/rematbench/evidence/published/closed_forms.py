@@ -1,4 +1,4 @@
-"""Published closed-form estimates of memory, to print beside the ledger.  A formula refuses a run
+"""Published closed-form estimates of memory, to print next to the ledger.  A formula refuses a run
 that it does not cover, with the reason."""
 
 from typing import Literal
@@ -31,7 +31,7 @@ class ClosedForm(Struct, frozen=True, kw_only=True):
 
 def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
     """The estimate of a plan by a formula; Unsupported with the reason where the formula does not
-    cover the plan, and for `ledger`, which is no formula."""
+    cover the plan, and for `ledger`, which is not a formula."""
     if name == "fujii":
         return _fujii(problem, plan)
     if name == "atc24":
@@ -58,7 +58,7 @@ def fujii_refusal(problem: Problem) -> str:
     rules = (
         (problem.attention != "flash", "assumes flash attention"),
         (not model.gated, f"assumes a gated MLP, not {model.mlp}"),
-        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism beside tp"),
+        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism with tp"),
         (
             lay.zero_stage != 1,
             f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
@@ -113,7 +113,7 @@ def atc24_refusal(problem: Problem, plan: Plan) -> str:
             lay.zero_stage != 1,
             f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
         ),
-        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism beside tp"),
+        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism with tp"),
         (lay.ulysses > 1, "has no term for ulysses"),
         (whole, "has no term for layers run again whole (the peak is then inside one layer)"),
         (moved or len(alphas) > 1, "knows one share alpha of all chunks, as pp_offload takes"),

@@ -294,7 +294,7 @@ def _dp(row: Row) -> str:
     gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
     dp, rest = divmod(gpus, ranks)
     if rest:
-        raise RowError("failed", f"gpus {gpus} is no multiple of tp x cp x pp = {ranks}")
+        raise RowError("failed", f"gpus {gpus} is not a multiple of tp x cp x pp = {ranks}")
     return str(dp)
 
 
@@ -343,7 +343,7 @@ def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Val
 
 NOBODY = "unplanned"
 CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp")
-"""Columns that a prediction needs, beside dp or gpus.  Their cells may be empty; the row's status
+"""Columns that a prediction needs, besides dp or gpus.  Their cells may be empty; the row's status
 then says so."""
 SPEED: Final = "tokens_per_s_per_gpu"
 SCORED = ("source", "status")
@@ -389,7 +389,7 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
         raise ConfigError(label, "", f"cannot be read ({reason})") from error
     missing = [column for column in needed if column not in columns]
     if missing:
-        raise ConfigError(label, "", f"is no such sheet: it has no column {', '.join(missing)}")
+        raise ConfigError(label, "", f"is not such a sheet: it has no column {', '.join(missing)}")
     require_unique(columns, label, "columns")
     for number, line in lines:
         if len(line) > len(columns):
@@ -434,7 +434,7 @@ def check_numbers(sheet: Sheet, label: str) -> None:
         for index, row in enumerate(sheet, start=1):
             if row[column] and not _is_number(row[column], positive=plain in NUMBERS):
                 least = "above 0" if plain in NUMBERS else "of at least 0"
-                problem = f"{row[column]!r} is no number {least}"
+                problem = f"{row[column]!r} is not a number {least}"
                 raise ConfigError(label, f"row {index}, {column}", problem)
 
 

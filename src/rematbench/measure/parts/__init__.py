@@ -1,1 +1,1 @@
-"""The parts of a measurement, each in a process of its own."""
+"""The parts of a measurement, each in a separate process."""

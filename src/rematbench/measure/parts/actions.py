@@ -1,4 +1,4 @@
-"""The part `actions` of `measure-gpu`: seconds of each kind of action beside the predicted ones."""
+"""The part `actions` of `measure-gpu`: measured and predicted seconds of each kind of action."""
 
 import math
 import statistics
@@ -13,9 +13,9 @@ from rematbench.evaluate.result import evaluate_plan
 from rematbench.host.console import CommandError
 from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.measure.machine import Machine
-from rematbench.measure.parts.layers import is_here
-from rematbench.measure.predictions import predict, refusal
-from rematbench.measure.records import STEP, Spent, append_line, one_line
+from rematbench.measure.parts.layers import is_on_machine
+from rematbench.measure.predicted_steps import predict, refusal
+from rematbench.measure.records import STEP, ActionSeconds, append_line, one_line
 from rematbench.plan import Plan
 from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite_cells import Cell
@@ -30,7 +30,7 @@ STEPS = 3
 def measure_actions(
     suite: LayerSuite, only: Sequence[str], out: Path, device: Device, limit_s: float
 ) -> None:
-    """Time the actions of the cells asked for (default: the references of ratios, and keep_all)
+    """Time the actions of the selected cells (default: the references of ratios, and keep_all)
     of this device; a line of `out` for each kind of action.  A cell that cannot begin within
     `limit_s` seconds has none.  CommandError where no cell is of this device."""
     from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
@@ -39,7 +39,7 @@ def measure_actions(
     until = time.monotonic() + limit_s
     place, machine = prepared_device(device, 0), Machine(device)
     found = layer_cells(suite, only or _usual(suite))
-    found = [cell for cell in found if device == "cpu" or is_here(cell, machine)]
+    found = [cell for cell in found if device == "cpu" or is_on_machine(cell, machine)]
     found = [cell for cell in found if not isinstance(cell, HandCell)]
     if not found:
         raise CommandError(f"no problem of the suite is of {machine.name}")
@@ -50,20 +50,20 @@ def measure_actions(
                 append_line(out, line)
 
 
-def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[Spent]:
+def _tried(cell: Cell, turns: "Turns", machine: Machine) -> list[ActionSeconds]:
     """The lines of a cell; one with the reason where it fails or is not started."""
     from rematbench.worlds.torch.case import failure  # noqa: PLC0415  # torch is optional
 
     about = machine.about(cell.problem.calibration)
     why = refusal(predict(cell), cell)
     if why or not isinstance(cell.plan, Plan):
-        return [Spent(cell=cell.name, kind=STEP, status="refused", reason=why, **about)]
+        return [ActionSeconds(cell=cell.name, kind=STEP, status="refused", reason=why, **about)]
     try:
         return _lines(cell, cell.plan, turns, machine)
     except Exception as error:
         status, reason = failure(error)
         told = one_line(reason)
-        return [Spent(cell=cell.name, kind=STEP, status=status, reason=told, **about)]
+        return [ActionSeconds(cell=cell.name, kind=STEP, status=status, reason=told, **about)]
     finally:
         turns.release()
 
@@ -73,7 +73,7 @@ def _usual(suite: LayerSuite) -> list[str]:
     return [*names, *(f"{problem}.keep_all" for problem in suite.references)]
 
 
-def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spent]:
+def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[ActionSeconds]:
     from rematbench.measure.torch.action_seconds import TimedExecutor, by_key  # noqa: PLC0415  # torch is optional
 
     executor = turns.executor(cell.problem, plan, TimedExecutor)
@@ -83,7 +83,7 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
     predicted = action_seconds(cell.problem, lower(plan, cell.problem))
     known = {"cell": cell.name, **machine.about(cell.problem.calibration)}
     found = evaluate_plan(cell.problem, plan).evaluation
-    whole = Spent(
+    whole = ActionSeconds(
         kind=STEP,
         actions=len(seen[0][1]),
         seconds=statistics.median(seconds for seconds, _ in seen),
@@ -91,10 +91,13 @@ def _lines(cell: Cell, plan: Plan, turns: "Turns", machine: Machine) -> list[Spe
         **known,
     )
     keys = {key: [step[key] for step in steps] for key in steps[0]}
-    return [whole, *(Spent(**_spent(key, own, predicted), **known) for key, own in keys.items())]
+    return [
+        whole,
+        *(ActionSeconds(**_kind_fields(key, own, predicted), **known) for key, own in keys.items()),
+    ]
 
 
-def _spent(key: "Key", steps: "list[list[TimedAction]]", predicted: Any) -> dict[str, Any]:
+def _kind_fields(key: "Key", steps: "list[list[TimedAction]]", predicted: Any) -> dict[str, Any]:
     """The fields of a line: medians over steps of the sums over a step's actions."""
     sums = [math.fsum(one.seconds for one in step) for step in steps]
     wanted = math.fsum(predicted.timing(one.action, 0).seconds for one in steps[0])

@@ -17,7 +17,7 @@ from rematbench.worlds.records.record import Record, RecordError, read_record
 
 PEAK_LIMIT = 0.02
 """The allocator's peak may differ from the simulated peak by this share of simulated activations
-(the project's own bound).  The same share of the whole peak, states included, could hide the
+(the project's bound).  The same share of the whole peak, states included, could hide the
 difference between two methods."""
 WORKSPACES = 2 * (32 << 20)
 """Bytes in the allocator's peak that are not simulated: a workspace of cuBLAS and one of cuBLASLt,
@@ -26,11 +26,11 @@ WORKSPACES = 2 * (32 << 20)
 
 SUMMARY = "summary.json"
 PACKAGES_RUN = "the packages run"
-"""The claim of baselines' own steps."""
+"""The claim on the packages' steps."""
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One claim, whether it holds on this device (None: not known), and its numbers in words."""
+    """One claim, whether it holds on this device (None: unknown), and its numbers in words."""
 
     claim: str
     holds: bool | None
@@ -38,7 +38,7 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Ran(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a part of a `measure-gpu` run ended; `only`: the cells that it was asked for."""
+    """How a part of a `measure-gpu` run ended; `only`: the cells that were selected."""
 
     part: str
     status: str
@@ -177,12 +177,12 @@ def _short(
     return [(name.split(".", 1)[-1], holds, text) for name, holds, text in sorted(said)]
 
 
-def _verdict(other: Comparison) -> str:
+def _verdict(comparison: Comparison) -> str:
     """The error that is judged, and over which steps."""
-    if other.bitwise:
+    if comparison.bitwise:
         return "bitwise"
-    steps = "the first step" if other.judged_first else "all steps"
-    return f"{other.judged_error:.1e} of {other.bound:.0e} ({steps})"
+    steps = "the first step" if comparison.judged_first else "all steps"
+    return f"{comparison.judged_error:.1e} of {comparison.bound:.0e} ({steps})"
 
 
 def _bytes(cells: Cells) -> Finding:
@@ -198,7 +198,7 @@ def _bytes(cells: Cells) -> Finding:
 
 
 def _peaks(cells: Cells) -> Finding:
-    """The finding on the allocator's peak beside the simulated peak, of the fullest rank of each
+    """The finding on the allocator's peak against the simulated peak, of the fullest rank of each
     cell."""
     said = list(cells.lost())
     for name, record in cells.ok().items():

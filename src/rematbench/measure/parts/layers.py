@@ -1,4 +1,4 @@
-"""The part `layers` of `measure-gpu`: steps of methods by turns, beside predictions made before.
+"""The part `layers` of `measure-gpu`: steps of methods by turns, and their predictions.
 
 The measurement refuses to start without a prediction of every cell by the present constants and
 plans, and measures those that are said to fit.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rematbench.host.console import CommandError
 from rematbench.measure.layer_suite import HandCell, LayerSuite, layer_cells
 from rematbench.measure.machine import Machine
-from rematbench.measure.predictions import (
+from rematbench.measure.predicted_steps import (
     PREDICTIONS,
     identity,
     read_predictions,
@@ -30,7 +30,7 @@ from rematbench.worlds.records.measured import has_peak_of
 from rematbench.worlds.records.suite_cells import Cell, problem_of
 
 FEWEST = 3
-"""Turns of each method at least."""
+"""Smallest number of turns of a method."""
 SEED = 7
 
 
@@ -62,7 +62,7 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
 
 
 def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: float) -> bool:
-    """Whether a cell's ratio is known well enough; without a reference that ran, whether it has had
+    """Whether a cell's ratio is precise enough; without a reference that ran, whether it has had
     the fewest turns."""
     if not any(turn.step_s for turn in reference):
         return len([turn for turn in turns if turn.step_s]) >= FEWEST
@@ -75,12 +75,12 @@ def measure_layers(
 ) -> None:
     """Run the cells of this device by turns within `limit_s` seconds; a line of the file of the
     cell's problem for each turn."""
-    found, unsettled = layer_cells(suite, only), partial(_unsettled, suite)
-    run_by_turns(found, unsettled, output, "layers", device, limit_s)
+    cells, unsettled = layer_cells(suite, only), partial(_unsettled, suite)
+    run_by_turns(cells, unsettled, output, "layers", device, limit_s)
 
 
 def run_by_turns(
-    found: Sequence[Cell],
+    cells: Sequence[Cell],
     unsettled: Callable[[list[Cell], Sequence[Turn]], list[Cell]],
     output: Path,
     part: str,
@@ -96,18 +96,18 @@ def run_by_turns(
     until = time.monotonic() + limit_s
     place = prepared_device(device, 0)
     machine = Machine(device)
-    found = [cell for cell in found if device == "cpu" or is_here(cell, machine)]
-    if not found:
+    cells = [cell for cell in cells if device == "cpu" or is_on_machine(cell, machine)]
+    if not cells:
         raise CommandError(f"no problem of the suite is of {machine.name}")
-    known = read_predictions(output / PREDICTIONS[part], found)
-    taken = Taken(output / part, machine, found)
-    live, least = [], {}
-    for cell in found:
+    known = read_predictions(output / PREDICTIONS[part], cells)
+    taken = Taken(output / part, machine, cells)
+    live, first_turn_s = [], {}
+    for cell in cells:
         line = known.get(stands_for(cell))
         why = refusal(line, cell) if line else ""
         if not why:
             live.append(cell)
-            least[cell.name] = 2.0 * (line.step_s or 0.0) if line else 0.0
+            first_turn_s[cell.name] = 2.0 * (line.step_s or 0.0) if line else 0.0
         elif cell.name not in by_cell(taken.turns):
             taken.note(cell, 0, 0, "refused", why)
     turns = Turns(place, machine.state)
@@ -117,10 +117,10 @@ def run_by_turns(
         means = cell.means if isinstance(cell, HandCell) else None
         return turns.turn(cell.problem, cell.plan, means)
 
-    _rounds(live, unsettled, taken, turn, until, least)
+    _rounds(live, unsettled, taken, turn, until, first_turn_s)
 
 
-def is_here(cell: Cell, machine: Machine) -> bool:
+def is_on_machine(cell: Cell, machine: Machine) -> bool:
     """Whether the cell's cluster has this machine's GPU."""
     return has_peak_of(cell.problem.cluster, machine.name)
 
@@ -128,11 +128,11 @@ def is_here(cell: Cell, machine: Machine) -> bool:
 class Taken:
     """The turns so far, on disk and in memory; those of an earlier run on the same device count."""
 
-    def __init__(self, folder: Path, machine: Machine, found: Iterable[Cell]) -> None:
-        """CommandError where the turns of `found` are of another device, constants or plans."""
+    def __init__(self, folder: Path, machine: Machine, cells: Iterable[Cell]) -> None:
+        """CommandError where the turns of `cells` are of another device, constants or plans."""
         self.folder, self.machine = folder, machine
         self.turns: list[Turn] = []
-        known = {cell.name: identity(cell) for cell in found}
+        known = {cell.name: identity(cell) for cell in cells}
         for path in sorted({self._file(name) for name in known}):
             self.turns += read_lines(path, Turn) if path.exists() else []
         for turn in self.turns:
@@ -169,13 +169,13 @@ def _rounds(
     taken: Taken,
     turn: Callable[[Cell], tuple[str, str, dict[str, Any]]],
     until: float,
-    least: Mapping[str, float],
+    first_turn_s: Mapping[str, float],
 ) -> None:
     """Rounds in random order until every cell is settled, or the next turn would take too long.
-    Cells of one model follow each other, because each change draws other weights.  A cell that
-    fails has no further turn.  `least`: predicted seconds of a cell's first turn."""
+    Cells of one model run in sequence, because a change of model draws new weights.  A cell that
+    fails has no further turn.  `first_turn_s`: predicted seconds of a cell's first turn."""
     models = list(dict.fromkeys(cell.problem.workload.model.name for cell in live))
-    took = {cell.name: least.get(cell.name, 0.0) for cell in live}
+    took = {cell.name: first_turn_s.get(cell.name, 0.0) for cell in live}
     number = taken.rounds
     draw = random.Random(SEED + number)
     while live:
@@ -195,7 +195,7 @@ def _rounds(
 
 
 def _unsettled(suite: LayerSuite, live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
-    """The cells of the problems in which some ratio is not known well enough."""
+    """The cells of the problems in which some ratio is not precise enough."""
     found, waiting = by_cell(turns), set()
     for cell in live:
         problem = problem_of(cell.name)

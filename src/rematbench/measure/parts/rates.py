@@ -17,8 +17,8 @@ from rematbench.worlds.records.measured import has_peak_of
 from rematbench.worlds.records.suite import NamedProblem, Suite, read_suite
 
 if TYPE_CHECKING:
+    from rematbench.measure.torch.probe_calls import Probe
     from rematbench.measure.torch.probe_rates import Timed
-    from rematbench.measure.torch.probes import Probe
 
 SEED = 7
 
@@ -40,7 +40,7 @@ class RateSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_rates(path: Path) -> RateSuite:
-    """The suite of a file; ConfigError in one line for what it does not allow."""
+    """The suite of a file; ConfigError of one line for a wrong entry."""
     return read_suite(path, RateSuite)
 
 
@@ -70,13 +70,13 @@ ALIKE = ("what", "implementation", "dtype", "shape", "work", "unit", "clock", "p
 """Fields that a line takes from its probe."""
 
 
-def _line(timed: "Timed", known: bool, about: dict[str, Any]) -> Rate:
-    """The line of a timed probe; `known`: the prediction is of this device."""
+def _line(timed: "Timed", same_device: bool, about: dict[str, Any]) -> Rate:
+    """The line of a timed probe; `same_device`: the prediction is of this device."""
     from rematbench.measure.torch.repeats import spread_of  # noqa: PLC0415  # torch is optional
 
     fields: dict[str, Any] = {name: getattr(timed.probe, name) for name in ALIKE} | about
     fields |= {"status": timed.status, "reason": timed.reason}
-    fields |= {} if known else {"predicted_s": None}
+    fields |= {} if same_device else {"predicted_s": None}
     if timed.seconds:
         seconds = timed.seconds
         fields |= {"n": len(seconds), "median_s": statistics.median(seconds)}
@@ -114,13 +114,13 @@ def device_cluster(suite: RateSuite, device: str) -> str:
 
 
 def _probes(suite: RateSuite, specs: list[NamedProblem], device: Any) -> "Iterator[Probe]":
-    from rematbench.measure.torch.probe_rates import copy_probes, launch_probes  # noqa: PLC0415
-    from rematbench.measure.torch.probes import (  # noqa: PLC0415
+    from rematbench.measure.torch.probe_calls import (  # noqa: PLC0415
         Place,
         attention_probes,
         layer_probes,
         sustained,
     )
+    from rematbench.measure.torch.probe_rates import copy_probes, launch_probes  # noqa: PLC0415
 
     for spec in specs:
         yield from layer_probes(Place(spec.name, spec.problem(), device), compiled=suite.compiled)

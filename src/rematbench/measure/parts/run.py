@@ -17,8 +17,8 @@ from rematbench.measure.parts.actions import measure_actions
 from rematbench.measure.parts.checks import SUMMARY, Ran, Summary, findings, read_summary
 from rematbench.measure.parts.layers import measure_layers
 from rematbench.measure.parts.rates import load_rates, measure_rates
-from rematbench.measure.parts.searched import load_searched, measure_searched
-from rematbench.measure.predictions import PREDICTIONS
+from rematbench.measure.parts.searched_plans import load_searched, measure_searched
+from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import package
 from rematbench.worlds.executed import How, run_cells
@@ -40,8 +40,8 @@ ON_DEMAND = {
     "searched": 560.0,
 }
 """Seconds that each part may take that runs only on request: steps of real packages, the rates of
-kernels and copies, the actions of a step, predicted steps by turns, and by turns the plans that a
-search found."""
+kernels and copies, the actions of a step, predicted steps by turns, and by turns the plans of a
+search."""
 ENDS_S = 25.0
 """Seconds of a part with a line for each measurement that are left for its last one to end."""
 SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -50,17 +50,17 @@ SUITES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "layers": ("gpu_layers.yaml", load_layers),
     "searched": ("gpu_searched.yaml", load_searched),
 }
-"""Parts with a suite of their own: its file in config/, and its reader.  Others have gpu.yaml."""
+"""Parts that do not use gpu.yaml: their suite in config/, and its reader."""
 BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("megatron_core", {}),
     ("megatron_core", {"recompute": "full"}),
     ("deepspeed", {}),
     ("deepspeed", {"checkpointing": "plain"}),
 )
-"""Policies of baselines, with settings, beside keep_all and full_recompute on the large problem."""
+"""Policies of baselines, with settings, to compare with keep_all and full_recompute (`large`)."""
 
 
-class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
+class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a `measure-gpu` command."""
 
     suite: Path | None
@@ -82,7 +82,7 @@ class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
         return [*where, *(word for name in self.only for word in ("--only", name))]
 
     def file(self, part: str = "") -> Path:
-        """The suite of a part: the one that was asked for, or the part's own of config/."""
+        """The suite of a part: the option `suite`, or the part's default in config/."""
         return self.suite or data_dir("config") / SUITES.get(part, ("gpu.yaml",))[0]
 
     def check(self, part: str) -> None:
@@ -102,23 +102,23 @@ class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
         every = cells(load_suite(self.file()), [], self.only)
         found = [cell for cell in every if cell.name.startswith(problem)]
         if not found:
-            raise CommandError(f"{self.file()}: no problem named {problem} is asked for")
+            raise CommandError(f"{self.file()}: no selected problem is named {problem}")
         return found
 
 
-def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -> Summary:
+def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None]) -> Summary:
     """Run the parts one after another; the summary of them and of those that other commands ran
     there on this device.  `say` announces each part before it starts."""
-    from rematbench.worlds.torch.processes import versions  # noqa: PLC0415  # torch is optional
+    from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415  # torch is optional
 
-    device = versions(asked.device)["device"]
-    ended = _before(asked.output / SUMMARY, device, parts)
+    device = versions(request.device)["device"]
+    ended = _before(request.output / SUMMARY, device, parts)
     for part in parts:
-        if part not in PREDICTIONS:  # turns stay beside their predictions
-            forget(part, asked.output)
+        if part not in PREDICTIONS:  # turns stay with their predictions
+            forget(part, request.output)
     for part in parts:
-        ended.append(_run(part, asked, say))
-        summary = summarize(tuple(ended), asked, device)
+        ended.append(_run(part, request, say))
+        summary = summarize(tuple(ended), request, device)
     return summary
 
 
@@ -141,98 +141,105 @@ def forget(part: str, output: Path) -> None:
         path.unlink()
 
 
-def _run(part: str, asked: GpuAsked, say: Callable[[str], None]) -> Ran:
+def _run(part: str, request: GpuRequest, say: Callable[[str], None]) -> Ran:
     """Run one part in its own process group, which is ended at the part's limit."""
-    limit = asked.limit_s(part)
+    limit = request.limit_s(part)
     say(f"{part}: up to {limit:.0f} s")
-    words = ["measure-gpu", "--inside", "--part", part, *asked.words]
+    words = ["measure-gpu", "--inside", "--part", part, *request.words]
     command = [sys.executable, "-c", "from rematbench.cli.app import main; main()", *words]
-    ended = run_limited(command, asked.output / f"{part}.log", limit, lambda: False)
+    ended = run_limited(command, request.output / f"{part}.log", limit, lambda: False)
     status, reason = "ok", ""
     if ended.code is None:
         status, reason = "timeout", f"not done within {limit:.0f} s"
     elif ended.code:
         status, reason = "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
     seconds = round(ended.seconds, 1)
-    return Ran(part=part, status=status, reason=reason, seconds=seconds, only=asked.only)
+    return Ran(part=part, status=status, reason=reason, seconds=seconds, only=request.only)
 
 
-def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
+def summarize(ended: tuple[Ran, ...], request: GpuRequest, device: str) -> Summary:
     """The summary of the parts that have ended, with their missing records; written to
     SUMMARY."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    done = {ran.part: replace(asked, only=ran.only) for ran in ended}
+    done = {ran.part: replace(request, only=ran.only) for ran in ended}
     names = [name for part in RECORDS if part in done for name in done[part].names(part)]
-    found = Summary(written=now, device=device, parts=ended, findings=findings(asked.output, names))
+    found = Summary(
+        written=now, device=device, parts=ended, findings=findings(request.output, names)
+    )
     data = msgspec.json.format(msgspec.json.encode(found), indent=1)
-    write_atomically(asked.output / SUMMARY, data + b"\n")
+    write_atomically(request.output / SUMMARY, data + b"\n")
     return found
 
 
 # -- parts, inside their processes --------------------------------------------------------------
 
 
-def _lossless(asked: GpuAsked) -> None:
+def _lossless(request: GpuRequest) -> None:
     """Compare every method's gradients with keep_all's, one launch per problem, all at once: a part
     without seconds."""
-    every = asked.cells("lossless")
+    every = request.cells("lossless")
     same = [
         [cell for cell in every if problem_of(cell.name) == problem]
         for problem in dict.fromkeys(problem_of(cell.name) for cell in every)
     ]
     with ThreadPoolExecutor(len(same)) as pool:
-        how = How(device=asked.device, steps=2, linear=True)
-        list(pool.map(lambda cells: _execute(cells, asked, 100.0, how), same))
+        how = How(device=request.device, steps=2, linear=True)
+        list(pool.map(lambda cells: _execute(cells, request, 100.0, how), same))
 
 
-def _large(asked: GpuAsked) -> None:
+def _large(request: GpuRequest) -> None:
     """Measure bytes and seconds of every method, one launch per method."""
     how = How(
-        device=asked.device, steps=1, compare=False, norms=False, timed_steps=5, device_weights=True
+        device=request.device,
+        steps=1,
+        compare=False,
+        norms=False,
+        timed_steps=5,
+        device_weights=True,
     )
-    for cell in asked.cells("large"):
-        _execute([cell], asked, 90.0, how)
+    for cell in request.cells("large"):
+        _execute([cell], request, 90.0, how)
 
 
-def _execute(found: list[Cell], asked: GpuAsked, limit_s: float, how: How) -> None:
-    for cell, record in run_cells(found, limit_s, how):
-        keep_record(record, asked.output / "records", cell.name)
+def _execute(batch: list[Cell], request: GpuRequest, limit_s: float, how: How) -> None:
+    for cell, record in run_cells(batch, limit_s, how):
+        keep_record(record, request.output / "records", cell.name)
 
 
-def _baselines(asked: GpuAsked) -> None:
+def _baselines(request: GpuRequest) -> None:
     """Run the packages on the large problem, each policy in its own process."""
-    problem = replace(asked, only=()).cells("large")[0].problem
+    problem = replace(request, only=()).cells("large")[0].problem
     for package_name, settings in BASELINES:
         name = "-".join((package_name, *(settings.values() or ("none",))))
-        if asked.only and not name.startswith(asked.only):
+        if request.only and not name.startswith(request.only):
             continue
         method, limits = policy(package_name, settings), {"steps": 2, "timeout_s": 60.0}
-        record = package.run(problem, method, "executed", device=asked.device, **limits)
-        keep_record(record, asked.output / "baselines", name)
+        record = package.run(problem, method, "executed", device=request.device, **limits)
+        keep_record(record, request.output / "baselines", name)
 
 
-def _rates(asked: GpuAsked) -> None:
-    limit_s = asked.limit_s("rates") - ENDS_S
-    measure_rates(asked.file("rates"), asked.output / "rates.jsonl", asked.device, limit_s)
+def _rates(request: GpuRequest) -> None:
+    limit_s = request.limit_s("rates") - ENDS_S
+    measure_rates(request.file("rates"), request.output / "rates.jsonl", request.device, limit_s)
 
 
-def _actions(asked: GpuAsked) -> None:
-    suite, limit_s = load_layers(asked.file("actions")), asked.limit_s("actions") - ENDS_S
-    out = asked.output / "actions.jsonl"
-    measure_actions(suite, asked.only, out, asked.device, limit_s)
+def _actions(request: GpuRequest) -> None:
+    suite, limit_s = load_layers(request.file("actions")), request.limit_s("actions") - ENDS_S
+    out = request.output / "actions.jsonl"
+    measure_actions(suite, request.only, out, request.device, limit_s)
 
 
-def _layers(asked: GpuAsked) -> None:
-    suite, limit_s = load_layers(asked.file("layers")), asked.limit_s("layers") - ENDS_S
-    measure_layers(suite, asked.only, asked.output, asked.device, limit_s)
+def _layers(request: GpuRequest) -> None:
+    suite, limit_s = load_layers(request.file("layers")), request.limit_s("layers") - ENDS_S
+    measure_layers(suite, request.only, request.output, request.device, limit_s)
 
 
-def _searched(asked: GpuAsked) -> None:
-    limit_s = asked.limit_s("searched") - ENDS_S
-    measure_searched(asked.only, asked.output, asked.device, limit_s)
+def _searched(request: GpuRequest) -> None:
+    limit_s = request.limit_s("searched") - ENDS_S
+    measure_searched(request.only, request.output, request.device, limit_s)
 
 
-PARTS: dict[str, Callable[[GpuAsked], None]] = {
+PARTS: dict[str, Callable[[GpuRequest], None]] = {
     "lossless": _lossless,
     "large": _large,
     "baselines": _baselines,

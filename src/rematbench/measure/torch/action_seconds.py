@@ -1,4 +1,4 @@
-"""Seconds of every action of a step on its own stream, to see where a step's time goes.
+"""Seconds of every action of a step on its stream, to see where a step's time goes.
 
 A clock is read before and after each action, on a GPU by the stream itself.  Between them are the
 action's kernels and the gaps between kernels; a stream that waits for another does so in its WAIT.

@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
 
 
 class PlainLoop:
-    """Training steps of one rank's model; gradients add up in the parameters' own wide buffers."""
+    """Training steps of one rank's model; gradients add up in the parameters' wide buffers."""
 
     def __init__(self, model: RankModel, rule: AdamW, means: Means = "nothing") -> None:
         kind, lay = model.kind, model.problem.layout

@@ -12,7 +12,7 @@ from rematbench.costs.bind import CopyDirection
 from rematbench.costs.copies import CopyTraffic
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.host.memory import free_bytes
-from rematbench.measure.torch.probes import Place, Probe
+from rematbench.measure.torch.probe_calls import Place, Probe
 from rematbench.measure.torch.repeats import Call, Repeats
 from rematbench.worlds.torch.case import failure
 from rematbench.worlds.torch.devices import pin_requested_size, release_pinned
@@ -75,7 +75,7 @@ def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
 
 
 def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[str, ...]) -> Call:
-    """The named kinds of work at once, each on its own stream."""
+    """The named kinds of work at once, one stream per kind."""
     device, streams = place.device, make_streams(place.device)
     here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in COPIES]
     there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in COPIES]
@@ -90,7 +90,7 @@ def _copying(place: Place, nbytes: int, width: int, products: int, names: tuple[
 
 
 def at_once(streams: Streams, work: Mapping[str, Call], times: Mapping[str, int]) -> None:
-    """Issue pieces of work on their own streams; `times` is the number of calls of each kind."""
+    """Issue pieces of work, one stream per kind; `times` is the number of calls of each kind."""
     streams.begin()
     for name, count in times.items():
         with streams.on(name):

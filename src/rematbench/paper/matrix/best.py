@@ -51,9 +51,9 @@ class CommittedPlan(Struct, frozen=True, kw_only=True):
     """A row of the committed answers of searches, one for each search of a cell; its plan is
     evaluated again (`sweep`).  It has the method's text, the layout with its layers by chunk (None:
     no plan fits), the step in seconds, the gap that is proved (a fraction; None: none is), and the
-    layouts and simulations of the proof.  Where no plan fits: the least bytes that an excluded plan
-    lacked on a device (in host memory, where none lacked device memory), or why the arm has no
-    plan."""
+    layouts and simulations of the proof.  Where no plan fits: the smallest shortage of an excluded
+    plan on a device, in bytes (in host memory, where none lacked device memory), or why the arm
+    has no plan."""
 
     name: str = ""
     choice: Choice | None = None
@@ -99,14 +99,14 @@ def runs(arm: Arm, seq_len: int) -> bool:
 
 def searched(arm: Arm, seq_len: int, registry: Registry) -> bool:
     """Whether the best layout of an arm is searched: the arm runs at this length, and its plan is
-    known without solving (planners are tried at the cell's one layout only)."""
+    a closed form (planners are tried at the cell's one layout only)."""
     names = [method.name for method in arm.resolved(registry).methods]
     return not registry.has_planner(names) and runs(arm, seq_len)
 
 
 class Answers:
-    """The answers of a cell, by table and arm: those of the `known` lines that answer the same
-    question, and the others by search.  `arms` and `methods` are by arm's name; `searched`: the
+    """The answers of a cell, by table and arm: those of the `committed` lines with the same
+    question, and the rest by search.  `arms` and `methods` are by arm's name; `searched`: the
     names of the arms whose best layouts are searched."""
 
     def __init__(
@@ -114,20 +114,20 @@ class Answers:
         cell: CellJob,
         spec: MatrixSpec,
         registry: Registry,
-        known: Mapping[tuple[str, str], Row],
+        committed: Mapping[tuple[str, str], Row],
     ) -> None:
         self.cell, self.spec, self.registry = cell, spec, registry
         self.arms = {arm.name: arm for arm in spec.all_arms(registry)}
         self.methods = {name: arm.resolved(registry) for name, arm in self.arms.items()}
         own = self.arms.values()
         self.searched = [arm.name for arm in own if searched(arm, cell.at[-1], registry)]
-        self._known = {
+        self._answers = {
             key: read_answer(row, cell)
-            for key, row in known.items()
-            if key[1] in ("", *self.arms) and row["asked"] == self.asked(*key)
+            for key, row in committed.items()
+            if key[1] in ("", *self.arms) and row["asked"] == self.question(*key)
         }
 
-    def asked(self, table: str, name: str) -> str:
+    def question(self, table: str, name: str) -> str:
         """The question of an answer in words: a method and its job, and for the one layout the
         pipeline ranks that it prefers; for the fastest plan of all, the methods that it may use."""
         job = shlex.join(self.cell.asked.spec.to_arguments())
@@ -138,9 +138,9 @@ class Answers:
 
     def best(self, name: str) -> CommittedPlan:
         """The best layout of an arm."""
-        if (BEST, name) not in self._known:
-            self._known[BEST, name] = self._best(name)
-        return self._known[BEST, name]
+        if (BEST, name) not in self._answers:
+            self._answers[BEST, name] = self._best(name)
+        return self._answers[BEST, name]
 
     @property
     def fastest(self) -> CommittedPlan:
@@ -151,48 +151,50 @@ class Answers:
         """The baseline's best layout with `same_layout_pp` pipeline ranks, or else with fewer;
         where the baseline fits nowhere, the layout of the fastest arm."""
         key = (SAME, self.spec.baseline)
-        if key not in self._known:
+        if key not in self._answers:
             found = self._best(self.spec.baseline, self.spec.same_layout_pp)
             found = found if found.choice else self._best(self.spec.baseline)
-            self._known[key] = found if found.choice else self.fastest
-        return self._known[key]
+            self._answers[key] = found if found.choice else self.fastest
+        return self._answers[key]
 
     def any_plan(self) -> CommittedPlan:
         """The fastest plan of all methods and compositions; the fastest arm's where no other plan
         is faster."""
-        if (ANY, "") not in self._known:
-            known, search = self.fastest, self.cell.search()
-            search.note_step(known.step_s)
+        if (ANY, "") not in self._answers:
+            fastest, search = self.fastest, self.cell.search()
+            search.note_step(fastest.step_s)
             found = _answer(self.cell, search)
-            best = found if found.step_s < known.step_s else known
-            self._known[ANY, ""] = structs.replace(
+            best = found if found.step_s < fastest.step_s else fastest
+            self._answers[ANY, ""] = structs.replace(
                 best, gap=search.gap, layouts=found.layouts, simulations=found.simulations
             )
-        return self._known[ANY, ""]
+        return self._answers[ANY, ""]
 
-    def _best(self, name: str, least_pp: int = 1) -> CommittedPlan:
+    def _best(self, name: str, min_pp: int = 1) -> CommittedPlan:
         method, cell = self.methods[name], self.cell
         candidates = candidates_of(method, self.registry)
-        search = cell.search_of(candidates, least_pp)
-        found = _answer(cell, search)
-        if found.choice is None:
-            return found
+        search = cell.search_of(candidates, min_pp)
+        best = _answer(cell, search)
+        if best.choice is None:
+            return best
         if not any(one.share for one in candidates):  # a method that chooses by itself does so now
             chosen = any(chooses(one, self.registry) for one in method.methods)
-            return self._faster(found, method.text) if chosen else found
-        while (text := _smaller_share(candidates, found.name)) is not None:
-            less = self._faster(found, text)
-            if less is found:
+            return self._faster(best, method.text) if chosen else best
+        while (text := _smaller_share(candidates, best.name)) is not None:
+            faster = self._faster(best, text)
+            if faster is best:
                 break
-            found = less
-        return found
+            best = faster
+        return best
 
-    def _faster(self, found: CommittedPlan, text: str) -> CommittedPlan:
+    def _faster(self, answer: CommittedPlan, text: str) -> CommittedPlan:
         """An answer, or that of a method's `text` at the same layout where its step is shorter."""
-        assert found.choice is not None
-        site = self.cell.site(found.choice)
+        assert answer.choice is not None
+        site = self.cell.site(answer.choice)
         step_s = site.trial(text, self.registry).result.fitting_s
-        return structs.replace(found, name=text, step_s=step_s) if step_s < found.step_s else found
+        return (
+            structs.replace(answer, name=text, step_s=step_s) if step_s < answer.step_s else answer
+        )
 
 
 def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
@@ -263,7 +265,7 @@ class Worker:
         return list(self.lines(task))
 
     def lines(self, task: Task) -> Iterator[Line]:
-        """The lines of the cells, each when it is asked for."""
+        """Yield the lines of the cells."""
         evaluator, programs = Evaluator(without_cluster), ProbePrograms()
         for name in self.spec.clusters:
             cell = CellJob(self.spec, task[0], name, task[1], evaluator, programs)
@@ -277,7 +279,7 @@ class Worker:
 def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Line:
     """The line of an answer, as it is committed."""
     line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.cell.at, strict=True))
-    line |= {"table": table, "arm": arm, "asked": answers.asked(table, arm), "name": answer.name}
+    line |= {"table": table, "arm": arm, "asked": answers.question(table, arm), "name": answer.name}
     if answer.choice:
         lay, sizes = answer.choice.layout, answer.choice.sizes
         line |= {key: getattr(lay, key) for key in OPEN}

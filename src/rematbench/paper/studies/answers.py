@@ -128,7 +128,7 @@ def _answer(
 def _at_length(
     blank: StudyAnswer, problem: Problem, ask: Ask, contender: Contender, registry: Registry
 ) -> StudyAnswer:
-    """The answer to a question at the workload's own sequence length."""
+    """The answer to a question at the workload's sequence length."""
     if contender.fewest:
         return _fewest(blank, problem, contender, registry)
     settings: dict[str, Value] = dict(contender.settings)

@@ -25,7 +25,7 @@ from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
 class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traced run: a problem, a policy's settings, a rank, and the published value beside it.
+    """One traced run: a problem, a policy's settings, a rank, and its published value.
 
     The published value is that of a `cell` of runs.csv (table, model, recompute, offload fraction),
     or a `claim`: the longest sequence in tokens, by the row's id in claims.csv and the position
@@ -106,9 +106,9 @@ def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
     settings.
     """
     there = tuple(point for point in points if (folder / f"{point.name}.json").exists())
-    found = [_row(point, read_record(folder / f"{point.name}.json")) for point in there]
-    _freed(found, there)
-    return found
+    lines = [_row(point, read_record(folder / f"{point.name}.json")) for point in there]
+    _freed(lines, there)
+    return lines
 
 
 def _row(point: Point, record: Record) -> dict[str, Any]:
@@ -123,18 +123,18 @@ def _row(point: Point, record: Record) -> dict[str, Any]:
         traced = row["traced_peak_bytes"] = rank.peak_bytes
         kernels = (f"{name}: {kernel}" for name, kernel in engine.kernels.items())
         row["kernel_stack"] = "; ".join((engine.label, *kernels))
-        own = peak_bytes(point, own=True)
+        own = peak_bytes(point, with_stack=True)
         if isinstance(predicted, int) and isinstance(own, int):
             extra = row["known_extra_bytes"] = own - predicted
             row["unexplained"] = (traced - extra) / predicted - 1
     return row
 
 
-def _freed(found: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
+def _freed(lines: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
     """Add `freed_against_none` to the rows: a policy's gain is over the same engine with the same
     model, layout and sequence length, never over another engine."""
-    whole = {_where(p): r for p, r in zip(points, found, strict=True) if not p.settings}
-    for point, row in zip(points, found, strict=True):
+    whole = {_where(p): r for p, r in zip(points, lines, strict=True) if not p.settings}
+    for point, row in zip(points, lines, strict=True):
         none = whole.get(_where(point), {}).get("traced_activation_bytes")
         if point.settings and none and "traced_activation_bytes" in row:
             row["freed_against_none"] = 1 - row["traced_activation_bytes"] / none
@@ -144,12 +144,12 @@ def _where(point: Point) -> tuple[Any, ...]:
     return point.baseline, point.model, point.layout, point.attention, point.seq_len
 
 
-def peak_bytes(point: Point, *, own: bool = False) -> int | str:
+def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     """Predicted peak device bytes of the traced rank's stage under the plan of the baseline's
-    plan.py, on the point's system or, with `own`, with the tensors of the package's stack;
+    plan.py, on the point's system; `with_stack` adds the tensors of the package's stack;
     `unsupported` where there is no plan."""
     method = _method(point)
-    problem = package_problem(method, point.problem) if own else point.problem
+    problem = package_problem(method, point.problem) if with_stack else point.problem
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"

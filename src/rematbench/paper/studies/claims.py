@@ -1,7 +1,7 @@
 """The declarations of config/claims.yaml: how each claim is computed, and its tolerance.
 
-No result stands here. Published values are read from results/published/claims.csv; our values come
-from answers of studies (rematbench.paper.studies.answers).
+This file has no results. Published values are read from results/published/claims.csv; our values
+come from answers of studies (rematbench.paper.studies.answers).
 """
 
 import re
@@ -27,7 +27,7 @@ Declared = Literal["before", "after"]
 
 class Tolerance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The largest relative error that counts as agreement, with the reason for that limit.
-    `declared`: whether the limit was written down before or after our value was known."""
+    `declared`: whether the limit was written down before or after our value was computed."""
 
     value: float
     reason: str
@@ -42,7 +42,7 @@ class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     for each). `form`: `value` is the metric itself, `ratio` is `of` / `to`, `less_pct` and
     `more_pct` say by how many percent `of` lies below or above `to`. `reduce` says how the numbers
     of several workloads become one. With `same_layout`, `of` and `to` share a layout and each
-    layout counts; else each has its own best layout. `scale` is a unit conversion.
+    layout counts; else `of` and `to` have their best layouts. `scale` is a unit conversion.
     """
 
     study: str
@@ -61,13 +61,13 @@ class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number of a claim: the `number`-th number of the published text, from 0, beside our
+    """One number of a claim: the `number`-th number of the published text, from 0, and our
     number.
 
     `over`: the published number is divided by the number at this index. `beside`: words of the
-    row's conditions; the published number is then the first number in these words (a number beside
+    row's conditions; the published number is then the first number in these words (a number after
     the headline). `also`: a question other than the claim's own words; it never counts. `declared`:
-    `after` where the question was put or changed when our value was known.
+    `after` where the question was written or changed after our value was computed.
     """
 
     query: Query
@@ -81,8 +81,7 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unscored(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Words with numbers that a row says beside its headline and that no part scores, with the
-    reason."""
+    """Words with numbers after the headline of a row that no part scores, with the reason."""
 
     words: str
     reason: str
@@ -90,8 +89,8 @@ class Unscored(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one row of claims.csv is compared, or why it is not compared. `because` says what in the
-    model the source shaped, where the basis is not held-out. `unscored`: numbers of the row that
-    stand beside the headline and are not compared."""
+    model the source shaped, where the basis is not held-out. `unscored`: numbers of the row
+    after the headline that are not compared."""
 
     id: str
     parts: tuple[Part, ...] = ()
@@ -125,13 +124,13 @@ def load_claims() -> Claims:
 
 def _problem(claim: Claim, claims: Claims, seen: set[str]) -> str:
     if claim.id in seen:
-        return "is given twice"
+        return "is declared twice"
     if bool(claim.parts) == bool(claim.not_comparable):
         return "needs either parts or not_comparable"
     if claim.parts and claim.tolerance not in claims.tolerances:
         return f"unknown tolerance {claim.tolerance!r} (known: {', '.join(claims.tolerances)})"
     if claim.parts and claim.basis == "untested":
-        return "what is compared is not untested"
+        return "a compared claim cannot be untested"
     if claim.basis in ("fitted", "in-sample") and not claim.because:
         return f"basis {claim.basis} needs `because`"
     queries = (p for part in claim.parts if (p := _query_problem(part.query)))
@@ -142,7 +141,7 @@ def _primary_problem(claim: Claim) -> str:
     asked = [part.beside or part.number for part in claim.parts if not part.also]
     if len(set(asked)) == len(asked) and (0 in asked or not claim.parts):
         return ""
-    return "has one primary question for each number; others say `also: true`"
+    return "needs one primary question for each number; further questions need `also: true`"
 
 
 def _query_problem(query: Query) -> str:
@@ -167,7 +166,7 @@ class Published(Struct, frozen=True):
         """The word before every number: `up to`, or the sign of a bound."""
         return "up to" if self.text.strip().startswith("up to") else self.bound
 
-    def told(self, part: Part, conditions: str = "") -> float | None:
+    def part_number(self, part: Part, conditions: str = "") -> float | None:
         """The published number that a part asks about; None if the row has no such number."""
         if part.beside:
             numbers = published(part.beside).numbers
@@ -180,36 +179,35 @@ class Published(Struct, frozen=True):
 
 def published(text: str) -> Published:
     """The published value of a text such as `1048576 / 655360`, `up to 1.37`, `1.02 to 1.53`, `>
-    90`. The number after `up to` is no bound: it is compared with our highest number."""
+    90`. The number after `up to` is not a bound: it is compared with our highest number."""
     numbers = tuple(float(word) for word in re.findall(r"\d+(?:\.\d+)?", text))
     first = text.strip()[:1]
     return Published(text, numbers, "<" if first == "<" else ">" if first == ">" else "")
 
 
 class Ours(Struct, frozen=True, kw_only=True):
-    """Our number for a query, and the answers that it comes from. `counted` of the `asked`
-    workloads (or layouts) entered the number; `problem` says what is wrong with it (empty:
-    nothing)."""
+    """Our number for a query, and the answers that it comes from. `counted` of the `total`
+    workloads (or layouts) entered the number; `problem` describes an error (empty: none)."""
 
     value: float | None
     answers: tuple[StudyAnswer, ...] = ()
     counted: int = 0
-    asked: int = 0
+    total: int = 0
     problem: str = ""
 
 
 def evaluate_query(query: Query, answers: list[StudyAnswer]) -> Ours:
     """Our number for a query. Plans that do not fit count only where no fitting plan is left; the
     number then names that problem."""
-    own = [a for a in answers if a.study == query.study and a.ask == query.ask]
-    found = _pairs(query, own)
+    selected = [a for a in answers if a.study == query.study and a.ask == query.ask]
+    found = _pairs(query, selected)
     if query.may_not_fit:
         found = [replace(pair, problem="") if pair.value is not None else pair for pair in found]
     fitting = [pair for pair in found if not pair.problem and pair.value is not None]
     counted = fitting or [pair for pair in found if pair.value is not None]
     if not counted:
         problem = found[0].problem if found else "no such answer: run the study"
-        return Ours(value=None, asked=len(found), problem=problem)
+        return Ours(value=None, total=len(found), problem=problem)
     values = [pair.value for pair in counted if pair.value is not None]
     made = {
         "only": values[0],
@@ -222,38 +220,42 @@ def evaluate_query(query: Query, answers: list[StudyAnswer]) -> Ours:
         value=made[query.reduce] * query.scale,
         answers=tuple(a for pair in chosen for a in pair.answers),
         counted=len(fitting),
-        asked=len(found),
+        total=len(found),
         problem="" if fitting else counted[0].problem,
     )
 
 
-def _pairs(query: Query, own: list[StudyAnswer]) -> list[Ours]:
+def _pairs(query: Query, answers: list[StudyAnswer]) -> list[Ours]:
     """One number per workload; with `same_layout`, one per workload and layout."""
     found = []
     for index, workload in enumerate(query.of):
         other = query.to[min(index, len(query.to) - 1)] if query.to else workload
         layouts: list[str | None] = [None]
         if query.same_layout:
-            layouts = list(dict.fromkeys(a.layout for a in own if a.workload == workload))
+            layouts = list(dict.fromkeys(a.layout for a in answers if a.workload == workload))
         for layout in layouts:
-            if query.only_if_short and _fits(own, workload, query.only_if_short, layout):
+            if query.only_if_short and _fits(answers, workload, query.only_if_short, layout):
                 continue
-            one = _best(own, workload, query.methods, layout, query.metric)
+            one = _best(answers, workload, query.methods, layout, query.metric)
             if query.form == "value":
                 found.append(_single(one, query.metric))
                 continue
-            against = _best(own, other, query.to_methods or query.methods, layout, query.metric)
+            against = _best(answers, other, query.to_methods or query.methods, layout, query.metric)
             found.append(_compared(query, one, against))
     return found
 
 
 def _best(
-    own: list[StudyAnswer], workload: str, methods: tuple[str, ...], layout: str | None, metric: str
+    answers: list[StudyAnswer],
+    workload: str,
+    methods: tuple[str, ...],
+    layout: str | None,
+    metric: str,
 ) -> StudyAnswer | None:
     """The best fitting answer; where none fits, the best answer that has the metric."""
     named = [
         a
-        for a in own
+        for a in answers
         if a.workload == workload and a.method in methods and layout in (None, a.layout)
     ]
     known = [a for a in named if metric in a.values]
@@ -261,9 +263,9 @@ def _best(
     return max(best, key=lambda a: a.merit) if best else None
 
 
-def _fits(own: list[StudyAnswer], workload: str, method: str, layout: str | None) -> bool:
+def _fits(answers: list[StudyAnswer], workload: str, method: str, layout: str | None) -> bool:
     """Whether a method fits a workload at a layout (at any layout, if `layout` is None)."""
-    best = _best(own, workload, (method,), layout, "step_s")
+    best = _best(answers, workload, (method,), layout, "step_s")
     return best is not None and best.status == "ok"
 
 
@@ -278,8 +280,8 @@ def _single(answer: StudyAnswer | None, metric: str) -> Ours:
     return Ours(value=number, answers=(answer,), problem=problem)
 
 
-def _compared(query: Query, one: StudyAnswer | None, other: StudyAnswer | None) -> Ours:
-    left, right = _single(one, query.metric), _single(other, query.metric)
+def _compared(query: Query, numerator: StudyAnswer | None, denominator: StudyAnswer | None) -> Ours:
+    left, right = _single(numerator, query.metric), _single(denominator, query.metric)
     answers = (*left.answers, *right.answers)
     problem = left.problem or right.problem
     if left.value is None or right.value is None:

@@ -15,7 +15,7 @@ from rematbench.spec.layout import LayoutError
 Factory = Callable[[int], Problem]
 """Makes the problem at a sequence length; raises LayoutError where the layout does not allow it."""
 Reserved = Callable[[Problem, Plan], int]
-"""Device bytes that an allocator reserves for a plan; given where these bytes decide what fits."""
+"""Device bytes that an allocator reserves for a plan; set where these bytes decide what fits."""
 
 
 class Longest(Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ def longest_sequence(
     """Bracket the longest fitting length, then narrow the bracket.
 
     Fitting must be monotone in the length. Allocated bytes are nearly linear in the length, so the
-    next length to try is where a straight line through the known peaks meets the device; every
+    next length to try is where a straight line through the computed peaks meets the device; every
     third length is the middle of the bracket.
 
     A sequence fails if a device or a host is out of memory, or if the method or the layout refuses

@@ -1,4 +1,4 @@
-"""Numbers of claims beside step times: bytes of operators and layers, waste of an allocator."""
+"""Numbers of claims other than step times: bytes of operators and layers, waste of an allocator."""
 
 from collections.abc import Callable
 from math import fsum

@@ -1,4 +1,4 @@
-"""Best against best: the fastest plan of the whole space beside the fastest plan that one package
+"""Best against best: the fastest plan of the whole space against the fastest plan that one package
 has options for."""
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def searched_spaces(declared: Spaces, *, processes: int) -> Iterator[dict[str, A
     for job in declared.jobs:
         for space in declared.spaces:
             stack = job.stacks.get(space, job.system)
-            asked = Asked(
+            question = Asked(
                 spec=replace(job, system=stack),
                 engine="" if space == "all" else space,
                 reserve_gib=0.0,
@@ -61,13 +61,13 @@ def searched_spaces(declared: Spaces, *, processes: int) -> Iterator[dict[str, A
                 "space": space,
                 "system": stack,
                 "published_mfu": job.published_mfu.get(space),
-                **_best(asked, processes),
+                **_best(question, processes),
             }
 
 
-def _best(asked: Asked, processes: int) -> dict[str, Any]:
-    *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
-    made = SearchJob(asked)
+def _best(question: Asked, processes: int) -> dict[str, Any]:
+    *_, end = rounds(question, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
+    made = SearchJob(question)
     said = {"layouts": len(made.space.choices), "simulations": end.simulations}
     if not end.results:
         return {**said, "reason": "no plan fits"}

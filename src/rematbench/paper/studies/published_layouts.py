@@ -1,7 +1,7 @@
 """What published layouts lose against the best layout: a search for each published problem.
 
 One model simulates the published layout and the best one, so a loss compares layouts and plans.
-The model's error stands beside the loss: the published speed and our prediction of it.
+The table also has the model's error: the published speed and our prediction of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +46,8 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         if result.evaluation is None or result.plan is None:
             yield {**_said(row), "reason": result.reason}
             continue
-        asked = asked_of(case, within)
-        *_, end = rounds(asked, shown=1, processes=processes)
+        question = search_question(case, within)
+        *_, end = rounds(question, shown=1, processes=processes)
         step_s = result.evaluation.step_s
         yield {
             **_said(row),
@@ -55,12 +55,12 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
             "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
             "pred_tokens_per_s_per_gpu": result.evaluation.tokens_per_s_per_gpu,
             "pred_step_s": step_s,
-            **_rank(asked, problem, step_s, processes),
-            **_best(asked, end, problem, result.plan, step_s),
+            **_rank(question, problem, step_s, processes),
+            **_best(question, end, problem, result.plan, step_s),
         }
 
 
-def asked_of(case: PublishedCase, within: float, reserve_gib: float | None = 0.0) -> Asked:
+def search_question(case: PublishedCase, within: float, reserve_gib: float | None = 0.0) -> Asked:
     """A search of the row's problem with open degrees.  `reserve_gib`: device memory that plans
     leave free; 0 because published plans fill the device, None for the usual reserve."""
     spec = ProblemSpec(
@@ -82,21 +82,21 @@ def _typed(kind: Kind, thing: Any, load: Callable[[str], Any]) -> Any:
     return name if name in names(kind) and load(name) == thing else thing
 
 
-def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
+def _rank(question: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
     """The rank of the published layout among all layouts: 1 + the number of other layouts that have
     a plan faster than the published plan.  "at least": the count ended before all were judged."""
-    count = replace(asked, within=NEVER, faster_than_s=step_s)
+    count = replace(question, within=NEVER, faster_than_s=step_s)
     *_, end = rounds(count, shown=1, processes=processes, most_rounds=3 * MINUTE)
     others = {place_of(one) for one in end.results if one.problem.layout != problem.layout}
     return {"rank": 1 + len(others), "ranked": "all" if end.bound_s == inf else "at least"}
 
 
 def _best(
-    asked: Asked, end: Progress, problem: Problem, plan: Plan, step_s: float
+    question: Asked, end: Progress, problem: Problem, plan: Plan, step_s: float
 ) -> dict[str, Any]:
     if not end.results:
         return {"reason": "the search found no plan that fits"}
-    (best,) = SearchJob(asked).completed(end.results[:1])
+    (best,) = SearchJob(question).completed(end.results[:1])
     theirs = parts_of(problem, lower(plan, problem), step_s)
     longer = {part: seconds - best.parts_s[part] for part, seconds in theirs.items()}
     decides = max(longer, key=longer.__getitem__)

@@ -9,7 +9,7 @@ from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.evidence.decisions import lost, regret, sweeps
 from rematbench.evidence.published.sheets import SPEED, SWEEP, Row, RowError, number, read_case
-from rematbench.paper.studies.published_layouts import asked_of
+from rematbench.paper.studies.published_layouts import search_question
 from rematbench.plugins.discover import discover
 
 MOST_ROUNDS = 10 * MINUTE
@@ -33,9 +33,9 @@ def searched_sweeps(
         except RowError as error:
             yield {**said, "reason": str(error)}
             continue
-        asked = asked_of(case, within, reserve_gib=None)
-        job = SearchJob(asked)
-        *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
+        question = search_question(case, within, reserve_gib=None)
+        job = SearchJob(question)
+        *_, end = rounds(question, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
         if not end.results:
             yield {**said, "reason": "no plan fits"}
             continue
@@ -57,12 +57,12 @@ def searched_sweeps(
         }
 
 
-def _pick(own: Sequence[Row]) -> tuple[Row | None, float]:
+def _pick(rows: Sequence[Row]) -> tuple[Row | None, float]:
     """The row with the fastest prediction that leaves the reserve free, and the share of the best
     measured speed that it loses; (None, 1) where no row leaves the reserve free."""
-    fitting = [row for row in own if _fits(row) and _leaves(row)]
+    fitting = [row for row in rows if _fits(row) and _leaves(row)]
     pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
-    return pick, 1.0 if pick is None else lost(pick, own)
+    return pick, 1.0 if pick is None else lost(pick, rows)
 
 
 def _fits(row: Row) -> bool:

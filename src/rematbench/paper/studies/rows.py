@@ -1,4 +1,4 @@
-"""Shared code of the studies' tables: published numbers beside answers, the best of a group."""
+"""Shared code of the studies' tables: published numbers of answers, the best of a group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -8,7 +8,7 @@ from rematbench.paper.studies.answers import StudyAnswer
 from rematbench.paper.studies.claims import Claims, published
 
 Line = dict[str, Any]
-Told: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
+PublishedNumbers: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
 """Published numbers in our units, by (study, ask, workload, method, metric)."""
 
 SIMULATED = "World: simulated. "
@@ -17,7 +17,7 @@ STEP = Column("step_s", "step s", fixed(3))
 WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
 
 
-def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told:
+def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> PublishedNumbers:
     """The numbers of claims.csv about one answer, by the queries of config/claims.yaml."""
     texts = {row["id"]: (published(row["value"]), row["conditions"]) for row in rows}
     found: dict[tuple[str, str, str, str, str], float] = {}
@@ -25,7 +25,7 @@ def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told
         for part in claim.parts:
             query = part.query
             text, conditions = texts.get(claim.id, (None, ""))
-            told = text.told(part, conditions) if text else None
+            told = text.part_number(part, conditions) if text else None
             if told is None or query.form != "value" or len(query.of) != 1:
                 continue
             for method in query.methods:
@@ -34,8 +34,8 @@ def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told
     return found
 
 
-def told_of(told: Told, answer: StudyAnswer, metric: str) -> float | None:
-    """The published number for one metric of an answer; None where nobody published it."""
+def published_number(told: PublishedNumbers, answer: StudyAnswer, metric: str) -> float | None:
+    """The published number for one metric of an answer; None if it was not published."""
     return told.get((answer.study, answer.ask, answer.workload, answer.method, metric))
 
 
@@ -54,9 +54,9 @@ def best(
     return max(fits, key=lambda answer: answer.merit, default=None)
 
 
-def ratio(one: float | None, other: float | None) -> float | None:
-    """one / other, where both are known and not zero; else None."""
-    return one / other if one and other else None
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """one / other, where both exist and are not zero; else None."""
+    return numerator / denominator if numerator and denominator else None
 
 
 def speed(answer: StudyAnswer | None) -> float | None:

@@ -36,7 +36,7 @@ Ask = Literal[
 
 
 class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A problem with the layouts that every method may choose from. Each layout is given by the
+    """A problem with the layouts that every method may choose from. Each layout is written as the
     fields in which it differs from the problem; `why` also says where the numbers come from."""
 
     global_batch: PositiveInt = 1
@@ -44,7 +44,7 @@ class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def at_layouts(self, label: str = "") -> tuple[NamedProblem, ...]:
         """The problem at each layout. ConfigError, with the name of the file `label`, for a key
-        that is no field of a problem."""
+        that is not a field of a problem."""
         own = {name: getattr(self, name) for name in NamedProblem.__struct_fields__}
         return tuple(convert({**own, **fields}, NamedProblem, label) for fields in self.layouts)
 
@@ -85,7 +85,7 @@ class Study(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     questions: tuple[Question, ...]
 
     def of(self, question: Question) -> tuple[StudyWorkload, ...]:
-        """The workloads that a question is asked about."""
+        """The workloads of a question."""
         chosen = question.workloads or tuple(w.name for w in self.workloads)
         return tuple(w for w in self.workloads if w.name in chosen)
 

@@ -95,13 +95,13 @@ def waterfall(cells: Sequence[Row]) -> Table:
             STATUS,
         ),
         rows=tuple(rows),
-        note="World: simulated beside published. A step that does not fit shows the speed it "
+        note="World: simulated against published. A step that does not fit shows the speed it "
         "would have if it did.",
     )
 
 
-def _step(step: str, cell: Row, told: Row | None, before: Sequence[Line]) -> Line:
-    published = number(told, SPEED) if told else None
+def _step(step: str, cell: Row, published_row: Row | None, before: Sequence[Line]) -> Line:
+    published = number(published_row, SPEED) if published_row else None
     row = line({**cell, SPEED: "" if published is None else published})
     row["step"] = step
     if before and row["predicted"] and before[-1]["predicted"]:
@@ -130,7 +130,7 @@ def figure7(cells: Sequence[Row]) -> Table:
             STATUS,
         ),
         rows=tuple(rows),
-        note="World: simulated (issue-order ledger) beside published (max_memory_allocated).",
+        note="World: simulated (issue-order ledger) against published (max_memory_allocated).",
     )
 
 
@@ -165,7 +165,7 @@ def figure9(cells: Sequence[Row]) -> Table:
             STATUS,
         ),
         rows=tuple(rows),
-        note="World: simulated beside published. The paper's fit is an identity to check, not a "
+        note="World: simulated against published. The paper's fit is an identity to check, not a "
         "prediction; our ledger's alpha is the smallest that fits this cluster's usable bytes.",
     )
 

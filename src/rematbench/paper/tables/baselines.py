@@ -1,4 +1,4 @@
-"""Tables of baselines: traced bytes beside predicted and published ones, tensors, and how far
+"""Tables of baselines: traced, predicted and published bytes, tensors, and how far
 engines agree."""
 
 from collections.abc import Sequence

@@ -33,7 +33,7 @@ WITHIN, OUTSIDE = "within tolerance", "outside"
 MET, MISSED = "met", "not met"
 """Verdicts of an inequality, which has no tolerance."""
 PRIMARY, BESIDE, ALSO = "primary", "beside the headline", "also asked"
-"""What a line asks: the claim in its own words, another number of its row, or another question."""
+"""The question of a line: the headline, another number of its row, or a further question."""
 PREDICT = "rematbench predict results/published/runs.csv -o predictions.csv"
 BUNDLE = "rematbench predict results/published/runs.csv --bundle {} -o predictions.csv"
 
@@ -57,7 +57,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
     summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
     return Table(
         name="claims",
-        title="Claims of the papers beside our predictions (simulated)",
+        title="Claims of the papers against our predictions (simulated)",
         columns=(
             Column("id", "claim"),
             Column("system", "system"),
@@ -84,9 +84,9 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
 
 
 NOTE = (
-    "A claim counts once, by what its own words ask and what its row says beside; what is also "
-    "asked never counts. An inequality is met or not, without a tolerance. Written down: before or "
-    "after our value was known. Tolerances with their reasons and the way each number is computed "
+    "A claim counts once: by its headline and by the other numbers of its row; further questions "
+    "never count. An inequality is met or not, without a tolerance. Written down: before or "
+    "after our value was computed. Tolerances, their reasons and the formulas of our numbers "
     "are in config/claims.yaml. Basis: fitted (shaped a constant), in-sample (its source shaped a "
     "formula or a stack), held-out, untested. Nothing here was executed."
 )
@@ -99,7 +99,7 @@ CLAIM_VERDICTS = (
 
 
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict of one claim, one of CLAIM_VERDICTS, from the lines that count. A number beside
+    """The verdict of one claim, one of CLAIM_VERDICTS, from the lines that count. A number after
     the headline that is not comparable does not change the verdict."""
     headline, beside = (
         [_agrees(line["verdict"]) for line in lines if line["asked"] == word]
@@ -164,24 +164,26 @@ def _part_line(
         "how": part.name or part.beside,
         "unit": "x" if part.over is not None or part.query.form == "ratio" else row["unit"],
     }
-    told = value.told(part, row["conditions"])
-    if told is None:
+    published_value = value.part_number(part, row["conditions"])
+    if published_value is None:
         where = f"{part.beside!r}" if part.beside else f"number {part.number}"
         return {**line, "verdict": f"not comparable: {value.text!r} has no {where}"}
     bound = "" if part.beside else value.bound
     return line | {
-        "published": f"{'' if part.beside else value.prefix} {told:.7g}".strip(),
+        "published": f"{'' if part.beside else value.prefix} {published_value:.7g}".strip(),
         "ours": ours.value,
-        "error": None if ours.value is None or not told else ours.value / told - 1,
+        "error": None
+        if ours.value is None or not published_value
+        else ours.value / published_value - 1,
         "tolerance": None if bound else tolerance.value,
         "declared": part.declared or tolerance.declared,
-        "verdict": verdict(ours, told, bound, tolerance.value),
+        "verdict": verdict(ours, published_value, bound, tolerance.value),
         "command": _command(part, ours),
         "remark": _remark(part, claim, ours),
     }
 
 
-def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
+def verdict(ours: Ours, published_value: float, bound: str, tolerance: float) -> str:
     """Whether our number agrees with the published number, or meets a published bound. A plan that
     does not fit never agrees."""
     if ours.value is None:
@@ -189,14 +191,18 @@ def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
     if ours.problem:
         return f"{MISSED if bound else OUTSIDE}: {ours.problem}"
     if bound:
-        return MET if (ours.value < told if bound == "<" else ours.value > told) else MISSED
-    if told == 0:
+        return (
+            MET
+            if (ours.value < published_value if bound == "<" else ours.value > published_value)
+            else MISSED
+        )
+    if published_value == 0:
         return WITHIN if ours.value == 0 else OUTSIDE
-    return WITHIN if abs(ours.value / told - 1) <= tolerance else OUTSIDE
+    return WITHIN if abs(ours.value / published_value - 1) <= tolerance else OUTSIDE
 
 
 def _remark(part: Part, claim: Claim, ours: Ours) -> str:
-    counted = f"{ours.counted} of {ours.asked} cells count" if ours.asked > 1 else ""
+    counted = f"{ours.counted} of {ours.total} cells count" if ours.total > 1 else ""
     layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
     layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
     beside = _not_scored(claim) if part is claim.parts[0] else ""
@@ -205,7 +211,7 @@ def _remark(part: Part, claim: Claim, ours: Ours) -> str:
 
 
 def _not_scored(claim: Claim) -> str:
-    """What a row says beside its headline and no line scores, each with its reason."""
+    """The numbers of a row that no line scores, with the reasons."""
     return "; ".join(f"not scored: {one.words} ({one.reason})" for one in claim.unscored)
 
 

@@ -18,16 +18,16 @@ Entries = Sequence[tuple[str, Record]]
 
 def build(records: list[Path]) -> list[Table]:
     """The curves, step by step, and the table of their deviations."""
-    found = [(problem, record) for problem, record in read_records(records) if record.measured]
-    bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
-    alone = sorted({problem for problem, _ in found} - set(bases))
+    entries = [(problem, record) for problem, record in read_records(records) if record.measured]
+    bases = {problem: r for problem, r in entries if r.spec.method == IDENTITY}
+    alone = sorted({problem for problem, _ in entries} - set(bases))
     if alone or not bases:
         of = f" on {', '.join(alone)}" if alone else ""
         raise CommandError(f"no record of {IDENTITY}{of} to compare with")
-    return [curves_table(found, bases), sheet("convergence", curve_lines(found, bases))]
+    return [curves_table(entries, bases), sheet("convergence", curve_lines(entries, bases))]
 
 
-def curve_lines(found: Entries, bases: Mapping[str, Record]) -> list[dict[str, object]]:
+def curve_lines(entries: Entries, bases: Mapping[str, Record]) -> list[dict[str, object]]:
     """A line for each step of every (problem, record), with the loss less the base's loss."""
     return [
         {
@@ -37,12 +37,12 @@ def curve_lines(found: Entries, bases: Mapping[str, Record]) -> list[dict[str, o
             "loss": loss,
             "deviation": loss - b,
         }
-        for at, one in found
+        for at, one in entries
         for step, (loss, b) in enumerate(zip(_losses(one), _losses(bases[at]), strict=True))
     ]
 
 
-def curves_table(found: Entries, bases: Mapping[str, Record]) -> Table:
+def curves_table(entries: Entries, bases: Mapping[str, Record]) -> Table:
     """A row for every (problem, record): how far its losses deviate from the losses of the base."""
     return Table(
         name="convergence_deviation",
@@ -63,7 +63,7 @@ def curves_table(found: Entries, bases: Mapping[str, Record]) -> Table:
                 "method": record_label(record),
                 **_deviation(_losses(record), _losses(bases[problem])),
             }
-            for problem, record in found
+            for problem, record in entries
         ),
         note="Bytes of the Python standard library's sources, fp32, AdamW at "
         f"{LEARNING_RATE:g}; the same batches for all. A method that splits a GEMM rounds "
@@ -76,13 +76,13 @@ def _losses(record: Record) -> tuple[float, ...]:
     return record.measured.losses
 
 
-def _deviation(own: tuple[float, ...], base: tuple[float, ...]) -> dict[str, object]:
-    gaps = [abs(a - b) / b for a, b in zip(own, base, strict=True)]
+def _deviation(losses: tuple[float, ...], base: tuple[float, ...]) -> dict[str, object]:
+    gaps = [abs(a - b) / b for a, b in zip(losses, base, strict=True)]
     return {
-        "steps": len(own),
-        "first": own[0],
-        "last": own[-1],
+        "steps": len(losses),
+        "first": losses[0],
+        "last": losses[-1],
         "largest": max(gaps),
         "at_end": gaps[-1],
-        "bitwise": "yes" if own == base else "no",
+        "bitwise": "yes" if losses == base else "no",
     }

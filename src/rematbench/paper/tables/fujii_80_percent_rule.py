@@ -84,8 +84,8 @@ def _note(cells: Sequence[Mapping[str, Any]]) -> str:
         return sum(cell["status"] == status and cell["safe"] is safe for cell in cells)
 
     return (
-        "World: a paper's closed form beside published results; positive: not called safe. The "
-        "rule was made from Fujii's own cells, so only the other sources test it. "
+        "World: a paper's closed form against published results; positive: not called safe. The "
+        "rule was derived from Fujii's cells, so only the other sources test it. "
         f"{count('oom', False)} true positives, {count('ok', False)} false alarms, "
         f"{count('ok', True)} true negatives, {count('oom', True)} missed OOM. "
         f"Dashes, apart: {count('dash', True)} called safe, {count('dash', False)} not."

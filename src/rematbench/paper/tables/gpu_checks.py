@@ -16,8 +16,8 @@ from rematbench.measure.parts.checks import (
     Summary,
     read_summary,
 )
-from rematbench.measure.parts.comparison import CPU_NOTE, runs_with
-from rematbench.measure.records import Spent, by_cell, read_lines
+from rematbench.measure.parts.measured_errors import CPU_NOTE, runs_with
+from rematbench.measure.records import ActionSeconds, by_cell, read_lines
 
 INPUTS = {"runs": "results/measured/gpu*"}
 TABLES = ("gpu_checks", "gpu_actions")
@@ -26,10 +26,10 @@ TABLES = ("gpu_checks", "gpu_actions")
 def build(runs: list[Path]) -> list[Table]:
     """The tables of all runs; of a cell whose actions several runs timed, the last run counts."""
     summaries = {str(path): read_summary(path / SUMMARY) for path in runs_with(runs, SUMMARY)}
-    spent: dict[str, list[Spent]] = {}
+    actions: dict[str, list[ActionSeconds]] = {}
     for path in runs_with(runs, "actions.jsonl"):
-        spent |= by_cell(read_lines(path / "actions.jsonl", Spent))
-    lines = [line for own in spent.values() for line in own]
+        actions |= by_cell(read_lines(path / "actions.jsonl", ActionSeconds))
+    lines = [line for own in actions.values() for line in own]
     tables = [checks_table(summaries)] if summaries else []
     return [*tables, actions_table(lines)] if lines else tables
 
@@ -67,12 +67,12 @@ def checks_table(summaries: Mapping[str, Summary]) -> Table:
     )
 
 
-def _joined(run: str, one: Finding, other: str, last: Finding) -> tuple[str, Finding]:
-    holds = None if None in (one.holds, last.holds) else one.holds and last.holds
-    return f"{run}, {other}", replace(last, holds=holds, text=f"{one.text}; {last.text}")
+def _joined(first_run: str, first: Finding, last_run: str, last: Finding) -> tuple[str, Finding]:
+    holds = None if None in (first.holds, last.holds) else first.holds and last.holds
+    return f"{first_run}, {last_run}", replace(last, holds=holds, text=f"{first.text}; {last.text}")
 
 
-def actions_table(lines: Sequence[Spent]) -> Table:
+def actions_table(lines: Sequence[ActionSeconds]) -> Table:
     """Seconds of the actions of steps by kind, the largest differences of a step first."""
     lost = [f"{one.cell} {one.status}: {one.reason}" for one in lines if one.status != "ok"]
     lines = [one for one in lines if one.status == "ok"]

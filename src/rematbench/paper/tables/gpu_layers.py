@@ -1,4 +1,4 @@
-"""Steps and bytes on one GPU beside their predictions, and speeds over full recomputation."""
+"""Steps and bytes on one GPU, their predictions, and speeds over full recomputation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from rematbench.host.table import (
     whole,
 )
 from rematbench.measure.layer_suite import LayerSuite, by_hand_names, layer_names, load_layers
-from rematbench.measure.parts.comparison import (
+from rematbench.measure.parts.layers import ratio
+from rematbench.measure.parts.measured_errors import (
     TIME_BAR,
-    beside_prediction,
     caveats,
     devices_of,
     mean_error,
+    measured_and_predicted,
     runs_with,
     signed_error,
     turns_of,
 )
-from rematbench.measure.parts.layers import ratio
-from rematbench.measure.predictions import PREDICTED
+from rematbench.measure.predicted_steps import PREDICTED
 from rematbench.measure.records import Prediction, Turn, by_cell, read_lines
 from rematbench.worlds.records.measured import measured_speed
 from rematbench.worlds.records.suite_cells import problem_of
@@ -39,8 +39,8 @@ TABLES = ("gpu_layers", "gpu_ratios")
 BYTES_BAR = 0.005
 """Expected before any measurement: the mean absolute error of allocated bytes (ours)."""
 KEEP_BAR = (1.15, 1.26)
-"""Expected before any measurement: speed of what keeps attention over full recomputation, at 32K to
-128K tokens (ours)."""
+"""Expected before any measurement: speed over full recomputation of methods that keep attention, at
+32K to 128K tokens (ours)."""
 KEEPS = "keep attention"
 
 
@@ -63,7 +63,7 @@ def build(runs: list[Path], suite: Path) -> list[Table]:
 
 
 def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """A row for each cell that has a turn (or a refusal), beside its prediction if it has one.  A
+    """A row for each cell that has a turn (or a refusal), with its prediction if it has one.  A
     rank that runs alone has no MFU."""
     known = {line.cell: line for line in read_lines(folder / PREDICTED, Prediction)}
     labels, found, by_hand = layer_names(suite), by_cell(turns), by_hand_names(suite)
@@ -78,7 +78,7 @@ def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[d
         row["run"] = folder.name
         row |= {"status": _status(last), "reason": last.reason}
         row |= {"context": problems[problem].workload.seq_len, "device": last.provenance.device}
-        row |= beside_prediction(line, found[name])
+        row |= measured_and_predicted(line, found[name])
         reference = f"{problem}.{suite.references[problem]}"
         if row["step_s"]:
             row |= _ratios(found[name], found.get(reference, ()), line, known[reference])
@@ -98,10 +98,13 @@ def _status(turn: Turn) -> str:
 
 
 def _ratios(
-    turns: Sequence[Turn], reference: Sequence[Turn], line: Prediction | None, other: Prediction
+    turns: Sequence[Turn],
+    reference: Sequence[Turn],
+    line: Prediction | None,
+    reference_line: Prediction,
 ) -> dict[str, Any]:
     found, step_s = ratio(turns, reference), line.step_s if line else None
-    predicted = other.step_s / step_s if other.step_s and step_s else None
+    predicted = reference_line.step_s / step_s if reference_line.step_s and step_s else None
     if found is None:
         return {"predicted_ratio": predicted}
     half = found.half_width if math.isfinite(found.half_width) else None
@@ -111,7 +114,7 @@ def _ratios(
 
 
 def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Steps and bytes, measured beside predicted."""
+    """Measured and predicted steps and bytes."""
     bars = (
         f"Mean absolute errors: time {mean_error([row['step_s_error'] for row in rows])} "
         f"(expected: at most {100 * TIME_BAR:g} %), allocated bytes "
@@ -133,7 +136,7 @@ def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
     columns += [Column(key, "") for key in ("reason", "device", "predicted_first")]
     return Table(
         name="gpu_layers",
-        title=f"Steps on {devices_of(rows)}, measured beside predicted",
+        title=f"Steps on {devices_of(rows)}, measured and predicted",
         columns=tuple(columns),
         rows=tuple(rows),
         note=f"{caveats(rows)}n: turns; a step is the median of the medians of turns, bytes the "

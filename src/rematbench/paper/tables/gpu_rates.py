@@ -1,4 +1,4 @@
-"""Rates of one GPU beside what is predicted and published."""
+"""Measured, predicted and published rates of one GPU."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rematbench.evidence.kernels.kernel_rows import (
 )
 from rematbench.host.console import CommandError
 from rematbench.host.table import Column, Table, fixed, percent, seconds, signed_percent, whole
-from rematbench.measure.parts.comparison import CPU_NOTE, mean_error, runs_with, signed_error
+from rematbench.measure.parts.measured_errors import CPU_NOTE, mean_error, runs_with, signed_error
 from rematbench.measure.records import Rate, read_lines
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.measured import same_gpu
@@ -23,7 +23,7 @@ from rematbench.worlds.records.measured import same_gpu
 INPUTS = {"runs": "results/measured/gpu*"}
 READS = ("config/kernels/sources.yaml", "results/published/kernels.csv")
 WITHIN = ("gemm", "attention_forward", "attention_backward", "norm", "memcpy_d2h", "memcpy_h2d")
-"""Kinds of rates with published rows that can be laid beside them."""
+"""Kinds of rates with comparable published rows."""
 BACKENDS = {"flash": "fa2", "cudnn": "cudnn"}
 
 

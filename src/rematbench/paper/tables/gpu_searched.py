@@ -1,4 +1,4 @@
-"""Tables of the plans that a search found, measured on one GPU: is its advice the fastest, and does
+"""Tables of the plans of a search, measured on one GPU: is its advice the fastest, and does
 it fit?
 """
 
@@ -19,15 +19,15 @@ from rematbench.host.table import (
     signed_percent,
     whole,
 )
-from rematbench.measure.parts.comparison import (
+from rematbench.measure.parts.measured_errors import (
     TIME_BAR,
-    beside_prediction,
     caveats,
     devices_of,
+    measured_and_predicted,
     runs_with,
     turns_of,
 )
-from rematbench.measure.predictions import PREDICTIONS
+from rematbench.measure.predicted_steps import PREDICTIONS
 from rematbench.measure.records import Searched, Turn, by_cell, read_lines
 
 INPUTS = {"runs": "results/measured/gpu*"}
@@ -69,7 +69,7 @@ def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]
             row |= {"micro_batch": line.spec.micro_batch, "status": own[-1].status}
             row |= {"reason": own[-1].reason, "device": own[-1].provenance.device}
             row |= {"predicted_first": own[0].provenance.written >= line.provenance.written}
-            rows.append(row | beside_prediction(line, own))
+            rows.append(row | measured_and_predicted(line, own))
     for _, same in _answers(rows):
         fastest = min((row["step_s"] for row in same if row["step_s"]), default=None)
         for row in same:
@@ -79,7 +79,7 @@ def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]
 
 def advice_rows(rows: Sequence[Row]) -> list[Row]:
     """A row for each job and memory: the search's first plan, the fastest one that was measured,
-    and the best plan beside the answer.  `lost`: 1 where the first plan ran out of memory."""
+    and the best plan of the compared methods.  `lost`: 1 where the first plan ran out of memory."""
     found = []
     for (job, memory), same in _answers(rows):
         pick = next((row for row in same if row["place"] == 1), None)
@@ -101,12 +101,12 @@ def advice_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def searched_table(rows: Sequence[Row]) -> Table:
-    """Every plan, measured beside predicted."""
+    """Every plan, measured and predicted."""
     errors = [abs(row["step_s_error"]) for row in rows if row["step_s"]]
     out = [f"{row['cell']} ({row['method']})" for row in rows if row["status"] == "oom"]
     return Table(
         name="gpu_searched",
-        title=f"Plans that a search found, on {devices_of(rows)}, measured beside predicted",
+        title=f"Plans of a search, on {devices_of(rows)}, measured and predicted",
         columns=(
             Column("job", "job"),
             Column("memory_gib", "memory GiB", fixed(0)),
@@ -127,7 +127,7 @@ def searched_table(rows: Sequence[Row]) -> Table:
         ),
         rows=tuple(rows),
         note=f"{caveats(rows)}Row: of the search's answer, rows that differ in settings alone "
-        "counted once; 0: the best plan of the methods that run beside it. Slower: than the "
+        "counted once; 0: the best plan of the compared methods. Slower: than the "
         "fastest measured plan of the same job and memory. Mean absolute error of the step "
         f"{100 * statistics.fmean(errors or [0.0]):.2f} % of {len(errors)} (expected: at most "
         f"{100 * TIME_BAR:g} %). Ran out of memory: {', '.join(out) or 'none'}.",
@@ -163,7 +163,7 @@ def advice_table(rows: Sequence[Row]) -> Table:
         f"{_mean_lost(rows)}, at most {100 * most:.1f} % (expected: at most "
         f"{100 * LOSS_BAR:g} % on average). Ran out of memory: "
         f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of the "
-        "methods that the suite sets beside the search; gain: of its step over the search's.",
+        "methods that the suite compares with the search; gain: of its step over the search's.",
     )
 
 
@@ -182,7 +182,7 @@ def _mean(lost: Sequence[float]) -> str:
 
 
 def _answers(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, float], list[Row]]]:
-    """Yield (job, memory) and its rows, which follow each other."""
+    """Yield (job, memory) and its adjacent rows."""
     for key, same in groupby(rows, key=lambda row: (row["job"], row["memory_gib"])):
         yield key, list(same)
 
@@ -191,7 +191,7 @@ def _named(row: Row) -> str:
     return f"{row['method']}, micro-batch {row['micro_batch']}"
 
 
-def _over(beside: Row | None, pick: Row, key: str) -> float | None:
-    if beside is None or not beside["step_s"] or not pick["step_s"]:
+def _over(baseline: Row | None, pick: Row, key: str) -> float | None:
+    if baseline is None or not baseline["step_s"] or not pick["step_s"]:
         return None
-    return float(beside[key] / pick[key] - 1.0)
+    return float(baseline[key] / pick[key] - 1.0)

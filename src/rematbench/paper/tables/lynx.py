@@ -81,9 +81,9 @@ def lynx_ladder(answers: list[StudyAnswer]) -> Table:
         rows=tuple(rows),
         note=SIMULATED + "Rivals: selective (without materialised scores it drops nothing), "
         "full (uniform, one layer) and full (block, as few layers as fit). Balanced rebuilds "
-        "norms and activation functions without windows and is no rival of the paper's: what HEU "
-        "gains over it comes from windows and from moving layers, which rivals do not; the gain "
-        "is the product of its two parts. Work in a window and its collective slow each other; "
+        "norms and activation functions without windows and is not among the paper's rivals: what "
+        "HEU gains over it comes from windows and from moving layers, which rivals do not; the "
+        "gain is the product of its two parts. Work in a window and its collective slow down; "
         "the step shows that only on ranks that have no slack: where another rank (the "
         "head's) sets the step, it stays that of keep all. The abstract says up to "
         "1.37x (v4), 1.02 to 1.53x (v1), of configurations that could not be read. Where keeping "

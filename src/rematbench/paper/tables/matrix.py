@@ -53,19 +53,19 @@ def equal_terms(spec: MatrixSpec) -> str:
 
 
 HOW = (
-    "low, high: 80 % band of the speed, learnt from errors with constants that never saw a row's "
-    "source. outside: what of stack, generation, scale (GPUs), context and mechanism nobody "
-    "published. tie: slower than the best by less than the error of ratios of published speeds, at "
+    "low, high: 80 % band of the speed, learnt from errors with constants fitted without a row's "
+    "source. outside: the stack, generation, scale (GPUs), context or mechanism that nobody "
+    "published. tie: slower than the best by less than our error when comparing two methods, at "
     "one layout or, where the layouts differ, between layouts. "
-    "tight: less left than published peaks lie above predicted ones."
+    "tight: fits, but with less headroom than our memory error."
 )
 
 
 GAP = (
     "gap: no layout (of all that divide the GPUs, with uneven ends) makes the arm faster by more; "
-    "searched plans leave the error of predicted peaks free. A share that an arm would choose by "
+    "searched plans leave our memory error free. A share that an arm would choose by "
     "itself (memo) is searched in quarters, and then it chooses at the best layout. "
-    "Where nothing fits: the least that any plan lacks."
+    "Where nothing fits: the smallest shortage of any plan."
 )
 PROVED = (Column("gap", "gap %", percent), Column("layouts", "layouts", whole))
 
@@ -91,7 +91,7 @@ def binds(line: Mapping[str, Any]) -> str:
 
 
 def shortage(line: Mapping[str, Any]) -> str:
-    """The missing bytes in GiB by place, or the reason where no bytes are known."""
+    """The missing bytes in GiB by place, or the reason where there are none."""
     short = {where: number(line, f"{where}_short_bytes") for where in ("device", "host")}
     texts = [f"{nbytes / GIB:,.1f} GiB ({where})" for where, nbytes in short.items() if nbytes]
     return f"does not fit by {' and '.join(texts)}" if texts else str(line.get("reason", ""))
@@ -193,12 +193,12 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
     )
 
 
-def _any_plan(lines: Sequence[Line], known: float) -> Line:
-    """The columns of the fastest plan of all, beside the speed of the fastest arm."""
+def _any_plan(lines: Sequence[Line], arm_speed: float) -> Line:
+    """The columns of the fastest plan of all; `arm_speed`: the speed of the fastest arm."""
     if not lines:
         return {}
     line, keys = _shown(lines[0]), ("name", "layout", "tokens_per_s_per_gpu", "gap", "run_with")
-    return {f"any_{key}": line[key] for key in keys} | {"any_gain": speed(line) / known - 1.0}
+    return {f"any_{key}": line[key] for key in keys} | {"any_gain": speed(line) / arm_speed - 1.0}
 
 
 def _short(line: Line) -> float:

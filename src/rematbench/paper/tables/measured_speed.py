@@ -1,4 +1,4 @@
-"""The table of measured speed: executed cells beside simulated cells.
+"""The table of measured speed: executed against simulated cells.
 
 A row has step, MFU and bytes of an executed cell, and what its method gains within its engine.
 """

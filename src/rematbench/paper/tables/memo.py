@@ -12,13 +12,13 @@ from rematbench.paper.studies.rows import (
     STEP,
     VERDICT,
     WORKLOAD,
-    Told,
+    PublishedNumbers,
     best,
     number_of,
     of,
+    published_number,
     published_numbers,
     ratio,
-    told_of,
 )
 
 INPUTS = {"answers": "results/paper/studies/memo.json", "published": "results/published/claims.csv"}
@@ -29,10 +29,10 @@ TABLES = ("memo_average", "memo_fragmentation", "memo_lengths", "memo_longest")
 def build(answers: Path, published: Path) -> list[Table]:
     """All tables of the study."""
     found = load_answers([answers])
-    told = published_numbers(read_sheet(published), load_claims())
+    numbers = published_numbers(read_sheet(published), load_claims())
     return [
         memo_lengths(found),
-        memo_longest(found, told),
+        memo_longest(found, numbers),
         memo_average(found),
         fragmentation_table(found),
     ]
@@ -68,11 +68,11 @@ def memo_lengths(answers: list[StudyAnswer]) -> Table:
     )
 
 
-def memo_longest(answers: list[StudyAnswer], told: Told) -> Table:
+def memo_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
     """The longest sequence of each system and layout."""
     rows = []
     for answer in of(answers, "longest"):
-        claimed, ours = told_of(told, answer, "seq_len"), number_of(answer, "seq_len")
+        claimed, ours = published_number(numbers, answer, "seq_len"), number_of(answer, "seq_len")
         error = ours / claimed - 1 if claimed and ours else None
         rows.append({**line(answer), "published": claimed, "error": error})
     return Table(
@@ -89,7 +89,7 @@ def memo_longest(answers: list[StudyAnswer], told: Told) -> Table:
             Column("reason", "next length"),
         ),
         rows=tuple(rows),
-        note=SIMULATED + "The published lengths name no layout and stand beside each of ours.",
+        note=SIMULATED + "The published lengths name no layout and are repeated for each of ours.",
     )
 
 
@@ -163,7 +163,7 @@ def fragmentation_table(answers: list[StudyAnswer]) -> Table:
             Column("usable_bytes", "usable GiB", gib),
         ),
         rows=tuple(rows),
-        note=SIMULATED + "Nothing limits the allocator here: it shows what it asks for before it "
-        "gives cached segments back. Published for a baseline at 512K tokens: 73.5 GB reserved for "
+        note=SIMULATED + "The allocator has no limit here: it shows its size before it gives "
+        "cached segments back. Published for a baseline at 512K tokens: 73.5 GB reserved for "
         "65.7 allocated and 76.5 for 68.2, 12 % (figure 1a).",
     )

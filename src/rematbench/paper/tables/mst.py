@@ -11,12 +11,12 @@ from rematbench.paper.studies.rows import (
     SIMULATED,
     VERDICT,
     WORKLOAD,
-    Told,
+    PublishedNumbers,
     number_of,
     of,
+    published_number,
     published_numbers,
     ratio,
-    told_of,
 )
 
 INPUTS = {"answers": "results/paper/studies/mst.json", "published": "results/published/claims.csv"}
@@ -28,11 +28,11 @@ EARLY = ", early update"
 def build(answers: Path, published: Path) -> list[Table]:
     """All tables of the study."""
     found = load_answers([answers])
-    told = published_numbers(read_sheet(published), load_claims())
-    return [mst_longest(found, told), mst_memory(found, told)]
+    numbers = published_numbers(read_sheet(published), load_claims())
+    return [mst_longest(found, numbers), mst_memory(found, numbers)]
 
 
-def mst_longest(answers: list[StudyAnswer], told: Told) -> Table:
+def mst_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
     """The longest sequence of each method, and its ratios to vanilla's and recomputation's."""
     found = of(answers, "longest")
     rows = []
@@ -40,7 +40,7 @@ def mst_longest(answers: list[StudyAnswer], told: Told) -> Table:
         early = EARLY if answer.method.endswith(EARLY) else ""
         same = {a.method: a for a in found if a.workload == answer.workload}
         length = number_of(answer, "seq_len")
-        claimed = told_of(told, answer, "seq_len")
+        claimed = published_number(numbers, answer, "seq_len")
         rows.append(
             {
                 **line(answer),
@@ -76,7 +76,7 @@ def mst_longest(answers: list[StudyAnswer], told: Told) -> Table:
     )
 
 
-def mst_memory(answers: list[StudyAnswer], told: Told) -> Table:
+def mst_memory(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
     """The memory ladder at 4K tokens, the bytes of head and MLP at 80K, and throughput at 8K."""
     metrics: tuple[tuple[str, str, Show], ...] = (
         ("peak_device_bytes", "peak, GiB", gib),
@@ -87,7 +87,7 @@ def mst_memory(answers: list[StudyAnswer], told: Told) -> Table:
     rows = []
     for answer in answers:
         for metric, name, show in metrics if answer.ask in ("run", "parts") else ():
-            ours, claimed = number_of(answer, metric), told_of(told, answer, metric)
+            ours, claimed = number_of(answer, metric), published_number(numbers, answer, metric)
             if ours is None or (answer.workload == "llama3-8b" and metric != metrics[0][0]):
                 continue
             rows.append(

@@ -34,7 +34,7 @@ def layer_problem(spec: MatrixSpec, model: str) -> Problem:
 
 
 def pareto_table(spec: MatrixSpec) -> Table:
-    """Every point of the front of every model, and the published points beside them."""
+    """Every point of the front of every model, and the published points."""
     rows = []
     for work in spec.works:
         problem = layer_problem(spec, work.model)

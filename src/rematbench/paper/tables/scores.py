@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from rematbench.evidence.accuracy import (
-    LEAST_OOMS,
+    FEWEST_OOMS,
     Accuracy,
     Report,
     Verdicts,
@@ -38,10 +38,10 @@ from rematbench.evidence.bands import (
 )
 from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
 from rematbench.evidence.job_evidence import (
-    Known,
+    LeftOutCell,
     covered,
-    known_cells,
     left_out_by_source,
+    left_out_cells,
     out_of_source,
 )
 from rematbench.evidence.published.derived import PUBLISHED
@@ -90,11 +90,11 @@ KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)
 def build(predictions: Path, more: Path) -> list[Table]:
     """The tables of the published cells, and of the sweeps of `more`."""
     cells = [cell for cell in read_predicted(predictions) if cell["cell"] == PUBLISHED]
-    accuracy, constants, strange = load_accuracy(), shipped_calibration(), out_of_source()
+    accuracy, constants, unseen = load_accuracy(), shipped_calibration(), out_of_source()
     beside = read_predicted(more)
-    left_out = left_out_errors(strange, accuracy, constants)
+    left_out = left_out_errors(unseen, accuracy, constants)
     report = validate(cells, constants, accuracy, left_out, beside)
-    return score_tables(report, cells, constants, accuracy, strange, beside)
+    return score_tables(report, cells, constants, accuracy, unseen, beside)
 
 
 def how_to_read(calibration: Calibration) -> str:
@@ -112,39 +112,39 @@ def score_tables(
     rows: Sequence[Row],
     calibration: Calibration,
     accuracy: Accuracy,
-    strange: Sequence[Row] = (),
+    unseen: Sequence[Row] = (),
     more: Sequence[Row] = (),
 ) -> list[Table]:
     """The tables of `rematbench validate`.  `more`: predicted rows of runs_more.csv, whose sweeps
-    are decided like those of `rows`.  `strange`: published rows predicted out of source.
+    are decided like those of `rows`.  `unseen`: published rows predicted out of source.
     Without them the coverage of bands is that of `pred_low` and `pred_high` of `rows`, and the
     tables of evidence, regret and calibration are left out."""
-    known, judged = known_cells() if strange else (), decisions([*rows, *more], strange)
+    cells, judged = left_out_cells() if unseen else (), decisions([*rows, *more], unseen)
     return [
-        accuracy_table(report, calibration, strange),
+        accuracy_table(report, calibration, unseen),
         promise_table(report),
         verdict_table(report.verdicts),
-        band_table(known, rows),
+        band_table(cells, rows),
         decision_table(judged),
-        *([evidence_table(known), regret_table(judged), calibrated_table()] if strange else []),
+        *([evidence_table(cells), regret_table(judged), calibrated_table()] if unseen else []),
         cell_table(rows, calibration, accuracy),
     ]
 
 
-def out_of_source_means(left_out: Mapping[str, float], strange: Sequence[Row]) -> str:
+def out_of_source_means(left_out: Mapping[str, float], unseen: Sequence[Row]) -> str:
     """A sentence with both means of errors out of source: over the groups of the accuracy table,
     and over the sources of config/left_out.csv, which have rows that are in no group."""
-    sources = left_out_by_source(strange)
+    sources = left_out_by_source(unseen)
     return (
         f"Left out: {percent(fmean(left_out.values()))} % on average over {len(left_out)} groups, "
         f"{percent(fmean(sources.values()))} % over {len(sources)} sources, each of weight 1."
     )
 
 
-def accuracy_table(report: Report, calibration: Calibration, strange: Sequence[Row] = ()) -> Table:
+def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Row] = ()) -> Table:
     """One line per group of cells whose metric has errors (not verdicts or regrets)."""
     left_out = {one.name: one.left_out for one in report.groups if one.left_out is not None}
-    means = [out_of_source_means(left_out, strange)] if left_out and strange else []
+    means = [out_of_source_means(left_out, unseen)] if left_out and unseen else []
     rows = [
         {
             "name": group.name,
@@ -206,7 +206,7 @@ def promise_table(report: Report) -> Table:
         rows=tuple(rows),
         note="Fractions in percent, counts as whole numbers. accepted: last reached; a check fails "
         "beyond it. reported: not promised, as verdicts with fewer than "
-        f"{LEAST_OOMS} published cells out of memory.",
+        f"{FEWEST_OOMS} published cells out of memory.",
     )
 
 
@@ -231,7 +231,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
             Column("published", "published"),
             Column("predicted", "predicted"),
             Column("cells", "cells"),
-            Column("least", "least headroom GiB", gib),
+            Column("least", "smallest headroom GiB", gib),
             Column("median", "median GiB", gib),
             Column("most", "most GiB", gib),
         ),
@@ -239,7 +239,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
         f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
         "(negative: does not fit). Dashes of the sources are not scored. Tight: "
-        f"{verdicts.tight} cells fit with less left than published peaks lie above predicted ones "
+        f"{verdicts.tight} cells fit, but with less headroom than our memory error "
         f"({percent(peak_band())} %, from {RESERVED}). {_of_oom(verdicts)}",
     )
 
@@ -250,16 +250,16 @@ RESERVED = "peaks as their sources count them, allocated or reserved"
 def _of_oom(verdicts: Verdicts) -> str:
     missed = verdicts.counts.get(("oom", "ok"), 0)
     said = f"{missed} of {verdicts.ooms} cells out of memory are predicted to fit"
-    few = verdicts.ooms < LEAST_OOMS
-    return f"{said}: {f'fewer than {LEAST_OOMS}, so ' if few else ''}reported, not promised."
+    few = verdicts.ooms < FEWEST_OOMS
+    return f"{said}: {f'fewer than {FEWEST_OOMS}, so ' if few else ''}reported, not promised."
 
 
-def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
-    """Coverage of bands by source: of `known` rows under bands learnt from the other sources, or,
-    without known rows, of `rows` under their predicted bands."""
-    found = coverage(known) if known else shipped_coverage(rows)
-    if known:
-        found.append(pooled(found, speed_errors(known)))
+def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
+    """Coverage of bands by source: of `cells` under bands learnt from the other sources, or,
+    without cells, of `rows` under their predicted bands."""
+    found = coverage(cells) if cells else shipped_coverage(rows)
+    if cells:
+        found.append(pooled(found, speed_errors(cells)))
     return Table(
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band that other sources teach",
@@ -272,8 +272,8 @@ def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
         ),
         rows=tuple(asdict(one) for one in found),
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
-        "is the quantile over the other sources' errors at jobs with as many things (stack, "
-        "generation, scale, context, mechanism) outside what was published. Ratios on one stack, "
+        "is the quantile over the other sources' errors at jobs with as many properties (stack, "
+        "generation, scale, context, mechanism) outside the published range. Ratios on one stack, "
         f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
         f"{_ratios(one_layout=False)} between layouts. Peaks: {percent(peak_band())} %.",
     )
@@ -281,31 +281,31 @@ def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
 
 def _ratios(*, one_layout: bool) -> str:
     """The band of ratios, and its coverage of sources that it was not learnt from."""
-    known = known_cells()
-    found = ratio_coverage(known, one_layout=one_layout)
-    every = pooled(found, ratio_errors(known, one_layout=one_layout))
+    cells = left_out_cells()
+    found = ratio_coverage(cells, one_layout=one_layout)
+    every = pooled(found, ratio_errors(cells, one_layout=one_layout))
     return (
         f"{percent(ratio_band(one_layout=one_layout))} % ({len(found)} sources; left out in turn, "
         f"{percent(every.inside)} % lie inside)"
     )
 
 
-def decision_table(found: Sequence[Decision]) -> Table:
+def decision_table(judged: Sequence[Decision]) -> Table:
     """One line per sweep: the rank correlation of speeds, and the regrets of the picks."""
-    lines: list[Mapping[str, Any]] = [{**one.job, **asdict(one)} for one in found]
+    lines: list[Mapping[str, Any]] = [{**one.job, **asdict(one)} for one in judged]
     lines += [
-        {"source": f"mean over {count} sweeps", **means} for count, means in mean_lines(found)
+        {"source": f"mean over {count} sweeps", **means} for count, means in mean_lines(judged)
     ]
     job = ("source", "cluster", "model", "gpus", "seq_len", "global_batch")
     return Table(
         name="decisions",
-        title="Decisions: what the layout predicted to be the fastest loses, by sweep",
+        title="Decisions: loss of the layout predicted to be the fastest, by sweep",
         columns=(
             *(Column(key, key) for key in job),
             Column("rows", "rows", whole),
             Column("correlation", "rank correlation", fixed(2)),
             Column("regret", "loss of our pick %", percent),
-            Column("left_out", "with constants that never saw the source %", percent),
+            Column("left_out", "with constants fitted without the source %", percent),
             Column("floor", "loss of one MFU and a memory formula %", percent),
         ),
         rows=tuple(lines),
@@ -317,13 +317,13 @@ def decision_table(found: Sequence[Decision]) -> Table:
     )
 
 
-def evidence_table(known: Sequence[Known]) -> Table:
+def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
     """Errors by the property of a job that no other source published.  A row counts at each of its
     properties outside, or at NOTHING, and at ALL."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
-    for source, own in by_source(known).items():
-        others = [cell for cell in known if cell.source != source]
+    for source, own in by_source(cells).items():
+        others = [cell for cell in cells if cell.source != source]
         bands, published = bands_of(others), covered(cell.job for cell in others)
         for cell in own:
             width = bands.band(cell.job).half_width
@@ -353,15 +353,15 @@ def evidence_table(known: Sequence[Known]) -> Table:
             Column("half_width", "band %", percent),
         ),
         rows=tuple(rows),
-        note="Outside: what of a published row no other source has; a row counts at each such "
-        "thing. Errors of speeds (logarithms); every source weighs 1.",
+        note="Outside: the property of a published row that no other source has; a row counts at "
+        "each such property. Errors of speeds (logarithms); every source weighs 1.",
     )
 
 
-def regret_table(found: Sequence[Decision]) -> Table:
+def regret_table(judged: Sequence[Decision]) -> Table:
     """The mean regrets of every source over its sweeps, and over all sweeps."""
     groups: dict[str, list[Decision]] = defaultdict(list)
-    for one in found:
+    for one in judged:
         groups[one.job["source"]].append(one)
     lines: list[Mapping[str, Any]] = [
         {"source": source.partition(",")[0], "sweeps": len(some), **summary(some)}
@@ -369,11 +369,11 @@ def regret_table(found: Sequence[Decision]) -> Table:
     ]
     lines += [
         {"source": "mean over sweeps", "sweeps": count, **means}
-        for count, means in mean_lines(found)
+        for count, means in mean_lines(judged)
     ]
     return Table(
         name="regret",
-        title="Decisions: what the layout predicted to be fastest loses",
+        title="Decisions: loss of the layout predicted to be the fastest",
         columns=(
             Column("source", "source"),
             Column("sweeps", "sweeps", whole),
@@ -383,7 +383,7 @@ def regret_table(found: Sequence[Decision]) -> Table:
         ),
         rows=tuple(lines),
         note="Of the best measured speed; a pick that was out of memory loses all. Left out: "
-        "constants that never saw the source; as shipped: constants fitted to some rows of each "
+        "constants fitted without the source; as shipped: constants fitted to some rows of each "
         "source. One MFU: with a memory formula. MosaicML and NVIDIA (NeMo) publish no sweep of "
         "four layouts.",
     )

@@ -1,8 +1,8 @@
 """Tables of committed searches (results/searched).
 
-They say what published layouts lose, the regret on published sweeps, and what a package's own space
+They say what published layouts lose, the regret on published sweeps, and what a package's space
 gives. A search takes minutes, but its answer takes one simulation; so each answer is simulated a
-second time before a table is made.
+second time before a table is written.
 """
 
 from collections.abc import Sequence
@@ -99,10 +99,10 @@ PROVED = Column("gap", "gap %", percent)
 
 
 def layout_table(rows: Sequence[Row]) -> Table:
-    """The table of published layouts beside the best layout of a search."""
+    """The table of published layouts against the best layout of a search."""
     return Table(
         name="searched_layouts",
-        title="Published layouts beside the best of a search (simulated)",
+        title="Published layouts against the best of a search (simulated)",
         columns=(
             Column("model", "model"),
             Column("gpus", "GPUs", whole),
@@ -161,10 +161,10 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 
 def space_table(rows: Sequence[Row]) -> Table:
-    """The table of the best plan of the whole space beside the best of a package's own space."""
+    """The table of the best plan of the whole space against the best of a package's space."""
     return Table(
         name="searched_spaces",
-        title="The whole space beside what a package alone can run (simulated)",
+        title="The whole space against the space of one package (simulated)",
         columns=(
             *(Column(key, key) for key in ("job", "space")),
             Column("system", "stack"),

@@ -38,9 +38,9 @@ def build(executed: list[Path], traced: list[Path], retraced: Path) -> Table:
     return worlds_table(found, f"Run again for this table: {again}.")
 
 
-def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
+def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> Table:
     """One row per problem and method, with columns of every world that has a record of the row.
-    `again` is a sentence on what was retraced for this table."""
+    `retraced` is a sentence on what was retraced for this table."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
@@ -78,9 +78,9 @@ def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Tabl
         "gradients are among them until its update. Totals add states and what lives inside "
         "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
         "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
-        "in float64, within 1e-2 at the first step in bf16 (errors over all three steps stand "
-        "beside; `docs/executed.md` says what holds there). Nothing here ran on a GPU; no time is "
-        f"shown. {again}".rstrip(),
+        "in float64, within 1e-2 at the first step in bf16 (the table also has errors over "
+        "all three steps, which `docs/executed.md` explains). Nothing here ran on a GPU; no "
+        f"time is shown. {retraced}".rstrip(),
     )
 
 
@@ -100,20 +100,20 @@ def _line(record: Record) -> dict[str, Any]:
     return line | _counts(found)
 
 
-def _counts(found: Measured) -> dict[str, Any]:
+def _counts(measured: Measured) -> dict[str, Any]:
     return {
-        "differing": found.differing_actions,
-        "actions": sum(rank.actions for rank in found.ranks),
-        "offload_bytes": sum(rank.offload_bytes for rank in found.ranks),
-        "recompute_flop": sum(rank.recompute_flop for rank in found.ranks),
+        "differing": measured.differing_actions,
+        "actions": sum(rank.actions for rank in measured.ranks),
+        "offload_bytes": sum(rank.offload_bytes for rank in measured.ranks),
+        "recompute_flop": sum(rank.recompute_flop for rank in measured.ranks),
     }
 
 
-def _ran(found: Measured) -> dict[str, Any]:
+def _ran(measured: Measured) -> dict[str, Any]:
     """The columns that only executed records have."""
-    if found.comparison is None:
+    if measured.comparison is None:
         return {}
-    other = found.comparison
+    other = measured.comparison
     word = "bitwise" if other.bitwise else "yes" if other.lossless else "NO"
     return {
         "lossless": word,

@@ -13,8 +13,8 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
+from rematbench.worlds.records.plan_replay import spec_problem
 from rematbench.worlds.records.record import OPTIMIZER, RESERVE, Record
-from rematbench.worlds.records.replay import spec_problem
 from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
 
 

@@ -294,8 +294,8 @@ READY_BYTES = 4 << 30
 
 def drawing_threads(device: torch.device) -> int:
     """The number of threads that draw weights: a GPU's share of this process's processors. One on a
-    CPU: its ranks share memory too, which `processes.initialization_bytes` counts with one draw at
-    a time."""
+    CPU: its ranks share memory too, and `rank_processes.initialization_bytes` counts one draw at a
+    time."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     share = len(os.sched_getaffinity(0)) // gpus if gpus else 1
     return max(1, min(MAX_THREADS, share))

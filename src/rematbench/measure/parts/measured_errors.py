@@ -1,4 +1,4 @@
-"""What is measured on one GPU beside what was predicted, for tables.
+"""Measured and predicted values of one GPU, for tables.
 
 Every error is signed: measured less predicted, over predicted.
 """
@@ -34,17 +34,17 @@ def turns_of(folder: Path, part: str) -> list[Turn]:
 
 
 def signed_error(got: float | None, want: float | None) -> float | None:
-    """Measured less predicted over predicted; None where one is not known."""
+    """Measured less predicted over predicted; None where either is missing."""
     return got / want - 1.0 if got and want else None
 
 
 def mean_error(errors: Sequence[float | None]) -> str:
     """The mean absolute error and how many it is of."""
     known = [abs(error) for error in errors if error is not None]
-    return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none known"
+    return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none"
 
 
-def beside_prediction(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
+def measured_and_predicted(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
     """Measured and predicted numbers of a cell with their errors; medians of its turns' seconds,
     peaks of all its turns."""
     steps = [statistics.median(turn.step_s) for turn in turns if turn.step_s]
@@ -64,7 +64,7 @@ def devices_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def caveats(rows: Sequence[dict[str, Any]]) -> str:
-    """What a note says first: that rows are of a CPU, or were predicted too late; else nothing."""
+    """The first sentences of a note: rows of a CPU, predictions that came too late; else empty."""
     early = all(row["predicted_first"] for row in rows)
     told = "" if early else "NOT every prediction was written before its measurement. "
     return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + told

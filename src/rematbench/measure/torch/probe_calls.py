@@ -38,7 +38,7 @@ SHARING = ("flash", "cudnn")
 """Backends that read a KV head for several query heads; the others get copies of it."""
 SCORE_BYTES = 12
 """Bytes that the math backend holds for a pair of a query and a key, forward and backward (bf16
-and fp32 scores, probabilities, their gradient): its memory is asked for before it is tried."""
+and fp32 scores, probabilities, their gradient): its memory is checked before the call."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The part `searched` of `measure-gpu`: the plans that a search finds, measured by turns.
+"""The part `searched` of `measure-gpu`: the plans of a search, measured by turns.
 
 `measure-gpu --predict --part searched` searches each job of the suite at each device memory and
 writes the plans with their predictions. The measurement makes its cells from these lines, and
@@ -20,7 +20,7 @@ from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
 from rematbench.host.table import GIB
 from rematbench.measure.parts.layers import FEWEST, run_by_turns
-from rematbench.measure.predictions import PREDICTIONS, lines_of, predict
+from rematbench.measure.predicted_steps import PREDICTIONS, lines_of, predict
 from rematbench.measure.records import Searched, Turn, by_cell
 from rematbench.plan import Fraction
 from rematbench.plugins.discover import discover
@@ -38,12 +38,12 @@ from rematbench.worlds.packages.process import Device
 from rematbench.worlds.records.suite_cells import Cell, is_selected, planned_cell
 
 SHOWN = 200
-"""Rows of an answer among which those of different compositions are looked for."""
+"""Rows of an answer that are examined for different compositions."""
 
 
 class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Jobs of one GPU, and the methods whose best plan is measured `beside` each answer: what a
-    person would run who does not search.  `within`: the gap that a search proves, a share of the
+    """Jobs of one GPU, and the methods whose best plan is also measured (`beside`): the choice of a
+    person who does not search.  `within`: the gap that a search proves, a share of the
     best step."""
 
     within: Fraction
@@ -84,7 +84,7 @@ class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_searched(path: Path) -> SearchedSuite:
-    """The suite of a file; ConfigError or RateError in one line for what it does not allow."""
+    """The suite of a file; ConfigError or RateError of one line for a wrong entry."""
     label = str(path)
     suite = convert(read_mapping(path, label), SearchedSuite, label)
     require_unique([job.name for job in suite.jobs], label, "jobs")
@@ -114,10 +114,10 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
                 yield _line(job, memory, place, method, spec, beside=one in beside)
 
 
-def different(found: Sequence[Result]) -> list[Result]:
+def different(results: Sequence[Result]) -> list[Result]:
     """The first plan of each micro-batch and set of methods, in the order of the answer."""
     registry, first = discover(), dict[Any, Result]()
-    for one in found:
+    for one in results:
         methods = frozenset(each.name for each in registry.resolve(one.method).methods)
         first.setdefault((methods, one.problem.layout), one)
     return list(first.values())

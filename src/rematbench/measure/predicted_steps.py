@@ -1,6 +1,6 @@
-"""Predictions of the steps that the part `layers` of `measure-gpu` measures, made before it.
+"""Predictions of the steps that the part `layers` of `measure-gpu` measures, written before it.
 
-A measurement takes no prediction of other constants or plans.
+A measurement refuses predictions of other constants or plans.
 """
 
 import math
@@ -32,8 +32,8 @@ PREDICTIONS = {"layers": PREDICTED, "searched": "searched.jsonl"}
 
 
 def predict(cell: Cell) -> Prediction:
-    """What is expected of a cell: the simulated world's seconds, and bytes of the fullest rank; of
-    a pipeline those of its first rank alone."""
+    """The prediction of a cell: the simulated seconds, and the bytes of the fullest rank; of a
+    pipeline those of its first rank alone."""
     known: dict[str, Any] = {**identity(cell), "code": code_digest("simulated")}
     known |= {"cell": cell.name, "provenance": provenance(cell.problem.calibration)}
     if isinstance(cell.plan, Unsupported):
@@ -47,7 +47,7 @@ def predict(cell: Cell) -> Prediction:
         number, alone = 0, without_neighbours(lowered.program)
         step_s = simulate_chunks(alone, action_seconds(cell.problem, alone)).step_s
     rank = lowered.ranks[number]
-    # The runtime places no activations itself, so the allocator is asked for every plan.
+    # The runtime places no activations itself, so every plan needs the reserved bytes.
     reserved = unpressed(lowered.program, number, rank)
     return Prediction(
         status=result.status,
@@ -62,28 +62,32 @@ def predict(cell: Cell) -> Prediction:
 
 
 def identity(cell: Cell) -> dict[str, str]:
-    """What tells whether a line is of this cell as it is planned now."""
+    """The digests that a line has if it is of this cell with its present plan."""
     planned = ""
     if isinstance(cell.plan, Plan) and not isinstance(cell, HandCell):
         planned = plan_hash(cell.problem, cell.plan)
     return {"run_id": run_spec(cell.problem, cell.method).run_id, "plan_hash": planned}
 
 
-def write_predictions(found: Sequence[Prediction], path: Path, *, anew: bool) -> str:
-    """Write predictions; the words that say what was done.  Predictions that say the same as the
-    file's leave it as it is; CommandError where they say something else, unless `anew`."""
+def write_predictions(lines: Sequence[Prediction], path: Path, *, anew: bool) -> str:
+    """Write predictions and return a line for the user.  Predictions equal to the file's leave it
+    unchanged; CommandError where they differ, unless `anew`."""
     if path.exists() and not anew:
         old = {line.cell: line for line in lines_of(path)}
-        same = {line.cell: _told(line, old[line.cell]) for line in found if line.cell in old}
-        changed = [line.cell for line in found if same.get(line.cell) != old.get(line.cell)]
+        same = {
+            line.cell: _with_old_provenance(line, old[line.cell])
+            for line in lines
+            if line.cell in old
+        }
+        changed = [line.cell for line in lines if same.get(line.cell) != old.get(line.cell)]
         if changed or old.keys() - same.keys():
             first = (changed or sorted(old.keys() - same.keys()))[0]
             raise CommandError(f"{path}: says something else of {first}; --anew replaces it")
         return f"{path}: as before, {len(old)} predictions"
     path.unlink(missing_ok=True)
-    for line in found:
+    for line in lines:
         append_line(path, line)
-    return f"{path}: {len(found)} predictions"
+    return f"{path}: {len(lines)} predictions"
 
 
 def lines_of(path: Path) -> Sequence[Prediction]:
@@ -95,20 +99,20 @@ def lines_of(path: Path) -> Sequence[Prediction]:
     return read_lines(path, Searched if searched else Prediction)
 
 
-def _told(line: Prediction, old: Prediction) -> Prediction:
+def _with_old_provenance(line: Prediction, old: Prediction) -> Prediction:
     """The prediction with the older one's provenance, and its seconds where only rounding differs:
-    sums in another order are no other prediction."""
+    sums in another order do not change a prediction."""
     step_s = line.step_s
     if step_s and old.step_s and math.isclose(step_s, old.step_s, rel_tol=1e-9):
         step_s = old.step_s
     return replace(line, provenance=old.provenance, code=old.code, step_s=step_s)
 
 
-def read_predictions(path: Path, found: Iterable[Cell]) -> dict[str, Prediction]:
+def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]:
     """The predictions of a file by cell; CommandError where a cell has none by the present
     constants and plans."""
     known: dict[str, Prediction] = {line.cell: line for line in lines_of(path)}
-    for cell in found:
+    for cell in cells:
         if isinstance(cell, HandCell):
             continue
         line = known.get(cell.name)
@@ -120,8 +124,8 @@ def read_predictions(path: Path, found: Iterable[Cell]) -> dict[str, Prediction]
 
 
 def stands_for(cell: Cell) -> str:
-    """The cell whose prediction tells whether this one can start: its own, and for a step written
-    by hand keep_all's, which keeps less, or full recomputation's."""
+    """The name of the cell whose prediction decides whether this cell can start: its name, or for
+    a step written by hand the name of keep_all (for means that keep less) or full recomputation."""
     if not isinstance(cell, HandCell):
         return cell.name
     method = IDENTITY if cell.means in ("nothing", "save_on_cpu") else "full_recompute"

@@ -14,7 +14,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.host.gpu_state import GpuState
 from rematbench.measure.layer_suite import layer_names, load_layers
 from rematbench.measure.parts import actions
-from rematbench.measure.records import STEP, Prediction, Spent, read_lines
+from rematbench.measure.records import STEP, ActionSeconds, Prediction, read_lines
 from rematbench.measure.torch.action_seconds import WITHOUT_WORK, TimedExecutor, between, by_key
 from rematbench.measure.torch.turns import Turns
 from rematbench.paper.tables.gpu_checks import actions_table
@@ -57,7 +57,7 @@ def test_the_part_has_a_line_for_each_kind_of_action_and_the_whole_step(tmp_path
     path.write_text(text)
     suite = load_layers(path)
     actions.measure_actions(suite, (), out, "cpu", 60.0)
-    lines = read_lines(out, Spent)
+    lines = read_lines(out, ActionSeconds)
     steps = Counter(line.cell for line in lines if line.kind == STEP)
     assert steps == {"one.full_recompute.0": 1, "one.keep_all.0": 1}  # what is usual
     assert all(line.predicted_s > 0.0 for line in lines if line.kind in ("F", "B", "W", STEP))
@@ -89,7 +89,7 @@ def test_every_method_has_its_lines(tmp_path: Path) -> None:
     path.write_text(text)
     suite = load_layers(path)
     actions.measure_actions(suite, ("one",), out, "cpu", 60.0)
-    steps = {line.cell: line.status for line in read_lines(out, Spent) if line.kind == STEP}
+    steps = {line.cell: line.status for line in read_lines(out, ActionSeconds) if line.kind == STEP}
     assert steps == dict.fromkeys(layer_names(suite), "ok")
 
 
@@ -103,7 +103,7 @@ def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(
     path.write_text(suite_text([tiny("one", seq_len=32, **sizes)], **given))
     real, refused = actions._lines, actions.refusal
 
-    def lines(cell: Any, *rest: Any) -> list[Spent]:
+    def lines(cell: Any, *rest: Any) -> list[ActionSeconds]:
         if "keep_all" in cell.name:
             raise MemoryError("full")
         return real(cell, *rest)
@@ -114,12 +114,12 @@ def test_a_cell_that_fails_or_is_refused_leaves_a_line_and_the_next_one_runs(
     monkeypatch.setattr(actions, "_lines", lines)
     monkeypatch.setattr(actions, "refusal", refusal)
     actions.measure_actions(load_layers(path), [f"one.{name}" for name in names], out, "cpu", 60.0)
-    steps = {line.cell: line for line in read_lines(out, Spent) if line.kind == STEP}
+    steps = {line.cell: line for line in read_lines(out, ActionSeconds) if line.kind == STEP}
     assert {name: line.status for name, line in steps.items()} == {
         "one.keep_all.0": "oom",
         "one.memo.0": "refused",
         "one.full_recompute.0": "ok",
     }
-    note = actions_table(read_lines(out, Spent)).full_note
+    note = actions_table(read_lines(out, ActionSeconds)).full_note
     assert "one.memo.0 refused: pins too much" in note
     assert "one.keep_all.0 oom: MemoryError: full" in note
