@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rematbench.advise.search import questions
 from rematbench.advise.search.processes import Progress
-from rematbench.advise.search.search_job import Asked
+from rematbench.advise.search.search_job import SearchRequest
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
@@ -238,7 +238,7 @@ def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.Monk
     """Ctrl-C loses no answer, and the exit code says that it is not proved."""
     whole = questions.longest_context
 
-    def stopped(one: Asked, processes: int) -> Iterator[questions.Answer]:
+    def stopped(one: SearchRequest, processes: int) -> Iterator[questions.Answer]:
         yield next(whole(one, processes))
         raise KeyboardInterrupt
 

@@ -48,7 +48,7 @@ def list_baselines() -> None:
 
 def of_baseline(options: RunOptions) -> Request:
     """The request of a run's options, with the baseline's policy as its method.  IDENTITY stands in
-    for the policy while the problem is made; a package's own stack for the default one.
+    for the policy while the problem is built; a package's stack for the default one.
     CommandError for an order or partition that no baseline runs."""
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
@@ -118,7 +118,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     address: Address = "",
     port: Port = 0,
 ) -> None:
-    """Execute a baseline: the real package in processes of its own (gloo on a CPU, NCCL on GPUs).
+    """Execute a baseline: the real package in separate processes (gloo on a CPU, NCCL on GPUs).
 
     Starts a process for each of --gpus; under torchrun or srun it is one of theirs, and rank 0
     writes and prints the record.

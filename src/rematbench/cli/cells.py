@@ -84,10 +84,10 @@ def cells(
 ) -> None:
     """How far a measurement is: every cell and its state.
 
-    With -o every cell is a row of a sheet, with its status and numbers, measured beside simulated;
+    With -o every cell is a row of a sheet, with its status and its measured and simulated numbers;
     times are of GPUs only.  With --again finished cells are forgotten, so that the next run starts
     them again, after a repair of the nodes or of the environment that no record can know of: their
-    records go, and beside the store the manifests of their bundles and executed.csv.
+    records go, and the manifests next to the store of their bundles and executed.csv.
 
     \b
     Example:

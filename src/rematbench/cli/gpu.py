@@ -42,7 +42,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     only: Only = None,
     device: Where = "cuda",
     seconds: Annotated[
-        float, Option(min=ENDS_S + 5.0, help="Of each part, at most (default: its own limit).")
+        float, Option(min=ENDS_S + 5.0, help="Limit of each part in seconds (default: its limit).")
     ] = math.inf,
     first: Annotated[
         bool, Option("--predict", help="Predict `layers` or `searched`; needs no GPU.")
@@ -52,9 +52,9 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
-    the allocator's peak beside the ledger, seconds of a step.
+    the allocator's peak against the ledger, seconds of a step.
 
-    Each part is a process with a time limit of its own, and writes what it has at once: a crash
+    Each part is a process with its own time limit, and writes each result at once: a crash
     of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
     writes them), on demand `baselines/`, `rates.jsonl`, `actions.jsonl`, `layers/` and `searched/`,
     a log of each part and `summary.json`, written again after each part.  What these parts left

@@ -13,11 +13,11 @@ from rematbench.advise.search.questions import (
     Question,
     fewest_gpus,
     largest_batch,
-    least_memory,
     longest_context,
+    min_memory,
     prices,
 )
-from rematbench.advise.search.search_job import Asked
+from rematbench.advise.search.search_job import SearchRequest
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
 from rematbench.host.console import GIB, CommandError, grid, plain
@@ -45,15 +45,16 @@ class Inverse(Struct, frozen=True, kw_only=True):
             raise CommandError("--find batch: say the seconds of a step with --step")
 
 
-def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
-    """Print each answer once it is known; after Ctrl-C, the best so far and exit code 130."""
+def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) -> None:
+    """Print each answer as soon as the search has it; after Ctrl-C, the best so far and exit code
+    130."""
     if not inverse.find:
-        _prices(out, asked, processes)
+        _prices(out, request, processes)
         return
     best: Answer | None = None
     ended = False
     try:
-        for answer in _answers(asked, inverse, processes):
+        for answer in _answers(request, inverse, processes):
             out.print(plain(_line(inverse.find, answer)), soft_wrap=True)
             best = answer if answer[1] else best
         ended = True
@@ -70,15 +71,15 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
         raise Exit(130)
 
 
-def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]:
+def _answers(request: SearchRequest, inverse: Inverse, processes: int) -> Iterator[Answer]:
     match inverse.find:
         case "gpus":
-            return fewest_gpus(asked, inverse.speed, processes)
+            return fewest_gpus(request, inverse.speed, processes)
         case "batch":
-            return largest_batch(asked, inverse.step, processes)
+            return largest_batch(request, inverse.step, processes)
         case "context":
-            return longest_context(asked, processes)
-    return least_memory(asked, inverse.lose, processes)
+            return longest_context(request, processes)
+    return min_memory(request, inverse.lose, processes)
 
 
 def _line(find: str, answer: Answer) -> str:
@@ -94,12 +95,13 @@ def in_words(result: Result) -> str:
     return f"{result.method} at {where(result)}, step {result.fitting_s:.4g} s"
 
 
-def _prices(out: Console, asked: Asked, processes: int) -> None:
-    """Print the table of price tags; after Ctrl-C, of those found by then, with exit code 130."""
+def _prices(out: Console, request: SearchRequest, processes: int) -> None:
+    """Print the table of price tags; after Ctrl-C, of those finished by then, with exit code
+    130."""
     table = grid("change", "step s", "shorter by %")
     first, ended = None, False
     try:
-        for change, step_s in prices(asked, processes):
+        for change, step_s in prices(request, processes):
             first = step_s if first is None else first
             gain = f"{100 * (1 - step_s / first):.1f}" if isfinite(first) else "-"
             table.add_row(change, f"{step_s:.4g}" if isfinite(step_s) else "-", gain)
@@ -107,7 +109,7 @@ def _prices(out: Console, asked: Asked, processes: int) -> None:
     except KeyboardInterrupt:
         pass
     out.print(table)
-    within = f"{100 * asked.within:g} %"
+    within = f"{100 * request.within:g} %"
     out.print(plain(f"each step within {within} of the best there is: less than that is no gain"))
     if not ended:
         out.print(plain("stopped before the other changes were searched"))

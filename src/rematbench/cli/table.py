@@ -1,4 +1,4 @@
-"""The command `table`: the tables of the paper, made alone."""
+"""The command `table`: single tables of the paper."""
 
 import importlib
 from collections.abc import Sequence

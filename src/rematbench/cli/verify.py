@@ -56,7 +56,7 @@ def verify(
     registry = discover(methods or ())
     made: dict[tuple[str, str], Record] = {}
 
-    def again(name: str, record: Record) -> Record:
+    def rerun(name: str, record: Record) -> Record:
         def cell() -> Cell:
             if suite is None:
                 return recorded_cell(name, record, registry, cluster)
@@ -67,16 +67,16 @@ def verify(
             made[key] = rerun_record(record, cell, registry)
         return made[key]
 
-    if not all([_verified(path, again, output, installed=installed) for path in records]):
+    if not all([_verified(path, rerun, output, installed=installed) for path in records]):
         raise typer.Exit(1)
 
 
 def _verified(
-    path: Path, again: Callable[[str, Record], Record], output: Path | None, *, installed: bool
+    path: Path, rerun: Callable[[str, Record], Record], output: Path | None, *, installed: bool
 ) -> bool:
     """Whether a record's run gives its numbers again, or is not `installed` and need not."""
     try:
-        record, lines = verified(path, again)
+        record, lines = verified(path, rerun)
     except NotInstalled as error:
         if not installed:
             raise
