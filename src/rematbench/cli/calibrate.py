@@ -76,7 +76,7 @@ def calibrate(
     need_file("-o", output)
     if rows is not None:
         if leave_out:
-            raise CommandError("--rows and --leave-one-out: give one of them")
+            raise CommandError("--rows and --leave-one-out: give only one of these options")
         calibrate_user_stack(rows, output, processes)
         return
     start = calibration()
@@ -160,7 +160,9 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
         raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
     for column in ONE:
         if len(several := sorted({row[column] for row in sheet})) > 1:
-            raise CommandError(f"{path}: column {column}: one is needed, not {', '.join(several)}")
+            raise CommandError(
+                f"{path}: column {column}: all rows need the same value, not {', '.join(several)}"
+            )
     found = []
     for line, row in enumerate(predict_rows(sheet, processes=processes), start=1):
         if row["pred_tokens_per_s_per_gpu"] == "":

@@ -40,9 +40,9 @@ class Inverse(Struct, frozen=True, kw_only=True):
             known = ", ".join(get_args(Question))
             raise CommandError(f"--find: one of {known}, not {self.find!r}")
         if self.find == "gpus" and self.speed <= 0:
-            raise CommandError("--find gpus: say the tokens/s of all GPUs with --speed")
+            raise CommandError("--find gpus: give the tokens/s of all GPUs with --speed")
         if self.find == "batch" and self.step <= 0:
-            raise CommandError("--find batch: say the seconds of a step with --step")
+            raise CommandError("--find batch: give the seconds of a step with --step")
 
 
 def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) -> None:
@@ -65,7 +65,7 @@ def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) 
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
         longest = inverse.find == "context"
-        none = "NOTHING FITS, not even at --seq-len" if longest else "NOTHING reaches that"
+        none = "NOTHING FITS, not even at --seq-len" if longest else "NOTHING reaches the target"
         out.print(plain(none), style="bold")
     if not ended:
         raise Exit(130)
@@ -86,7 +86,7 @@ def _line(find: str, answer: Answer) -> str:
     number, result = answer
     value = f"{number / GIB:.1f}" if find == "memory" else f"{number:,}"
     unit = "GPU" if value == "1" and find == "gpus" else UNITS[find]
-    none = "no plan fits" if find == "context" else "no plan reaches that"
+    none = "no plan fits" if find == "context" else "no plan reaches the target"
     return f"{value} {unit}: {in_words(result) if result else none}"
 
 
@@ -110,7 +110,9 @@ def _prices(out: Console, request: SearchRequest, processes: int) -> None:
         pass
     out.print(table)
     within = f"{100 * request.within:g} %"
-    out.print(plain(f"each step within {within} of the best there is: less than that is no gain"))
+    out.print(
+        plain(f"each step is within {within} of the best step; a smaller gain is not significant")
+    )
     if not ended:
         out.print(plain("stopped before the other changes were searched"))
         raise Exit(130)

@@ -28,13 +28,15 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     what: Annotated[What, Argument(help="Which records.")],
     output: Output,
     suite: Annotated[
-        Path | None, Option(metavar="SUITE.yaml", help="Its problems (default: config/WHAT.yaml).")
+        Path | None, Option(metavar="SUITE.yaml", help="The problems (default: config/WHAT.yaml).")
     ] = None,
     only: Only = None,
     methods: Methods = None,
     compare: Compare = None,
     steps: Annotated[int, Option(min=2, help="Optimizer steps of `convergence`.")] = 240,
-    device: Annotated[Device, Option(help="Of `agreement`; cuda: what fits on the GPUs.")] = "cpu",
+    device: Annotated[
+        Device, Option(help="For `agreement`; cuda: the cells that fit on the GPUs.")
+    ] = "cpu",
     timeout: Timeout = 300,
 ) -> None:
     """Make committed records again; a record each.

@@ -207,9 +207,9 @@ def _rows_note(job: SearchJob, at: Progress, found: list[Result]) -> Iterator[st
     if len(found) < 2:
         return
     sure = len([one for one in found if one.fitting_s * (1 - job.request.within) <= at.listed_s])
-    told = "no other is faster than a row by more than the gap"
+    told = "no other plan is faster than a row by more than the gap"
     if sure < len(found):
-        told = f"after place {max(1, sure)} that is not proved"
+        told = f"the order after place {max(1, sure)} is not proved"
     yield (
         "rows: the fastest of all layouts and compositions of methods, each at the smallest "
         f"share and in the fewest pieces that fit; {told}"

@@ -31,7 +31,8 @@ def verify(
         Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
     ] = None,
     installed: Annotated[
-        bool, Option("--if-installed", help="Say so, and pass, where torch or a package is not.")
+        bool,
+        Option("--if-installed", help="Skip a record if torch or its package is not installed."),
     ] = False,
 ) -> None:
     """Repeat the runs of records and compare every number.
@@ -74,7 +75,8 @@ def verify(
 def _verified(
     path: Path, rerun: Callable[[str, Record], Record], output: Path | None, *, installed: bool
 ) -> bool:
-    """Whether a record's run gives its numbers again, or is not `installed` and need not."""
+    """Whether a record's run gives the same numbers; True if its package is not installed and
+    `installed` allows that."""
     try:
         record, lines = verified(path, rerun)
     except NotInstalled as error:
