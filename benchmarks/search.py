@@ -30,7 +30,7 @@ from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probes import Probe
 from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchRequest, SearchJob
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
@@ -61,22 +61,22 @@ def quiet() -> None:
     )
 
 
-def job(small: bool) -> Asked:
+def job(small: bool) -> SearchRequest:
     """The published problem, or with `small` a problem of a few hundred layouts."""
     if small:
         spec = ProblemSpec(
             model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
             gpus=4, seq_len=2048, global_batch=8,
         )  # fmt: skip
-        return Asked(spec=spec, only=("balanced_checkpointing",))
+        return SearchRequest(spec=spec, only=("balanced_checkpointing",))
     spec = ProblemSpec(
         model="llama-175b", cluster="h800-80gb", system="megatron-kwai",
         gpus=256, seq_len=8192, global_batch=256,
     )  # fmt: skip
-    return Asked(spec=spec)
+    return SearchRequest(spec=spec)
 
 
-def searched(asked: Asked) -> None:
+def searched(asked: SearchRequest) -> None:
     """Print the seconds until the search proves each gap, and the memory of all processes."""
     start, left, most = time.perf_counter(), list(GAPS), 0.0
     for at in rounds(asked, shown=1):
@@ -108,7 +108,7 @@ def resident_gb() -> float:
     return sum(resident.get(pid, 0) for pid in own) / 1e6
 
 
-def bounded(asked: Asked, layouts: int) -> None:
+def bounded(asked: SearchRequest, layouts: int) -> None:
     """Print how many closed-form bounds (of seconds and bytes) one second makes, on the layouts of
     one shard, repeated."""
     made = SearchJob(asked)

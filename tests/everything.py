@@ -10,7 +10,7 @@ from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.search.candidates import Candidate, Tree
 from rematbench.advise.search.probes import Probe
 from rematbench.advise.search.queue import most_pieces
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Choice
@@ -45,7 +45,7 @@ def bounds_at(made: SearchJob, choice: Choice) -> ShardBounds:
 
 
 def everything(
-    one: Asked, most: int | None = None, candidates: Sequence[Candidate] = ()
+    one: SearchRequest, most: int | None = None, candidates: Sequence[Candidate] = ()
 ) -> list[Trial]:
     """Every plan of the space (or `most` plans, drawn), tried: those that fit.  `candidates`: of
     these candidates alone."""

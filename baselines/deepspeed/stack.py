@@ -48,7 +48,7 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
         dtype=problem.workload.precision,
         rows=s.tokens,
         row_bytes=2 * (s.q_width - s.kv_width) * s.element_bytes,
-        made_by="attention",
+        producer="attention",
         saved_by="attention",
         why="k and v are saved once per query head",
     )
@@ -57,7 +57,7 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
         dtype=problem.workload.precision,
         rows=s.shard_tokens,
         row_bytes=model.hidden * s.element_bytes,
-        made_by=problem.layer(0).ops[-1].name,
+        producer=problem.layer(0).ops[-1].name,
         saved_by=problem.layer(0).ops[0].name,
         why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
     )
@@ -119,7 +119,7 @@ def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
 
 def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
-    made = partial(Extra, rows=s.shard_tokens, made_by=op, saved_by=op, part=part)
+    made = partial(Extra, rows=s.shard_tokens, producer=op, saved_by=op, part=part)
     if problem.workload.model.norm == "layernorm":
         why = "mean and 1/deviation of each row"
         row = 2 * s.element_bytes

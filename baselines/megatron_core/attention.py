@@ -40,7 +40,7 @@ def _gathered(problem: Problem) -> tuple[Extra, ...]:
     first = max(merging, joined, gathering) - q - lse
     copied = q if s.heads * s.micro_batch > 1 else 0  # the output's gradient in another order
     second = copied + q + whole  # and the gradients of q, k and v of two blocks
-    made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, made_by="attention")
+    made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, producer="attention")
     return (
         made(
             name="gathered_outputs",
@@ -66,7 +66,7 @@ def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
         dtype=problem.workload.precision,
         rows=s.tokens,
         row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
-        made_by="attention",
+        producer="attention",
         forward=True,
         why="a variable until the function returns; and the context before it is transposed",
     )
@@ -75,7 +75,7 @@ def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
         dtype=problem.workload.precision,
         rows=s.tokens,
         row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
-        made_by="attention",
+        producer="attention",
         why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone; "
         "before the gradients of q and k are there",
     )
@@ -84,7 +84,7 @@ def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
         dtype="bool",
         rows=s.seq_len,
         row_bytes=s.seq_len,
-        made_by="attention",
+        producer="attention",
         saved_by="attention",
         why="made anew by every call, and kept by the scores that it is filled into",
     )

@@ -52,7 +52,7 @@ def _glu(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
         dtype=problem.workload.precision,
         rows=s.tokens,
         row_bytes=s.ffn * s.element_bytes,
-        made_by="mul",
+        producer="mul",
         saved_by="mul",
         why="glu_linear_offset (0) is added to up before the product",
     )
@@ -65,7 +65,7 @@ def _rope(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     made = partial(Extra, dtype=problem.workload.precision)
     tables = made(
         name="rope_tables",
-        made_by="qkv",
+        producer="qkv",
         rows=s.seq_len // s.cp,
         row_bytes=4 * model.head_dim * e,
         saved_by="attention",
@@ -73,7 +73,7 @@ def _rope(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     )
     whole = made(
         name="qkv_before_rope",
-        made_by="qkv",
+        producer="qkv",
         rows=s.tokens,
         row_bytes=(s.q_width + s.kv_width) * e,
         saved_by="attention",
@@ -83,7 +83,7 @@ def _rope(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
         name="kv_repeated",
         rows=s.tokens,
         row_bytes=2 * (s.q_width - s.kv_width) * e,
-        made_by="attention",
+        producer="attention",
         saved_by="attention",
         why="k and v are saved once per query head (and v's view is gone)",
     )
@@ -93,7 +93,7 @@ def _rope(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
         name="qkv_variable",
         rows=s.tokens,
         row_bytes=width * e,
-        made_by="attention",
+        producer="attention",
         forward=True,
         why="the projection's output, of which copies are saved: a variable until it returns",
     )
@@ -121,7 +121,7 @@ def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
         dtype=problem.workload.precision,
         rows=s.tokens,
         row_bytes=(2 * s.kv_width if one else s.q_width) * s.element_bytes,
-        made_by="qkv",
+        producer="qkv",
         saved_by="attention",
         why="views keep the projection's whole output: of it k and v, or q, are saved once more",
     )
@@ -160,7 +160,7 @@ def _norms(problem: Problem) -> tuple[Extra, ...]:
             dtype="fp32" if rms else problem.workload.precision,
             rows=s.shard_tokens,
             row_bytes=4 if rms else 2 * s.element_bytes,
-            made_by=op,
+            producer=op,
             saved_by=op,
             part=part,
             why="1/rms of each row" if rms else "mean and 1/deviation of each row",
@@ -178,7 +178,7 @@ def _embedding(problem: Problem) -> tuple[Extra, ...]:
         dtype="int64 + bool",
         rows=s.tokens,
         row_bytes=9,
-        made_by="embedding",
+        producer="embedding",
         saved_by="embedding",
         part="embedding",
         why="ids of this rank's rows of the vocabulary, and which are not its own",
@@ -197,7 +197,7 @@ def _adds(problem: Problem) -> tuple[Extra, ...]:
             dtype=problem.workload.precision,
             rows=s.shard_tokens,
             row_bytes=steps * model.hidden * s.element_bytes,
-            made_by=op,
+            producer=op,
             forward=True,
             why="with its bias, and dropped: variables until the sum is made (_bias_dropout_add)",
         )
@@ -213,7 +213,7 @@ def _labels(problem: Problem) -> Extra:
         dtype="int64, fp32, bool",
         rows=s.tokens,
         row_bytes=(4 if problem.layout.micro_batch > 1 else 3) * 8 + 3 * 4 + 1,
-        made_by="loss",
+        producer="loss",
         saved_by="loss",
         part="head",
         why="labels clamped, transposed, of this rank; their rows; highest and own logits; mask",
@@ -237,7 +237,7 @@ def _sums(problem: Problem) -> tuple[Extra, ...]:
             dtype=problem.workload.precision,
             rows=1,
             row_bytes=(op.parameters - apart.get(op.name, 0)) * problem.workload.element_bytes,
-            made_by=op.name,
+            producer=op.name,
             part=table.part,
             why="added to the gradient buffer by a kernel of its own",
         )
@@ -259,7 +259,7 @@ def _scattered(problem: Problem) -> tuple[Extra, ...]:
             dtype=problem.workload.precision,
             rows=s.shard_tokens,
             row_bytes=problem.workload.model.hidden * s.element_bytes,
-            made_by=op.name,
+            producer=op.name,
             part=table.part,
             why="reduce-scattered beside the weight's gradient, the whole one still there",
         )
@@ -280,7 +280,7 @@ def _tied(problem: Problem) -> tuple[Extra, ...]:
         dtype=problem.workload.precision,
         rows=s.vocab,
         row_bytes=model.hidden * s.element_bytes,
-        made_by="embedding",
+        producer="embedding",
         part="embedding",
         why="of the embedding's gradient and the output projection's, which are one weight",
     )

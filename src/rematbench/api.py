@@ -12,7 +12,7 @@ import pandas as pd
 from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
 from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import Asked, SearchJob, search_row
+from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
 from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job, Result, evaluate_method
@@ -129,7 +129,7 @@ def search(
         raise ConfigError("", "within", f"expected a share from 0 to below 1, not {within!r}")
     if not isinstance(fixed, Mapping | None):
         raise ConfigError("", "fixed", f"expected degrees by name, not {fixed!r}")
-    asked = Asked(
+    asked = SearchRequest(
         spec=problem,
         fixed=convert(dict(fixed or {}), Fixed, "fixed"),
         only=tuple(methods),

@@ -14,7 +14,7 @@ from rematbench.advise.search import questions, search_job
 from rematbench.advise.search.processes import Progress, distinct, rounds
 from rematbench.advise.search.queue import SHOWN
 from rematbench.advise.search.schedule_walk import NONE, Turns, events
-from rematbench.advise.search.search_job import Asked, SearchJob, with_engines
+from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_engines
 from rematbench.advise.search.space import Choice, Fixed, partitions
 from rematbench.advise.search.trials import Site
 from rematbench.cli.app import command_line
@@ -35,7 +35,7 @@ GIB = 2**30
 BOTH = ("balanced_checkpointing", "pp_offload")
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> SearchRequest:
     """A job on four small devices, so small that keeping everything does not fit everywhere."""
     spec = {
         "model": "gpt-1.3b",
@@ -47,10 +47,10 @@ def asked(**changes: Any) -> Asked:
         "hbm_bytes": 18 * GIB,
         **changes,
     }
-    return Asked(spec=ProblemSpec(**spec), only=BOTH)
+    return SearchRequest(spec=ProblemSpec(**spec), only=BOTH)
 
 
-def last(one: Asked, *, processes: int = 1, shown: int = 1) -> Progress:
+def last(one: SearchRequest, *, processes: int = 1, shown: int = 1) -> Progress:
     """The end of a search."""
     *_, end = rounds(one, shown=shown, processes=processes)
     return end
@@ -80,14 +80,14 @@ def test_the_ten_best_are_those_of_everything(hbm_gib: int, only: str) -> None:
     assert last(one).simulations < end.simulations
 
 
-def both_shares_and_pieces(hbm_gib: int) -> Asked:
+def both_shares_and_pieces(hbm_gib: int) -> SearchRequest:
     """A job at one layout, where copies take longer than the passes beside them."""
     spec = ProblemSpec(
         model="llama-3.1-8b", cluster="a800-80gb", system="rematbench", gpus=8, seq_len=16384,
         global_batch=16, hbm_bytes=hbm_gib * GIB,
     )  # fmt: skip
     fixed = Fixed(micro_batch=1, zero_stage=1, tp=2, pp=4, cp=1, vpp=4)
-    return Asked(spec=spec, only=("pp_offload", "mst"), within=0.0, fixed=fixed)
+    return SearchRequest(spec=spec, only=("pp_offload", "mst"), within=0.0, fixed=fixed)
 
 
 @pytest.mark.parametrize("hbm_gib", [46, 50])
@@ -140,10 +140,10 @@ def test_the_walk_runs_every_pass_after_what_it_waits_for(pp: int, vpp: int, cou
     name: Any = "interleaved_1f1b" if vpp > 1 else "1f1b"
     turns = Turns(name, pp, vpp, count)
     (found,) = events(turns, None)
-    at = {number: place for place, number in enumerate(found.own)}
+    at = {number: place for place, number in enumerate(found.pass_id)}
     for rank in range(pp):
         mine = [
-            number for number, where in zip(found.own, found.rank, strict=True) if where == rank
+            number for number, where in zip(found.pass_id, found.rank, strict=True) if where == rank
         ]
         assert mine == [
             turns.half * item.forward + (item.chunk * pp + rank) * count + item.micro_batch
@@ -201,7 +201,7 @@ def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
 def test_the_fewest_gpus_are_whole_nodes_with_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def reached(one: Asked, step_s: float, processes: int) -> Result | None:
+    def reached(one: SearchRequest, step_s: float, processes: int) -> Result | None:
         tried.append(one.spec.gpus)
         return cast(Result, "a plan") if one.spec.gpus in (48, 56, 64) else None
 
@@ -228,7 +228,7 @@ def test_pieces_free_what_a_family_seems_to_keep(tmp_path: Path) -> None:
         seq_len=1 << 20, global_batch=1,
     )  # fmt: skip
     only = ("full_recompute", "mst")
-    found = last(Asked(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).results
+    found = last(SearchRequest(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).results
     assert "full_recompute+mst" in found[0].method
 
 
@@ -240,7 +240,7 @@ def test_pieces_whose_number_is_typed_make_room_too() -> None:
     )  # fmt: skip
     typed = ("full_recompute", "mst:mlp_chunks=16,head_chunks=16")
     fixed = Fixed(tp=8, pp=1, micro_batch=1, zero_stage=1)
-    found = last(Asked(spec=spec, only=typed, fixed=fixed)).results
+    found = last(SearchRequest(spec=spec, only=typed, fixed=fixed)).results
     assert [tried.method for tried in found] == ["+".join(typed)]
 
 

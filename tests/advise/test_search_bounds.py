@@ -9,7 +9,7 @@ import pytest
 from rematbench.advise.search.candidates import KEEP, Candidate, Tree, Variant
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probes import Probe, Refused
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.engine.lowering.lower import lower
@@ -74,7 +74,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
         seq_len=seq_len,
         global_batch=global_batch,
     )
-    made, chance = SearchJob(Asked(spec=spec)), random.Random(seed)
+    made, chance = SearchJob(SearchRequest(spec=spec)), random.Random(seed)
     tree, candidates = _candidates(made)
     choices = [
         choice
@@ -183,11 +183,13 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
         model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch,
     )  # fmt: skip
-    made = SearchJob(Asked(spec=spec, fixed=Fixed(tp=4, pp=2, vpp=1, micro_batch=1, zero_stage=1)))
+    made = SearchJob(
+        SearchRequest(spec=spec, fixed=Fixed(tp=4, pp=2, vpp=1, micro_batch=1, zero_stage=1))
+    )
     (choice,) = (c for c in made.space.choices if c.even)
     problem = made.problem(choice)
     base = choice.base(problem.base_plan)
-    _, candidates = _candidates(SearchJob(Asked(spec=spec)))
+    _, candidates = _candidates(SearchJob(SearchRequest(spec=spec)))
     candidate = next(a for a in candidates if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
     plan = made.registry.resolve(candidate.text(1, 4), None, problem).plan(problem, base)
     assert not isinstance(plan, Unsupported)

@@ -20,8 +20,8 @@ from rematbench.advise.search.probes import Probe, Prober, Refused
 from rematbench.advise.search.schedule_bound import lowest_traffic, stages
 from rematbench.advise.search.schedule_walk import (
     NONE,
-    Beside,
     Copies,
+    CopyTimes,
     Pieces,
     Rules,
     Turns,
@@ -30,7 +30,7 @@ from rematbench.advise.search.schedule_walk import (
     walk_passes,
     walk_with_copies,
 )
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import planned_at
@@ -49,7 +49,7 @@ def job(model: str = "llama-65b", gpus: int = 16, **changes: int) -> SearchJob:
         global_batch=64,
     )  # fmt: skip
     fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, **changes)
-    return SearchJob(Asked(spec=spec, fixed=fixed, within=0.01))
+    return SearchJob(SearchRequest(spec=spec, fixed=fixed, within=0.01))
 
 
 def even(made: SearchJob) -> tuple[Shard, int]:
@@ -150,7 +150,7 @@ def test_a_long_schedule_takes_as_long_as_without_a_leap(turns: Turns, data: st.
     pieces = Pieces(some(several), some(several), some(several), some(several))
     rules = Rules(data.draw(st.booleans()), data.draw(st.booleans()))
     copies = Copies(data.draw(st.booleans()), 2)
-    beside = Beside(
+    beside = CopyTimes(
         some(turns.stages), some(turns.stages), some(turns.stages), data.draw(st.booleans())
     )
     begun = some(turns.pp)

@@ -12,7 +12,7 @@ from rematbench.advise.search.candidates import Candidate, Scalar, Variant
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probe_problems import Pinned, ProbePrograms
 from rematbench.advise.search.schedule_walk import FETCH, FREE, Copies, Turns, events
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.advise.search.trials import planned_at
 from rematbench.costs.copies import pinned_block_bytes
@@ -34,7 +34,7 @@ def job(**changes: int) -> SearchJob:
         global_batch=16,
     )  # fmt: skip
     fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, **changes)
-    return SearchJob(Asked(spec=spec, fixed=fixed, within=0.01))
+    return SearchJob(SearchRequest(spec=spec, fixed=fixed, within=0.01))
 
 
 def lowered(made: SearchJob, choice: Choice, method: str) -> tuple[Plan, Lowered]:
@@ -56,7 +56,7 @@ def test_copies_begin_and_end_where_the_lowered_steps_say(method: str, pp: int, 
     (columns,) = events(turns, Copies(moves.granularity == "chunk", moves.release_lag))
     for rank in range(lay.pp - 1):
         expected: list[tuple[str, int, int]] = []
-        for kind, at, own in zip(columns.kind, columns.rank, columns.own, strict=True):
+        for kind, at, own in zip(columns.kind, columns.rank, columns.pass_id, strict=True):
             stage = own // turns.micro_batches % turns.stages
             name = NAMES.get(kind, "F" if own >= turns.half else "B")
             if at == rank:
@@ -126,7 +126,7 @@ def test_bytes_where_all_passes_of_the_last_chunk_wait(text: str, pp: int, vpp: 
     )  # fmt: skip
     spec = replace(spec, model=replace(load_model("llama-7b"), num_layers=4 * pp * vpp))
     fixed = Fixed(micro_batch=1, zero_stage=1, cp=1, tp=2, pp=pp, vpp=vpp)
-    made = SearchJob(Asked(spec=spec, fixed=fixed))
+    made = SearchJob(SearchRequest(spec=spec, fixed=fixed))
     choice = next(one for one in made.space.choices if one.even)
     assert choice.layout.num_micro_batches == pp
     scalar = Scalar("share", 20) if "{}" in text else None
@@ -148,8 +148,8 @@ def test_clusters_share_the_programs_of_tried_plans(monkeypatch: pytest.MonkeyPa
     expected = [one.result.fitting_s for one in made.search_of([candidate]).run() if one]
     steps, count = [], []
     for cluster in ("a800-80gb", "h800-80gb"):
-        spec = replace(made.asked.spec, cluster=cluster)
-        own = SearchJob(replace(made.asked, spec=spec), evaluator, probes)
+        spec = replace(made.request.spec, cluster=cluster)
+        own = SearchJob(replace(made.request, spec=spec), evaluator, probes)
         with monkeypatch.context() as patch:
             patch.setattr(programs, "lower", lambda *words: count.append(1) or lower(*words))
             steps = [one.result.fitting_s for one in own.search_of([candidate]).run() if one]
@@ -192,7 +192,7 @@ def test_copies_make_a_bound_where_a_faster_link_lowers_it() -> None:
             model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=4, seq_len=4096,
             global_batch=16,
         )  # fmt: skip
-        made = SearchJob(Asked(spec=spec, only=("pp_offload", "balanced_checkpointing")))
+        made = SearchJob(SearchRequest(spec=spec, only=("pp_offload", "balanced_checkpointing")))
         by_cluster.append((made, made.search().shards))
     (made, shards), (_, others) = by_cluster
     candidates = [Candidate((one,)) for one in made.variants]
@@ -215,7 +215,7 @@ def test_what_is_slower_is_counted_by_reason() -> None:
         model="gpt-1.3b", cluster=cluster, system="megatron-core", gpus=8, seq_len=4096,
         global_batch=16, hbm_bytes=14 << 30,
     )  # fmt: skip
-    search = SearchJob(Asked(spec=spec, only=("pp_offload", "full_recompute"))).search()
+    search = SearchJob(SearchRequest(spec=spec, only=("pp_offload", "full_recompute"))).search()
     assert not search.queue.slower  # nothing fits yet, so nothing is slower
     tried = [one for one in search.run() if one is not None]
     assert any(one.result.fits for one in tried)

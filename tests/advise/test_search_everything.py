@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.search.candidates import Candidate, GivenCandidates, candidates_of
 from rematbench.advise.search.processes import in_one_process
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
 from rematbench.evaluate.result import Result
@@ -43,7 +43,7 @@ WORK = 1 << 40
 LAYOUTS = 12
 
 
-def drawn(seed: int) -> Asked:
+def drawn(seed: int) -> SearchRequest:
     """A job on devices without an end: a few layers and a few layouts."""
     draw = Random(seed)
     model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
@@ -61,13 +61,13 @@ def drawn(seed: int) -> Asked:
     )
     only = tuple(draw.sample(METHODS, draw.choice((2, 3, 4, 7))))
     fixed = Fixed(tp=tp, cp=cp, pp=pp)
-    one = Asked(spec=spec, only=only, within=0.0, fixed=fixed)
+    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
     if len(SearchJob(one).space.choices) > LAYOUTS:
         fixed = Fixed(tp=tp, cp=cp, pp=pp, vpp=1, micro_batch=1, zero_stage=1)
     return replace(one, fixed=fixed)
 
 
-def at_the_edge(one: Asked, found: Sequence[Trial], share: float) -> Asked:
+def at_the_edge(one: SearchRequest, found: Sequence[Trial], share: float) -> SearchRequest:
     """The job on devices that hold about this share of the plans and the reserve."""
     needs = sorted(one.result.evaluation.reserved_bytes for one in found if one.result.evaluation)
     need = usable = needs[min(len(needs) - 1, int(share * len(needs)))]
@@ -78,7 +78,7 @@ def at_the_edge(one: Asked, found: Sequence[Trial], share: float) -> Asked:
     return replace(one, spec=replace(one.spec, hbm_bytes=usable + others))
 
 
-def fastest_that_fits(one: Asked, found: Sequence[Trial]) -> Result | None:
+def fastest_that_fits(one: SearchRequest, found: Sequence[Trial]) -> Result | None:
     """The fastest of all plans on the job's devices; a step takes as long on any of them."""
     made = SearchJob(one)
     for known in sorted((one.result for one in found), key=lambda one: one.fitting_s):
@@ -93,7 +93,7 @@ def fastest_that_fits(one: Asked, found: Sequence[Trial]) -> Result | None:
     return None
 
 
-def searched_s(one: Asked, candidates: Sequence[Candidate] = ()) -> float:
+def searched_s(one: SearchRequest, candidates: Sequence[Candidate] = ()) -> float:
     """Seconds of the step that a search finds, of all candidates or of the given ones."""
     made = SearchJob(one)
     search = made.search_of(candidates) if candidates else made.search()
@@ -102,7 +102,7 @@ def searched_s(one: Asked, candidates: Sequence[Candidate] = ()) -> float:
     return end.best_s
 
 
-def fits(one: Asked) -> bool:
+def fits(one: SearchRequest) -> bool:
     """Whether a search for any plan that fits finds one."""
     search = SearchJob(replace(one, any_fit=True)).search()
     for _ in search.run():
@@ -111,7 +111,7 @@ def fits(one: Asked) -> bool:
     return search.best_s < inf
 
 
-def held(one: Asked, found: Sequence[Trial], candidates: Sequence[Candidate] = ()) -> None:
+def held(one: SearchRequest, found: Sequence[Trial], candidates: Sequence[Candidate] = ()) -> None:
     """The law."""
     best = fastest_that_fits(one, found)
     best_s = best.fitting_s if best else inf
@@ -121,7 +121,7 @@ def held(one: Asked, found: Sequence[Trial], candidates: Sequence[Candidate] = (
     assert candidates or best is None or fits(one), best
 
 
-def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> Asked:
+def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> SearchRequest:
     """A job of a few layers with micro-batch 1."""
     known = load_model(model)
     windows = known.attention_window[:layers]
@@ -129,7 +129,7 @@ def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> Aske
         model=replace(known, name="near", num_layers=layers, attention_window=windows), **others
     )
     fixed = Fixed(tp=spec.tp, cp=1, pp=spec.pp, vpp=1, micro_batch=1, zero_stage=1)
-    return Asked(spec=spec, only=tuple(methods), fixed=fixed)
+    return SearchRequest(spec=spec, only=tuple(methods), fixed=fixed)
 
 
 NEAR = {
@@ -154,7 +154,7 @@ def test_what_the_allocator_keeps_out_has_others_in_its_place(lost: str) -> None
     held(one, everything(one))
 
 
-def some(one: Asked, most: int, candidates: Sequence[Candidate] = ()) -> list[Trial]:
+def some(one: SearchRequest, most: int, candidates: Sequence[Candidate] = ()) -> list[Trial]:
     """As `everything`, of a job with at least one plan."""
     found = everything(one, most, candidates)
     if not found:

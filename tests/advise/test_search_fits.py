@@ -11,7 +11,7 @@ from rematbench.advise.search import questions, trials
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.queue import leaner
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import MinimumBytes
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, planned_at
@@ -22,17 +22,17 @@ from rematbench.spec.problemspec import ProblemSpec
 GIB = 2**30
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> SearchRequest:
     """A job on four devices."""
     spec = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 4}
-    return Asked(
+    return SearchRequest(
         spec=ProblemSpec(**{**spec, "seq_len": 32768, "global_batch": 8, **changes}),
         only=("balanced_checkpointing", "memo", "mst"),
         fixed=Fixed(tp=1, zero_stage=1),
     )
 
 
-def methods_alone(one: Asked) -> Search:
+def methods_alone(one: SearchRequest) -> Search:
     """The ended search for the best layout of each method alone."""
     made = SearchJob(replace(one, within=0.0))
     search = made.search_of([Candidate((variant,)) for variant in made.variants])
@@ -41,7 +41,7 @@ def methods_alone(one: Asked) -> Search:
     return search
 
 
-def everything(one: Asked) -> Search:
+def everything(one: SearchRequest) -> Search:
     """The ended search for the fastest plan of all methods and compositions."""
     search = SearchJob(replace(one, within=0.0)).search()
     for _ in search.run():
@@ -62,7 +62,7 @@ def test_arms_that_fall_unprobed_change_no_answer(
     seq_len: int,
     gib: int,
     fits: bool,
-    searched: Callable[[Asked], Search],
+    searched: Callable[[SearchRequest], Search],
     only: tuple[str, ...],
 ) -> None:
     """Neither the best step nor, where nothing fits, the least bytes that a plan lacks."""
@@ -147,7 +147,9 @@ def test_the_longest_context_is_proved_where_a_short_look_was_wrong(
     asked again."""
     longest, missed, proofs = 11 * 1024, {8192, 10240}, []
 
-    def reached(one: Asked, step_s: float, processes: int, rounds: int | None = None) -> Any:
+    def reached(
+        one: SearchRequest, step_s: float, processes: int, rounds: int | None = None
+    ) -> Any:
         seq_len = one.spec.seq_len
         if rounds is None:
             proofs.append(seq_len)

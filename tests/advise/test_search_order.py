@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rematbench.advise.search.queue import Queue
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice, Fixed
 from rematbench.advise.search.trials import Site
 from rematbench.spec.problemspec import ProblemSpec
@@ -39,7 +39,7 @@ def test_no_plan_of_a_layout_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> 
         gpus=4, seq_len=8192, global_batch=16, hbm_bytes=16 * GIB,
     )  # fmt: skip
     fixed = Fixed(pp=4, micro_batch=1, zero_stage=1)
-    asked = Asked(spec=spec, only=("pp_offload", "mst"), fixed=fixed, within=0.0)
+    asked = SearchRequest(spec=spec, only=("pp_offload", "mst"), fixed=fixed, within=0.0)
     search = SearchJob(asked).search()
     for _ in search.run():
         pass

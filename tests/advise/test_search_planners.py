@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.advise.search.processes import MOST_LAYOUTS, place_of, rounds, solve_planners
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.app import command_line
 from rematbench.evaluate.result import Result
@@ -52,22 +52,22 @@ BODIES = {
 }
 
 
-def asked(*more: str, folder: Path | None = None, tp: int | None = None) -> Asked:
+def asked(*more: str, folder: Path | None = None, tp: int | None = None) -> SearchRequest:
     spec = ProblemSpec(
         model="gpt-1.3b", cluster="a800-80gb", system="rematbench", gpus=4, seq_len=2048,
         global_batch=8,
     )  # fmt: skip
     fixed = Fixed(micro_batch=1, tp=tp)
     folders = (folder,) if folder else ()
-    return Asked(spec=spec, fixed=fixed, only=(*SEARCHED, *more), folders=folders)
+    return SearchRequest(spec=spec, fixed=fixed, only=(*SEARCHED, *more), folders=folders)
 
 
-def found(job: Asked) -> tuple[Result, ...]:
+def found(job: SearchRequest) -> tuple[Result, ...]:
     *_, end = rounds(job, processes=1)
     return end.results
 
 
-def own(folder: Path) -> Asked:
+def own(folder: Path) -> SearchRequest:
     for name, body in BODIES.items():
         (folder / f"{name}.py").write_text(TEMPLATE.format(name=name, body=body))
     return asked(*BODIES, folder=folder)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from rematbench.advise.search import questions
 from rematbench.advise.search.processes import Progress, rounds
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.cli.app import command_line
 from rematbench.evidence.published.sheets import read_case, read_sheet
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
@@ -38,10 +38,10 @@ SEARCHED = data_dir("config").parent / "results" / "searched"
 RUN, app = CliRunner(), command_line()
 
 
-def asked(*only: str, **changes: Any) -> Asked:
+def asked(*only: str, **changes: Any) -> SearchRequest:
     """A job on four small devices."""
     spec = {**JOB, "gpus": 4, "global_batch": 8, "hbm_bytes": 18 * GIB, **changes}
-    return Asked(spec=ProblemSpec(**spec), only=only)
+    return SearchRequest(spec=ProblemSpec(**spec), only=only)
 
 
 MAKERS = {"layouts": layout_table, "spaces": space_table, "sweeps": sweep_table}
@@ -161,7 +161,7 @@ def test_device_memory_is_not_asked_for_where_none_is_short(
     """Where all plans fell to host memory only that and more GPUs are tried."""
     tried: list[ProblemSpec] = []
 
-    def none(one: Asked, *_: object) -> None:
+    def none(one: SearchRequest, *_: object) -> None:
         tried.append(one.spec)
 
     monkeypatch.setattr(questions, "reached", none)
@@ -188,7 +188,9 @@ def test_states_go_to_the_host_where_that_is_costed(tmp_path: Path) -> None:
     kept = RUN.invoke(app, ["search", *small, "--optimizer", "device"])
     assert "NOTHING FITS" in kept.output
     spec = ProblemSpec(**{**JOB, "gpus": 1, "global_batch": 4})
-    assert not any(c.hosted for c in SearchJob(Asked(spec=spec)).space.choices)  # no rate there
+    assert not any(
+        c.hosted for c in SearchJob(SearchRequest(spec=spec)).space.choices
+    )  # no rate there
 
 
 def test_a_host_without_a_rate_is_refused_at_once() -> None:

@@ -152,7 +152,10 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     done = RUN.invoke(APP, asked)
     assert done.exit_code == 1
     assert done.output == "UNSUPPORTED: megatron_core: --x is not known\n"
-    for text, why in ((b"\xff\xfe", "is no text, as `flags` prints it"), (b" \n", "is empty")):
+    for text, why in (
+        (b"\xff\xfe", "not a text file; give the output of `flags`"),
+        (b" \n", "is empty"),
+    ):
         printed.write_bytes(text)
         unread = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
         assert isinstance(unread.exception, CommandError)

@@ -107,7 +107,10 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["plan", "keep_all", *PIPE, "--rank", "4"], "ranks 0 to 3"),
         (["timeline", "no.json", "-o", "t.json"], "no.json: cannot be read"),
         (["predict", "no.csv", "-o", "p.csv"], "no.csv: cannot be read"),
-        (["validate", "--rows", "a.csv", "--predictions", "b.csv"], "give one of them"),
+        (
+            ["validate", "--rows", "a.csv", "--predictions", "b.csv"],
+            "give only one of these options",
+        ),
         (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
         (["table", "clams"], "unknown table 'clams'"),
         (["table", "pareto", "--input", "suit=x"], "pareto.py has suite"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rematbench.advise.search import questions
 from rematbench.advise.search.processes import Progress
-from rematbench.advise.search.search_job import Asked
+from rematbench.advise.search.search_job import SearchRequest
 from rematbench.cli.app import command_line
 from rematbench.cli.options import percents
 from rematbench.evaluate.breakdown import PARTS
@@ -126,7 +126,7 @@ def test_the_longest_context_is_doubled_then_bisected() -> None:
 
 def test_the_fewest_gpus_make_the_speed() -> None:
     """Twice as many each time; a speed that nothing reaches is said."""
-    assert "NOTHING reaches that" in ask("--find", "gpus", "--speed", "1e12")
+    assert "NOTHING reaches the target" in ask("--find", "gpus", "--speed", "1e12")
     few = ask("--find", "gpus", "--speed", "1000").splitlines()
     assert few[-1].startswith("ANSWER: 1 GPU: ")
 
@@ -163,7 +163,7 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     assert ("--partition" in best["run_with"]) == ("--partition" in line)
     assert "pp 4" in line
     assert "outside of the proof: lynx_heu (planners)\n" in text  # --limit 0: not solved
-    assert "no other is faster than a row by more than the gap" in text
+    assert "no other plan is faster than a row by more than the gap" in text
 
 
 def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def test_price_tags_only_buy() -> None:
     ("words", "told"),
     [
         (("--find", "speed"), "--find: one of gpus, context, batch, memory, not 'speed'"),
-        (("--find", "gpus"), "say the tokens/s of all GPUs with --speed"),
-        (("--find", "batch"), "say the seconds of a step with --step"),
+        (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
+        (("--find", "batch"), "give the seconds of a step with --step"),
         (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
         (("--find", "context", "--json"), "--json: not with --find"),
         (("--find", "context", "-o", "answer.csv"), "-o: not with --find"),
@@ -238,7 +238,7 @@ def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.Monk
     """Ctrl-C loses no answer, and the exit code says that it is not proved."""
     whole = questions.longest_context
 
-    def stopped(one: Asked, processes: int) -> Iterator[questions.Answer]:
+    def stopped(one: SearchRequest, processes: int) -> Iterator[questions.Answer]:
         yield next(whole(one, processes))
         raise KeyboardInterrupt
 

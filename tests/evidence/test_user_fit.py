@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rematbench.cli.calibrate import calibrate_own
+from rematbench.cli.calibrate import calibrate_user_stack
 from rematbench.cli.sheet import predict
 from rematbench.cli.show import trust
 from rematbench.evidence.accuracy import load_accuracy
@@ -232,7 +232,7 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     mine, stack, out = (tmp_path / name for name in ("mine.csv", "mine.yaml", "out.csv"))
     rows = [{**ROWS[i], SPEED: "", "step_s": 1.2 * plain[i]["pred_step_s"]} for i in range(2)]
     write_sheet(mine, rows)
-    calibrate_own(mine, stack, 1)
+    calibrate_user_stack(mine, stack, 1)
     assert "80 % band that follows: +-" in capsys.readouterr().out
     found = load_system(stack)
     assert found.scales.kernels > 1.02
@@ -259,7 +259,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     steps = [plain[0]["pred_step_s"], 1000.0 * plain[1]["pred_step_s"]]
     pairs = zip(ROWS[:2], steps, strict=True)
     write_sheet(mine, [{**row, SPEED: "", "step_s": step_s} for row, step_s in pairs])
-    calibrate_own(mine, stack, 1)
+    calibrate_user_stack(mine, stack, 1)
     told = capsys.readouterr().out
     assert "of these rows left out" in told
     assert "WARNING: row 2 is suspect" in told
@@ -271,12 +271,12 @@ def test_the_stack_file_carries_the_band_of_its_rows(
         assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": 1e12}])
     with pytest.raises(CommandError, match="no stack file has such scales"):
-        calibrate_own(mine, tmp_path / "none.yaml", 1)
+        calibrate_user_stack(mine, tmp_path / "none.yaml", 1)
     assert not (tmp_path / "none.yaml").exists()
     assert "WARNING: row 1 is suspect" in capsys.readouterr().out
     peak = 2.0 * plain[0]["pred_peak_device_bytes"]
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": steps[0], "peak_device_bytes": peak}])
-    calibrate_own(mine, None, 1)
+    calibrate_user_stack(mine, None, 1)
     alone = capsys.readouterr().out
     assert "left out one by one: nothing, of one row" in alone
     assert "peak bytes" not in told
@@ -293,7 +293,7 @@ def test_a_calibrated_stack_is_calibrated_again(tmp_path: Path) -> None:
     steps = [row["pred_step_s"] for row in predict_rows(asked, processes=1)]
     pairs = zip(asked, steps, strict=True)
     write_sheet(mine, [{**row, SPEED: "", "step_s": step_s} for row, step_s in pairs])
-    calibrate_own(mine, second, 1)
+    calibrate_user_stack(mine, second, 1)
     found = load_system(second).scales
     assert {k: getattr(found, k) for k in SCALES} == pytest.approx(scales, rel=1e-3)
 
@@ -306,14 +306,14 @@ def test_a_stack_file_works_from_any_folder(
     monkeypatch.chdir(tmp_path)
     logged = {k: v for k, v in ROWS[0].items() if k not in ("source", "status")}
     write_sheet(Path("mine.csv"), [{**logged, "cluster": "h800-80gb", "system": "nemo-24.12"}])
-    calibrate_own(Path("mine.csv"), Path("first.yaml"), 1)
+    calibrate_user_stack(Path("mine.csv"), Path("first.yaml"), 1)
     assert yaml.safe_load(Path("first.yaml").read_text())["base"] == "nemo-24.12"
     write_sheet(Path("mine.csv"), [{**logged, "cluster": "h800-80gb", "system": "first.yaml"}])
-    calibrate_own(Path("mine.csv"), Path("second.yaml"), 1)
+    calibrate_user_stack(Path("mine.csv"), Path("second.yaml"), 1)
     with pytest.raises(CommandError, match="the rows' own stack"):
-        calibrate_own(Path("mine.csv"), Path("first.yaml"), 1)
+        calibrate_user_stack(Path("mine.csv"), Path("first.yaml"), 1)
     with pytest.raises(CommandError, match=r"ends in \.yaml"):
-        calibrate_own(Path("mine.csv"), Path("first"), 1)
+        calibrate_user_stack(Path("mine.csv"), Path("first"), 1)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert load_system("../second.yaml").tp_overlap == load_system("nemo-24.12").tp_overlap
@@ -323,7 +323,7 @@ def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     write_sheet(mine, ROWS[:3])
     with pytest.raises(CommandError, match="column system: one is needed"):
-        calibrate_own(mine, None, 1)
+        calibrate_user_stack(mine, None, 1)
 
 
 # -- the protocol on published stacks -------------------------------------------------------------

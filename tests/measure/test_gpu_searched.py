@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import Asked
+from rematbench.advise.search.search_job import SearchRequest
 from rematbench.host.console import CommandError
 from rematbench.measure import predicted_steps
 from rematbench.measure.parts import run
@@ -42,7 +42,7 @@ def lines() -> list[Searched]:
 
 
 def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched]) -> None:
-    *_, end = rounds(Asked(spec=JOB.spec(16.0), within=0.0), processes=1)
+    *_, end = rounds(SearchRequest(spec=JOB.spec(16.0), within=0.0), processes=1)
     assert [line.place for line in lines] == [1, 2, 0]
     assert lines[0].step_s == pytest.approx(end.results[0].step_s)
     assert len({(line.method, line.spec.micro_batch) for line in lines}) == len(lines)

@@ -138,7 +138,7 @@ def test_the_command_ends_with_1_where_a_file_is_broken(tmp_path: Path) -> None:
 
 
 def test_a_plan_without_an_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rematbench.cli.methods.CHECK_S", 0.3)
+    monkeypatch.setattr("rematbench.cli.shipped.CHECK_S", 0.3)
     path = written(
         tmp_path, SMALL.replace(RETURN, "        while True:\n            share = self.share")
     )

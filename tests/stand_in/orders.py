@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Asked(NamedTuple):
+class SearchRequest(NamedTuple):
     """A line of a rank's log."""
 
     what: str
@@ -14,17 +14,17 @@ class Asked(NamedTuple):
     peer: int
 
 
-def read(folder: Path) -> dict[str, dict[int, list[Asked]]]:
+def read(folder: Path) -> dict[str, dict[int, list[SearchRequest]]]:
     """Communicator -> rank in it -> what that rank asked, in order."""
-    found: dict[str, dict[int, list[Asked]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[int, list[SearchRequest]]] = defaultdict(lambda: defaultdict(list))
     for path in folder.iterdir():
         for line in path.read_text(encoding="ascii").splitlines():
             name, rank, _, what, count, dtype, peer = line.split()
-            found[name][int(rank)].append(Asked(what, int(count), int(dtype), int(peer)))
+            found[name][int(rank)].append(SearchRequest(what, int(count), int(dtype), int(peer)))
     return found
 
 
-def mismatches(asked: dict[str, dict[int, list[Asked]]]) -> list[str]:
+def mismatches(asked: dict[str, dict[int, list[SearchRequest]]]) -> list[str]:
     """Communicators whose ranks would wait for ever or take each other's data for another's:
     collectives in another order, messages of other sizes than those that are awaited."""
     wrong = []

@@ -48,20 +48,20 @@ def top(
 
 COMMANDS = (
     *(
-        "methods.methods",
-        "systems.systems",
+        "shipped.methods",
+        "shipped.systems",
         "plan.plan",
         "plan.simulate",
         "compare.compare",
         "search.search",
     ),
-    *("plan.timeline", "stages.stages", "flags.flags", "doctor.doctor", "execute.execute"),
-    *("trace.trace", "verify.verify", "sheet.predict", "validate.validate"),
+    *("plan.timeline", "stages.stages", "baseline.flags", "doctor.doctor", "execute.execute"),
+    *("execute.trace", "verify.verify", "sheet.predict", "validate.validate"),
     "calibrate.calibrate",
 )
 """The user's commands, except the group of baselines: module of this folder and function."""
 WORKFLOW = (
-    *("examples.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
+    *("shipped.examples", "table.table", "run.run", "study.study", "matrix.matrix"),
     *("searches.searches", "report.report", "report.expect", "measured.measure"),
     *("gpu.measure_gpu", "cells.run_cells", "cells.cells", "cells.resume"),
 )

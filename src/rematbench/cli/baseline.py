@@ -1,10 +1,11 @@
-"""The commands `rematbench baseline`: list, run, predict."""
+"""The commands `baseline` (list, run, predict) and `flags`, which prints a plan as its options."""
 
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import asdict
 from typer import Option
 
 from rematbench.cli.options import (
@@ -17,13 +18,15 @@ from rematbench.cli.options import (
     takes_run,
 )
 from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
-from rematbench.cli.targets import Out, need_file
+from rematbench.cli.targets import Json, Out, need_file
 from rematbench.evaluate.result import evaluate_method
-from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
+from rematbench.host.console import GIB, CommandError, align_left, console, gib, grid, plain
+from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.worlds import package
-from rematbench.worlds.packages.process import baselines, package_system, policy
+from rematbench.worlds.packages.flags import costs, flags_of
+from rematbench.worlds.packages.process import BaselineError, baselines, package_system, policy
 from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
 from rematbench.worlds.records.record import Record, encode_record, make_record, write_record
@@ -48,7 +51,7 @@ def list_baselines() -> None:
 
 def of_baseline(options: RunOptions) -> Request:
     """The request of a run's options, with the baseline's policy as its method.  IDENTITY stands in
-    for the policy while the problem is made; a package's own stack for the default one.
+    for the policy while the problem is built; a package's stack for the default one.
     CommandError for an order or partition that no baseline runs."""
     method = policy(options.method, settings_of(options.settings))
     problem = dict(options.problem)
@@ -110,7 +113,8 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     ] = "",
     timeout: Timeout = 600,
     options: Annotated[
-        Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
+        Path | None,
+        Option(metavar="FILE", help="Configure the baseline from the output of `flags`."),
     ] = None,
     out: Out = None,
     rank: Rank = None,
@@ -118,7 +122,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     address: Address = "",
     port: Port = 0,
 ) -> None:
-    """Execute a baseline: the real package in processes of its own (gloo on a CPU, NCCL on GPUs).
+    """Execute a baseline: the real package in separate processes (gloo on a CPU, NCCL on GPUs).
 
     Starts a process for each of --gpus; under torchrun or srun it is one of theirs, and rank 0
     writes and prints the record.
@@ -138,9 +142,11 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     except OSError as error:
         raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
+        raise CommandError(
+            f"--options {options}: not a text file; give the output of `flags`"
+        ) from error
     if options and not printed.strip():
-        raise CommandError(f"--options {options}: is empty; give it what `flags` prints")
+        raise CommandError(f"--options {options}: is empty; give the output of `flags`")
     asked: dict[str, package.Option] = {
         "steps": steps,
         "warmup": warmup,
@@ -209,3 +215,47 @@ def show(record: Record, problem: Problem | None = None) -> None:
 
 def _versions(stack: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in stack.items())
+
+
+@takes_run
+def flags(
+    run: RunOptions,
+    baseline: Annotated[str, Option(metavar="B", help="The baseline.")] = "megatron_core",
+    json: Json = False,
+) -> None:
+    """Print the options of a baseline that equal a method's plan, or list what it cannot express.
+
+    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
+    code 0 if equal, 1 if the baseline cannot express the plan.
+
+    \b
+    Example:
+      rematbench flags full_recompute --set num_layers=2 --model llama-7b --cluster a800-80gb
+        --gpus 8 --seq-len 8192 --global-batch 16 --tp 2 --pp 4
+      rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
+        --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
+    """
+    if baseline not in baselines():
+        raise BaselineError(f"--baseline {baseline}: expected one of {', '.join(baselines())}")
+    asked = request(run)
+    plan = asked.method.plan(asked.problem, asked.base)
+    if isinstance(plan, Unsupported):
+        raise CommandError(f"unsupported: {plan.reason}")
+    answer = flags_of(asked.problem, plan, baseline)
+    lost = costs(asked.problem, plan, answer.plan) if answer.missing and answer.plan else None
+    if json:
+        values = {**asdict(answer), "nearest": lost and asdict(lost)}
+        del values["plan"]
+        typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
+    elif answer.missing:
+        typer.echo(f"{baseline} has no options equal to {run.method}; missing:")
+        for line in answer.missing:
+            typer.echo(f"  {line}")
+        if lost is not None:
+            peak, step = f"{lost.peak_bytes / GIB:+.2f} GiB", f"{100 * lost.step_share:+.1f} %"
+            room = f"{lost.headroom_bytes / GIB:.2f} GiB left"
+            typer.echo(f"nearest: {answer.flags}")
+            typer.echo(f"compared with {run.method}: peak {peak}, step {step}; {room}")
+    else:
+        typer.echo(answer.flags)
+    raise typer.Exit(1 if answer.missing else 0)

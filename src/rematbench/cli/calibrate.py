@@ -1,4 +1,4 @@
-"""The command `calibrate`, which fits the constants, or a stack to its user's own rows."""
+"""The command `calibrate`, which fits the constants, or a user's stack to the user's rows."""
 
 import math
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ def calibrate(
     need_file("-o", output)
     if rows is not None:
         if leave_out:
-            raise CommandError("--rows and --leave-one-out: give one of them")
-        calibrate_own(rows, output, processes)
+            raise CommandError("--rows and --leave-one-out: give only one of these options")
+        calibrate_user_stack(rows, output, processes)
         return
     start = calibration()
     sheets = {name: read_cells(data_dir("published") / name, name) for name in SHEETS}
@@ -112,7 +112,7 @@ def _show_fit(start: Calibration, report: FitReport) -> None:
     out.print(errors)
 
 
-# -- a stack of a user's own ----------------------------------------------------------------------
+# -- a user's stack -------------------------------------------------------------------------------
 
 MOST_ROWS = 20
 """The most rows of a calibration; more rows are for a refit of constants (another command)."""
@@ -122,7 +122,7 @@ LOGGED = {"source": "mine", "status": "ok"}
 SUFFIXES = (".yaml", ".yml")
 
 
-def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
+def calibrate_user_stack(path: Path, output: Path | None, processes: int) -> None:
     """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
     if output is not None and output.suffix not in SUFFIXES:
         raise CommandError(f"-o {output}: a stack file's name ends in {' or '.join(SUFFIXES)}")
@@ -160,7 +160,9 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
         raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
     for column in ONE:
         if len(several := sorted({row[column] for row in sheet})) > 1:
-            raise CommandError(f"{path}: column {column}: one is needed, not {', '.join(several)}")
+            raise CommandError(
+                f"{path}: column {column}: all rows need the same value, not {', '.join(several)}"
+            )
     found = []
     for line, row in enumerate(predict_rows(sheet, processes=processes), start=1):
         if row["pred_tokens_per_s_per_gpu"] == "":
@@ -216,12 +218,14 @@ def stack_file(
     rows: Sequence[dict[str, Any]], theta: Array, half_width: float, path: Path, output: Path
 ) -> str:
     """The YAML of the calibrated stack: the facts and constants of its base, and the scales.  Log
-    scales are relative to the base's own scales, under which the rows were predicted.  CommandError
-    where a scale is beyond what a stack file may hold."""
+    scales are relative to the scales of the base, under which the rows were predicted.
+    CommandError where a scale is beyond what a stack file may hold."""
     base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
     found, before = located("system", base).resolve(), load_system(base).scales
     if found == output.resolve():
-        raise CommandError(f"-o {output}: would overwrite the rows' own stack; choose another file")
+        raise CommandError(
+            f"-o {output}: this is the stack of the rows; write the new stack to another file"
+        )
     moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
     scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
     try:
@@ -242,6 +246,6 @@ def stack_file(
 
 def _named(stack: Path) -> str:
     """A stack as a file's `base`: the name of a shipped stack, or else the whole path of the file,
-    which is found from any folder."""
+    which holds from any folder."""
     shipped = stack.stem in names("system") and located("system", stack.stem).resolve() == stack
     return stack.stem if shipped else str(stack)

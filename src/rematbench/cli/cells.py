@@ -23,14 +23,16 @@ from rematbench.worlds.slurm.runner import Runner, finish
 from rematbench.worlds.slurm.slurm_queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
-STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]
+STORE = Annotated[Path, Option("--store", metavar="DIR", help="Folder of finished cells.")]
 CLUSTER = Annotated[
     str, Option(metavar="C", help="Name or YAML file, in place of the suite's cluster.")
 ]
 PATIENCE = Annotated[
     float,
     Option(
-        min=0.01, metavar="MINUTES", help="How long Slurm may not answer before it is given up."
+        min=0.01,
+        metavar="MINUTES",
+        help="Minutes without an answer from Slurm before the command fails.",
     ),
 ]
 
@@ -45,7 +47,7 @@ def run_cells(
     bundle: Annotated[str, Option(metavar="NAME", help="METHOD.NODESxGPUS.PART.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DONE.json", help="Its manifest.")],
     cluster: CLUSTER = "",
-    job_id: Annotated[str, Option(metavar="ID", help="The Slurm job this runs in.")] = "",
+    job_id: Annotated[str, Option(metavar="ID", help="The Slurm job of this process.")] = "",
     minutes: Annotated[int, Option(min=0, help="The job's time limit (0: none).")] = 0,
     methods: Methods = None,
 ) -> None:
@@ -77,10 +79,11 @@ def cells(
     ] = None,
     again: Annotated[
         list[str] | None,
-        Option("--again", metavar="STATUS", help="Forget cells that ended so (repeatable)."),
+        Option("--again", metavar="STATUS", help="Run cells with this status again (repeatable)."),
     ] = None,
     cell: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Forget these alone (repeatable).")
+        list[str] | None,
+        Option(metavar="NAME", help="With --again: only these cells (repeatable)."),
     ] = None,
     cluster: CLUSTER = "",
     methods: Methods = None,
@@ -122,7 +125,7 @@ def _forget(
 ) -> None:
     found = remove_records(campaign, held, results, statuses=statuses, names=names)
     for name, was in found.items():
-        typer.echo(f"{name}: was {was}, will be run again")
+        typer.echo(f"{name}: was {was}, will run again")
     typer.echo(f"{len(found)} of {len(campaign.cells)} cells to run again")
 
 
@@ -131,7 +134,9 @@ def resume(
         list[str] | None,
         Argument(metavar="[TARGET...]", help="Targets (default: measure); options after `--`."),
     ] = None,
-    cancel: Annotated[bool, Option("--cancel", help="End live jobs, not wait for them.")] = False,
+    cancel: Annotated[
+        bool, Option("--cancel", help="Cancel live jobs instead of waiting.")
+    ] = False,
     patience: PATIENCE = PATIENCE_MINUTES,
     settle: Annotated[
         bool, Option("--settle", help="Settle the queue, and start nothing.")

@@ -206,7 +206,7 @@ class Ranking:
         self.rows(results)
 
     def rows(self, results: Sequence[Result]) -> None:
-        """Print the results that have a verdict, under the columns that fit beside the first
+        """Print the results that have a verdict, under the columns that fit next to the first
         printed rows; no cell is cut. Refusals are lines below the table."""
         share = self.comparison.config.shown_share
         rows = [

@@ -54,7 +54,7 @@ def _facts() -> Table:
     table.add_row("CPU", f"{cpu_name()}, {os.cpu_count()} logical cores")
     table.add_row("host memory", f"{host_bytes() / 2**30:.1f} GiB")
     gpus = nvidia_gpus()
-    table.add_row("GPUs", f"{len(gpus)} x {gpus[0][0]}" if gpus else "none found by nvidia-smi")
+    table.add_row("GPUs", f"{len(gpus)} x {gpus[0][0]}" if gpus else "nvidia-smi lists none")
     found = discover()
     table.add_row("methods", ", ".join(found.methods) or "none")
     for path, reason in found.broken.items():

@@ -38,9 +38,7 @@ Parts = Annotated[
         help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}.",
     ),
 ]
-Where = Annotated[
-    Literal["cuda", "cpu"], Option(help="cpu: to try it out; its seconds mean nothing.")
-]
+Where = Annotated[Literal["cuda", "cpu"], Option(help="cpu: a trial; its seconds are not results.")]
 
 
 def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
@@ -50,19 +48,19 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     only: Only = None,
     device: Where = "cuda",
     seconds: Annotated[
-        float, Option(min=ENDS_S + 5.0, help="Of each part, at most (default: its own limit).")
+        float, Option(min=ENDS_S + 5.0, help="Limit of each part in seconds (default: its limit).")
     ] = math.inf,
     first: Annotated[
         bool, Option("--predict", help="Predict `layers` or `searched`; needs no GPU.")
     ] = False,
-    anew: Annotated[bool, Option("--anew", help="Replace predictions that say otherwise.")] = False,
+    anew: Annotated[bool, Option("--anew", help="Replace predictions that differ.")] = False,
     processes: Annotated[int, Option(min=1, max=64, help="Worker processes of a search.")] = 2,
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
-    the allocator's peak beside the ledger, seconds of a step.
+    the allocator's peak against the ledger, seconds of a step.
 
-    Each part is a process with a time limit of its own, and writes what it has at once: a crash
+    Each part is a process with its own time limit, and writes each result at once: a crash
     of one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute`
     writes them), on demand `baselines/`, `rates.jsonl`, `actions.jsonl`, `layers/` and `searched/`,
     a log of each part and `summary.json`, written again after each part.  What these parts left
@@ -83,7 +81,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     if first:
         if part and part[0] not in PREDICTIONS:
-            raise CommandError(f"--part {part[0]}: --predict takes only {', '.join(PREDICTIONS)}")
+            raise CommandError(f"--part {part[0]}: predictions exist for {', '.join(PREDICTIONS)}")
         need_folder("-o", output)
         _predict(part[0] if part else "layers", suite, output, anew=anew, processes=processes)
         return
@@ -91,7 +89,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     names = part or list(LIMITS)
     unknown = [name for name in names if name not in PARTS]
     if unknown:
-        raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
+        raise CommandError(f"--part {unknown[0]}: expected one of {', '.join(PARTS)}")
     asked = GpuRequest(
         suite=suite, output=output, device=device, only=tuple(only or ()), seconds=seconds
     )
@@ -108,7 +106,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ended = replace(summary, parts=tuple(ran for ran in summary.parts if ran.part in names))
     _show(ended, output, claims=claims)
     if device == "cpu":
-        typer.echo("on a CPU: the seconds mean nothing")
+        typer.echo("on a CPU: the seconds are not results")
     if not (ended.sound if claims else ended.ended):
         raise typer.Exit(1)
 

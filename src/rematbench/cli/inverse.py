@@ -13,11 +13,11 @@ from rematbench.advise.search.questions import (
     Question,
     fewest_gpus,
     largest_batch,
-    least_memory,
     longest_context,
+    min_memory,
     prices,
 )
-from rematbench.advise.search.search_job import Asked
+from rematbench.advise.search.search_job import SearchRequest
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
 from rematbench.host.console import GIB, CommandError, grid, plain
@@ -40,20 +40,21 @@ class Inverse(Struct, frozen=True, kw_only=True):
             known = ", ".join(get_args(Question))
             raise CommandError(f"--find: one of {known}, not {self.find!r}")
         if self.find == "gpus" and self.speed <= 0:
-            raise CommandError("--find gpus: say the tokens/s of all GPUs with --speed")
+            raise CommandError("--find gpus: give the tokens/s of all GPUs with --speed")
         if self.find == "batch" and self.step <= 0:
-            raise CommandError("--find batch: say the seconds of a step with --step")
+            raise CommandError("--find batch: give the seconds of a step with --step")
 
 
-def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
-    """Print each answer once it is known; after Ctrl-C, the best so far and exit code 130."""
+def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) -> None:
+    """Print each answer as soon as the search has it; after Ctrl-C, the best so far and exit code
+    130."""
     if not inverse.find:
-        _prices(out, asked, processes)
+        _prices(out, request, processes)
         return
     best: Answer | None = None
     ended = False
     try:
-        for answer in _answers(asked, inverse, processes):
+        for answer in _answers(request, inverse, processes):
             out.print(plain(_line(inverse.find, answer)), soft_wrap=True)
             best = answer if answer[1] else best
         ended = True
@@ -64,28 +65,28 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
         longest = inverse.find == "context"
-        none = "NOTHING FITS, not even at --seq-len" if longest else "NOTHING reaches that"
+        none = "NOTHING FITS, not even at --seq-len" if longest else "NOTHING reaches the target"
         out.print(plain(none), style="bold")
     if not ended:
         raise Exit(130)
 
 
-def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]:
+def _answers(request: SearchRequest, inverse: Inverse, processes: int) -> Iterator[Answer]:
     match inverse.find:
         case "gpus":
-            return fewest_gpus(asked, inverse.speed, processes)
+            return fewest_gpus(request, inverse.speed, processes)
         case "batch":
-            return largest_batch(asked, inverse.step, processes)
+            return largest_batch(request, inverse.step, processes)
         case "context":
-            return longest_context(asked, processes)
-    return least_memory(asked, inverse.lose, processes)
+            return longest_context(request, processes)
+    return min_memory(request, inverse.lose, processes)
 
 
 def _line(find: str, answer: Answer) -> str:
     number, result = answer
     value = f"{number / GIB:.1f}" if find == "memory" else f"{number:,}"
     unit = "GPU" if value == "1" and find == "gpus" else UNITS[find]
-    none = "no plan fits" if find == "context" else "no plan reaches that"
+    none = "no plan fits" if find == "context" else "no plan reaches the target"
     return f"{value} {unit}: {in_words(result) if result else none}"
 
 
@@ -94,12 +95,13 @@ def in_words(result: Result) -> str:
     return f"{result.method} at {where(result)}, step {result.fitting_s:.4g} s"
 
 
-def _prices(out: Console, asked: Asked, processes: int) -> None:
-    """Print the table of price tags; after Ctrl-C, of those found by then, with exit code 130."""
+def _prices(out: Console, request: SearchRequest, processes: int) -> None:
+    """Print the table of price tags; after Ctrl-C, of those finished by then, with exit code
+    130."""
     table = grid("change", "step s", "shorter by %")
     first, ended = None, False
     try:
-        for change, step_s in prices(asked, processes):
+        for change, step_s in prices(request, processes):
             first = step_s if first is None else first
             gain = f"{100 * (1 - step_s / first):.1f}" if isfinite(first) else "-"
             table.add_row(change, f"{step_s:.4g}" if isfinite(step_s) else "-", gain)
@@ -107,8 +109,10 @@ def _prices(out: Console, asked: Asked, processes: int) -> None:
     except KeyboardInterrupt:
         pass
     out.print(table)
-    within = f"{100 * asked.within:g} %"
-    out.print(plain(f"each step within {within} of the best there is: less than that is no gain"))
+    within = f"{100 * request.within:g} %"
+    out.print(
+        plain(f"each step is within {within} of the best step; a smaller gain is not significant")
+    )
     if not ended:
         out.print(plain("stopped before the other changes were searched"))
         raise Exit(130)

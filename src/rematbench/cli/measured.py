@@ -12,7 +12,7 @@ from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
 from rematbench.cli.targets import Compare, Methods, Only, Output, need_folder
 from rematbench.host.console import CommandError
 from rematbench.paper.studies.baseline_points import load_points, trace_points
-from rematbench.spec.configfile import require_known
+from rematbench.spec.configfile import require_among
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, traced, trained
 from rematbench.worlds.agreement import agreement_records, disagreements
@@ -35,7 +35,9 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     methods: Methods = None,
     compare: Compare = None,
     steps: Annotated[int, Option(min=2, help="Optimizer steps of `convergence`.")] = 240,
-    device: Annotated[Device, Option(help="Of `agreement`; cuda: what fits on the GPUs.")] = "cpu",
+    device: Annotated[
+        Device, Option(help="For `agreement`; cuda: the cells that fit on the GPUs.")
+    ] = "cpu",
     timeout: Timeout = 300,
 ) -> None:
     """Make committed records again; a record each.
@@ -86,7 +88,7 @@ def _keep(records: Mapping[str, Record], output: Path) -> list[str]:
 
 
 def _cells(what: What, found: list[Cell], output: Path, *, steps: int, timeout: float) -> list[str]:
-    """Write the records of cells, each as soon as it is made; their names."""
+    """Write the records of cells, each as soon as its cell has run; their names."""
     if what == "executed":
         for cell, record in executed.run_cells(found, timeout):
             keep_record(record, output, cell.name)
@@ -103,7 +105,7 @@ def _cells(what: What, found: list[Cell], output: Path, *, steps: int, timeout: 
 def _points(output: Path, only: list[str]) -> tuple[list[str], dict[str, str]]:
     """Trace points of baselines; their names, and why some failed."""
     points = load_points()
-    require_known(only, [point.name for point in points], ("", "--only", "point"))
+    require_among(only, [point.name for point in points], ("", "--only", "point"))
     chosen = tuple(point for point in points if not only or point.name in only)
     made = {p.name: r for p, r in zip(chosen, trace_points(chosen, output), strict=True)}
     failed = {n: f"{r.status}: {r.reason}" for n, r in made.items() if r.status != "ok"}

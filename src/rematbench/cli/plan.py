@@ -49,7 +49,7 @@ def simulate(
     check: Annotated[bool, Option("--check", help="Also prove the lowered plan safe.")] = False,
     out: Out = None,
     estimator: Annotated[
-        EstimatorName, Option(help="A paper's closed-form bytes beside the ledger's.")
+        EstimatorName, Option(help="Also print the bytes of a paper's closed form.")
     ] = "ledger",
 ) -> None:
     """Simulate one method on one problem: does it fit, how fast, what does it free?

@@ -91,9 +91,7 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
     console().print(_bytes(record.measured, record.spec.precision))
     stack = asked.problem.system.name
     if stack != RUNTIME:
-        console().print(
-            f"Totals: saved tensors as {stack} has them, states and kernels of this runtime."
-        )
+        console().print(f"Totals: saved tensors of {stack}; states and kernels of this runtime.")
     if record.measured.step_s:
         seconds, device = record.measured.step_s, record.provenance.device
         console().print(plain(timing(seconds)))

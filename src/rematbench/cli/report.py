@@ -24,7 +24,7 @@ from rematbench.paper.page import (
 )
 from rematbench.paper.tables.matrix import NAMES, equal_terms
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import require_known
+from rematbench.spec.configfile import require_among
 from rematbench.spec.load import calibration
 from rematbench.worlds.records.suite import load_matrix
 
@@ -116,7 +116,7 @@ def expect(
             typer.echo(line)
         return
     artifact = load_artifact()
-    require_known(claim or (), [one.id for one in artifact.claims], ("", "--claim", "claim"))
+    require_among(claim or (), [one.id for one in artifact.claims], ("", "--claim", "claim"))
     if update:
         expected.mkdir(parents=True, exist_ok=True)
         for name in dict.fromkeys(name for claim in artifact.claims for name in claim.tables):

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from rematbench.advise.search.processes import Progress, rounds
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask
@@ -108,7 +108,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
     --find context: the longest sequence that fits, from --seq-len on, with a plan that fits
     --find batch --step S: the most times --global-batch whose step takes S seconds at most
-    --find memory --lose P: the least device memory within P percent of the best
+    --find memory --lose P: the smallest device memory within P percent of the best
 
     \b
     Example:
@@ -127,26 +127,24 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     )  # fmt: skip
     fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, pp=pp, vpp=vpp, micro_batch=micro_batch,
                   zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
-    asked = Asked(
+    request = SearchRequest(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
         engine=engine, reserve_gib=reserve_gib, within=within / 100,
     )  # fmt: skip
-    made = SearchJob(asked).ready()
+    job = SearchJob(request).ready()
     if find or price_tags:
-        if asked.only and made.planners:
-            raise CommandError(
-                f"--method {made.planners[0]}: a planner, which only a search solves"
-            )
+        if request.only and job.planners:
+            raise CommandError(f"--method {job.planners[0]}: a planner, which only a search solves")
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check()
-        show_assumed(console(), made)
-        ask(console(), asked, inverse, processes)
+        show_assumed(console(), job)
+        ask(console(), request, inverse, processes)
         return
     out = None if json else console()
     if out is not None:
-        show_space(out, made)
-    at, ended = _run(asked, top, processes)
-    answer = SearchAnswer(out, made, at, top, ended=ended)
+        show_space(out, job)
+    at, ended = _run(request, top, processes)
+    answer = SearchAnswer(out, job, at, top, ended=ended)
     answer.table(solved=limit > 0)
     answer.more(limit, processes)
     if json:
@@ -173,11 +171,11 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
         raise CommandError("--explain: not with --json")
 
 
-def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
+def _run(request: SearchRequest, shown: int, processes: int) -> tuple[Progress, bool]:
     """(last progress, whether the search ended by itself); False after Ctrl-C."""
     at, last = Progress(), time.monotonic()
     try:
-        for at in rounds(asked, shown=shown, processes=processes):
+        for at in rounds(request, shown=shown, processes=processes):
             if sys.stderr.isatty() and time.monotonic() - last > STEP_S:
                 last = time.monotonic()
                 sys.stderr.write(f"\r{_progress(at)}\x1b[K")

@@ -16,14 +16,14 @@ from rematbench.host.console import plain
 
 
 class SearchAnswer:
-    """The answer of the search `made` after its last progress.  `results`: its `top` fastest
+    """The answer of the search `job` after its last progress.  `results`: its `top` fastest
     plans; `ended`: False after Ctrl-C; `out`: where the answer is printed (None: nowhere)."""
 
     def __init__(
-        self, out: Console | None, made: SearchJob, at: Progress, top: int, *, ended: bool
+        self, out: Console | None, job: SearchJob, at: Progress, top: int, *, ended: bool
     ) -> None:
-        self.out, self.made, self.at, self.ended = out, made, at, ended
-        self.results = [with_engines(one) for one in made.completed(at.results[:top])]
+        self.out, self.job, self.at, self.ended = out, job, at, ended
+        self.results = [with_engines(one) for one in job.completed(at.results[:top])]
         self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
@@ -32,34 +32,34 @@ class SearchAnswer:
         """Print the plans, the proof and what was excluded; `solved`: planners are solved next."""
         if self.out is None:
             return
-        show_plans(self.out, self.made, self.results)
+        show_plans(self.out, self.job, self.results)
         solved = solved and self.ended
-        for text in notes(self.made, self.at, self.results, ended=self.ended, solved=solved):
+        for text in notes(self.job, self.at, self.results, ended=self.ended, solved=solved):
             self.out.print(plain(text), soft_wrap=True)
 
     def more(self, limit_s: int, processes: int) -> None:
-        """What a search that ended asks last: planners beside its plans, each within `limit_s` CPU
+        """The last part of a search that ended: planners, each within `limit_s` CPU
         seconds (0: none); where nothing fits, the changes that would make the job fit.  After
-        Ctrl-C, what is known so far."""
+        Ctrl-C, the answers so far."""
         try:
             if self.ended and not self.results:
                 self._changes(processes)
             elif self.ended and limit_s:
                 self._planners(limit_s, processes)
         except KeyboardInterrupt:
-            sys.stderr.write("interrupted: what comes last may be better\n")
+            sys.stderr.write("interrupted: a longer search may print better answers\n")
 
     def _changes(self, processes: int) -> None:
-        for change, result in would_fit(self.made.asked, self.at, processes):
+        for change, result in would_fit(self.job.request, self.at, processes):
             self.changes.append(f"{change}: {in_words(result)}")
             self._say(f"would fit {self.changes[-1]}")
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
-        for one in solve_planners(self.made, self.results, limit_s=limit_s, processes=processes):
+        for one in solve_planners(self.job, self.results, limit_s=limit_s, processes=processes):
             end = one
             if one.fits:
-                end = with_engines(self.made.completed([best, one])[1])
+                end = with_engines(self.job.completed([best, one])[1])
                 self.planned.append(end)
             else:
                 self.without[one.method] = one.reason
@@ -86,13 +86,13 @@ class SearchAnswer:
         answer = {
             "gap": self.at.gap if self.results else None,
             "ended": self.ended,
-            "layouts": len(self.made.space.choices),
+            "layouts": len(self.job.space.choices),
             "plans": self.at.plans or None,
-            "assumes": assumed_of(self.made),
+            "assumes": assumed_of(self.job),
             "rows": rows[:count],
             "planners": rows[count:],
             "planners_without_plan": self.without,
-            "refused": self.made.space.refused,
+            "refused": self.job.space.refused,
             "fell": self.at.excluded,
             "would_fit": self.changes,
         }

@@ -42,35 +42,35 @@ ALIKE = 0.0005
 """Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
 
 
-def show_space(out: Console, made: SearchJob) -> None:
+def show_space(out: Console, job: SearchJob) -> None:
     """Print the job and the size of the search space: layouts and methods."""
-    spec = made.asked.spec
+    spec = job.request.spec
     out.print(
         plain(
-            f"{made.model.name}, {spec.seq_len:,} tokens, {spec.precision}, global batch "
-            f"{spec.global_batch}, on {spec.gpus} x {made.cluster.gpu} ({made.cluster.name}), "
-            f"stack {made.system.name}"
+            f"{job.model.name}, {spec.seq_len:,} tokens, {spec.precision}, global batch "
+            f"{spec.global_batch}, on {spec.gpus} x {job.cluster.gpu} ({job.cluster.name}), "
+            f"stack {job.system.name}"
         )
     )
-    show_assumed(out, made)
-    layouts, plans = len(made.space.choices), len(made.variants)
+    show_assumed(out, job)
+    layouts, plans = len(job.space.choices), len(job.variants)
     many = "s" if layouts > 1 else ""
     text = f"space: {layouts:,} layout{many}, each with {plans} methods and their compositions"
     out.print(plain(text))
     out.print()
 
 
-def assumed_of(made: SearchJob) -> str:
+def assumed_of(job: SearchJob) -> str:
     """The kernels and constants of every layout of a search: they are those of one."""
-    return assumed(made.problem(made.space.choices[0]))
+    return assumed(job.problem(job.space.choices[0]))
 
 
-def show_assumed(out: Console, made: SearchJob) -> None:
+def show_assumed(out: Console, job: SearchJob) -> None:
     """Print the kernels and the constants that the search assumes."""
-    out.print(plain(f"assumes: {assumed_of(made)}"))
+    out.print(plain(f"assumes: {assumed_of(job)}"))
 
 
-def show_plans(out: Console, made: SearchJob, found: list[Result]) -> None:
+def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
     """Print the fastest plan and the simplest of its tie, then the plans' table with the columns
     that have room; no cell is cut."""
     if not found:
@@ -85,7 +85,7 @@ def show_plans(out: Console, made: SearchJob, found: list[Result]) -> None:
     for place, one in enumerate(found, 1):
         row = search_row(place, one)
         if len(row["name"]) > longest:
-            row["name"] = folded_name(row["name"], made.registry.methods)
+            row["name"] = folded_name(row["name"], job.registry.methods)
         rows.append(list(_cells(row, one)))
     columns = zip([head.text for head in HEADS], *rows, strict=True)
     widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
@@ -159,7 +159,7 @@ def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
 
 
 def notes(
-    made: SearchJob, at: Progress, found: list[Result], *, ended: bool, solved: bool
+    job: SearchJob, at: Progress, found: list[Result], *, ended: bool, solved: bool
 ) -> Iterator[str]:
     """Lines on the proved gap, and on what excluded the other plans.  `ended`: not after Ctrl-C;
     `solved`: planners are solved next."""
@@ -170,7 +170,7 @@ def notes(
             f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
             f"{100 * at.gap:.2f} % ({at.simulations} of {at.plans:,} joint plans simulated)"
         )
-        yield from _rows_note(made, at, found)
+        yield from _rows_note(job, at, found)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
@@ -184,7 +184,7 @@ def notes(
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
     else:
         yield "NOTHING FITS: every plan was excluded, and none of them for device memory"
-    dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
+    dropped = [f"{count:,} {rule}" for rule, count in job.space.refused.items()]
     if dropped:
         yield f"layouts that a rule refuses: {'; '.join(dropped)}"
     fell = sorted(at.excluded.items(), key=lambda pair: -pair[1])
@@ -192,8 +192,8 @@ def notes(
         yield f"excluded: {'; '.join(said)}"
     if found and at.short_bytes < inf:
         yield f"plans that were excluded for device memory lack {gib(at.short_bytes)} GiB or more"
-    if made.planners:
-        names = ", ".join(made.planners)
+    if job.planners:
+        names = ", ".join(job.planners)
         yield f"outside of the proof: {names} (planners{SOLVED if found and solved else ''})"
     outside = dict.fromkeys(word for one in found for word in one.outside)
     if outside:
@@ -202,14 +202,14 @@ def notes(
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 
 
-def _rows_note(made: SearchJob, at: Progress, found: list[Result]) -> Iterator[str]:
+def _rows_note(job: SearchJob, at: Progress, found: list[Result]) -> Iterator[str]:
     """What the rows are, and how far they are proved."""
     if len(found) < 2:
         return
-    sure = len([one for one in found if one.fitting_s * (1 - made.asked.within) <= at.listed_s])
-    told = "no other is faster than a row by more than the gap"
+    sure = len([one for one in found if one.fitting_s * (1 - job.request.within) <= at.listed_s])
+    told = "no other plan is faster than a row by more than the gap"
     if sure < len(found):
-        told = f"after place {max(1, sure)} that is not proved"
+        told = f"the order after place {max(1, sure)} is not proved"
     yield (
         "rows: the fastest of all layouts and compositions of methods, each at the smallest "
         f"share and in the fewest pieces that fit; {told}"
@@ -217,7 +217,7 @@ def _rows_note(made: SearchJob, at: Progress, found: list[Result]) -> Iterator[s
 
 
 def planner_line(end: Result, best: Result) -> str:
-    """The result of a planner beside the first row, in a line."""
+    """The result of a planner compared with the first row, in a line."""
     if not end.fits:
         return f"planner: {end.method}: {end.reason}"
     share = end.fitting_s / best.fitting_s - 1.0

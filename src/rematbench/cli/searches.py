@@ -47,8 +47,8 @@ def searches(
     layouts SHEET.csv: what published layouts lose against the best of a search.  cells SUITE.yaml:
     the best layout of every arm in every cell of the matrix, and the fastest plan of all.  sweeps
     PRED.csv...: what following the search would have lost on published sweeps.  spaces JOBS.yaml:
-    the fastest of a whole space beside the fastest that a package alone can run.  A suite of cells
-    or spaces says its own gap (`within:`).
+    the fastest plan of a whole space, and the fastest that a package alone can run.  A suite of
+    cells or spaces sets the gap itself (`within:`).
 
     \b
     Example:
@@ -73,15 +73,15 @@ def searches(
         _write(output, found, "mfu_causal")
 
 
-def _write(output: Path, lines: Iterable[Line], told: str) -> None:
+def _write(output: Path, lines: Iterable[Line], column: str) -> None:
     """Write and print each line as soon as its search ends."""
     found: list[Line] = []
     for line in lines:
         found.append(line)
-        share = line.get(told)
+        share = line.get(column)
         text = f"{100 * share:.1f} %" if share is not None else ""
         text = f"{text} {line.get('reason') or ''}".strip()
         keys = ("model", "cluster", "gpus", "seq_len", "table", "arm")
         where = " ".join(str(line[key]) for key in keys if key in line)
-        console().print(plain(f"{where} {line.get('space', '')}: {told} {text}"))
+        console().print(plain(f"{where} {line.get('space', '')}: {column} {text}"))
         write_sheet(output, found)

@@ -21,7 +21,7 @@ from rematbench.host.console import CommandError, progress_bar
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
-from rematbench.spec.configfile import closest, require_known
+from rematbench.spec.configfile import closest, require_among
 from rematbench.spec.constants import instant_hosts as instant
 from rematbench.spec.load import calibration, load_system, names
 
@@ -49,7 +49,9 @@ def predict(
     ] = None,
     bundle: Annotated[
         str,
-        Option(metavar="M", help="Published cells that M (a method, a+b) plans, and ours beside."),
+        Option(
+            metavar="M", help="Published cells that M (a method, a+b) plans, with our predictions."
+        ),
     ] = "",
 ) -> None:
     """Predict every row of a sheet and add pred_* columns.
@@ -74,7 +76,7 @@ def predict(
     columns = sheet.columns
     if bundle:
         by_name = bundles(all_cells(sheet), discover(methods or ()))
-        require_known([bundle], tuple(by_name), ("", "--bundle", "bundle"))
+        require_among([bundle], tuple(by_name), ("", "--bundle", "bundle"))
         sheet[:], columns = by_name[bundle], (*columns, "cell")
     if system:
         load_system(system)

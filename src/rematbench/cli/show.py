@@ -22,7 +22,7 @@ from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 
 HOST_SHARE = 0.01
-"""The least share of a step spent waiting for the host that is printed."""
+"""The smallest share of a step spent waiting for the host that is printed."""
 UNTIMED = "their time is not modelled"
 FRAGMENTS = (
     "memory may run out late in the step by fragmentation (the verdict replays the step only as "
@@ -103,7 +103,7 @@ def proved(proof: Proof) -> str:
         f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline "
         f"rank{'s' * (proof.ranks != 1)}; each of "
         f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
-        f"{proof.reads:,} reads come after what they read is made, whatever streams take "
+        f"{proof.reads:,} reads come after the write, whatever streams take "
         f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "
         "deadlock"
     )

@@ -1,4 +1,4 @@
-"""The command `table`: the tables of the paper, made alone."""
+"""The command `table`: single tables of the paper."""
 
 import importlib
 from collections.abc import Sequence
@@ -20,20 +20,21 @@ def table(
     ] = None,
     output: Annotated[
         Path | None,
-        Option("-o", "--output", metavar="DIR", help="Where (default: results/SUITE/tables)."),
+        Option("-o", "--output", metavar="DIR", help="Folder (default: results/SUITE/tables)."),
     ] = None,
     suite: Annotated[str, Option(help="The suite, for tables of any suite.")] = PAPER,
     given: Annotated[
         list[str] | None,
-        Option("--input", metavar="NAME=PATH", help="In place of a declared input (repeatable)."),
+        Option("--input", metavar="NAME=PATH", help="Replaces a declared input (repeatable)."),
     ] = None,
-    show: Annotated[bool, Option("--show", help="Print them too.")] = False,
+    show: Annotated[bool, Option("--show", help="Also print the tables.")] = False,
     every: Annotated[bool, Option("--list", help="List all tables with their inputs.")] = False,
 ) -> None:
     """Make tables: a CSV of raw values, and JSON (for the page), Markdown and LaTeX.
 
-    Each stands in a file of src/rematbench/paper/tables, whose INPUTS name what it reads, from the
-    checkout's folder on.  `snakemake --cores 1 results/paper/tables/NAME.csv` makes the inputs too.
+    Each table has a file in src/rematbench/paper/tables, whose INPUTS are paths of its inputs,
+    relative to the checkout.  `snakemake --cores 1 results/paper/tables/NAME.csv` creates the
+    inputs too.
 
     \b
     Example:
@@ -52,7 +53,7 @@ def table(
         made = _built(table_files()[file], suite, given or ())
         for name in [name for name in names if maker(name).name == file]:
             if name not in made:
-                raise CommandError(f"{name}: its inputs have nothing for it")
+                raise CommandError(f"{name}: its inputs have no row for this table")
             made[name].write(folder)
             if show:
                 console().print(rich_table(made[name]))
@@ -73,7 +74,7 @@ def _built(file: TableFile, suite: str, given: Sequence[str]) -> dict[str, Table
         if missing or not paths:
             lost = str(missing[0]) if missing else file.inputs[name]
             target = f"results/{suite}/tables/{file.names[0]}.csv"
-            raise CommandError(f"no {lost} here: `snakemake --cores 1 {target}` makes it")
+            raise CommandError(f"missing input {lost}: `snakemake --cores 1 {target}` creates it")
     made = importlib.import_module(file.module).build(**arguments)
     return {one.name: one for one in (made if isinstance(made, list) else [made])}
 

@@ -52,7 +52,7 @@ def validate(
       rematbench validate --rows my-measurements.csv
     """
     if rows is not None and predictions is not None:
-        raise CommandError("--rows and --predictions: give one of them")
+        raise CommandError("--rows and --predictions: give only one of these options")
     if tables is not None:
         need_folder("--tables", tables)
     if predictions is not None:

@@ -31,7 +31,8 @@ def verify(
         Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
     ] = None,
     installed: Annotated[
-        bool, Option("--if-installed", help="Say so, and pass, where torch or a package is not.")
+        bool,
+        Option("--if-installed", help="Skip a record if torch or its package is not installed."),
     ] = False,
 ) -> None:
     """Repeat the runs of records and compare every number.
@@ -56,7 +57,7 @@ def verify(
     registry = discover(methods or ())
     made: dict[tuple[str, str], Record] = {}
 
-    def again(name: str, record: Record) -> Record:
+    def rerun(name: str, record: Record) -> Record:
         def cell() -> Cell:
             if suite is None:
                 return recorded_cell(name, record, registry, cluster)
@@ -67,16 +68,17 @@ def verify(
             made[key] = rerun_record(record, cell, registry)
         return made[key]
 
-    if not all([_verified(path, again, output, installed=installed) for path in records]):
+    if not all([_verified(path, rerun, output, installed=installed) for path in records]):
         raise typer.Exit(1)
 
 
 def _verified(
-    path: Path, again: Callable[[str, Record], Record], output: Path | None, *, installed: bool
+    path: Path, rerun: Callable[[str, Record], Record], output: Path | None, *, installed: bool
 ) -> bool:
-    """Whether a record's run gives its numbers again, or is not `installed` and need not."""
+    """Whether a record's run gives the same numbers; True if its package is not installed and
+    `installed` allows that."""
     try:
-        record, lines = verified(path, again)
+        record, lines = verified(path, rerun)
     except NotInstalled as error:
         if not installed:
             raise

@@ -9,7 +9,7 @@ from rematbench.host.console import CommandError
 from rematbench.measure.hand_written import Means
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.spec.configfile import ConfigError, require_known
+from rematbench.spec.configfile import ConfigError, require_among
 from rematbench.worlds.records.suite import Suite, Variant, bundles, read_suite
 from rematbench.worlds.records.suite_cells import Cell, cells, is_selected
 
@@ -50,11 +50,11 @@ class HandCell(Cell, frozen=True, kw_only=True):
 def load_layers(path: Path) -> LayerSuite:
     """The suite of a file; ConfigError of one line for a wrong entry."""
     suite, label = read_suite(path, LayerSuite), str(path)
-    require_known(suite.methods, list(discover().methods), (label, "methods", "method"))
+    require_among(suite.methods, list(discover().methods), (label, "methods", "method"))
     known = [problem.name for problem in suite.problems]
-    require_known(suite.alone, known, (label, "alone", "problem"))
+    require_among(suite.alone, known, (label, "alone", "problem"))
     for one in suite.by_hand:
-        require_known(one.problems, known, (label, f"by_hand: {one.means}", "problem"))
+        require_among(one.problems, known, (label, f"by_hand: {one.means}", "problem"))
     names = layer_names(suite)
     for problem in suite.problems:
         reference = f"{problem.name}.{suite.references.get(problem.name, '')}"

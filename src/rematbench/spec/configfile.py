@@ -63,9 +63,9 @@ for each in (_Loader, _ShippedLoader):
     each.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """A did-you-mean clause for `word`; empty where no known word is near."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def closest(word: str, allowed: Iterable[str]) -> str:
+    """A did-you-mean clause for `word`; empty where no allowed word is similar."""
+    match = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
@@ -76,13 +76,15 @@ def require_unique(names: Sequence[str], label: str, key: str) -> None:
         raise ConfigError(label, key, f"name {twice!r} is given twice")
 
 
-def require_known(names: Iterable[str], known: Sequence[str], where: tuple[str, str, str]) -> None:
-    """ConfigError for the first of `names` that is not in `known`.  `where` is (file, key, kind),
+def require_among(
+    names: Iterable[str], allowed: Sequence[str], where: tuple[str, str, str]
+) -> None:
+    """ConfigError for the first of `names` that is not in `allowed`.  `where` is (file, key, kind),
     where `kind` is the word for a named thing (`problem`)."""
     label, key, kind = where
     for name in names:
-        if name not in known:
-            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, known)}")
+        if name not in allowed:
+            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed)}")
 
 
 def read_mapping(path: Path, label: str) -> dict[str, Any]:
@@ -221,7 +223,8 @@ def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
 
 
 def _values(hint: object) -> tuple[object, ...]:
-    """The values of a Literal type, also inside a tuple or beside None; empty for other types."""
+    """The values of a Literal type, also inside a tuple or in a union with None; empty for other
+    types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(value for part in get_args(hint) for value in _values(part))

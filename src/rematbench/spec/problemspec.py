@@ -6,7 +6,7 @@ from msgspec import Struct, StructMeta
 from msgspec.structs import fields
 
 from rematbench.spec.cluster import Bytes, Cluster
-from rematbench.spec.configfile import ConfigError, require_known, wrong_field
+from rematbench.spec.configfile import ConfigError, require_among, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
 from rematbench.workload import Model, PositiveInt, Precision
@@ -28,7 +28,7 @@ class _FieldErrors(StructMeta):
                 reason = f"give {values[0]!r} by its name: model=..., cluster=..."
                 raise ConfigError("", "Problem", reason) from None
             known = fields(cast("type[Struct]", cls))
-            require_known(given, [field.name for field in known], ("", "Problem", "field"))
+            require_among(given, [field.name for field in known], ("", "Problem", "field"))
             missing = [field.name for field in known if field.required and field.name not in given]
             raise ConfigError("", "Problem", f"missing: {', '.join(missing)}") from None
 

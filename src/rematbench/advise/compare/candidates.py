@@ -31,11 +31,11 @@ KINDS: tuple[Kind, ...] = ("partition", "rebuild", "offload", "states", "ends", 
 last, from whole tensors. `ends`: fates of the embedding or the head alone."""
 
 TUNED = "device ledger"
-"""The `bound` that a method notes when it chose the least reduction that fits the device."""
+"""The `bound` that a method notes when it chose the smallest reduction that fits the device."""
 
 Origin = Literal["method", "policy", "composition", "variant", "grid", "asked"]
 """Where a candidate comes from. `grid`: one of the values that a method's grid declares; `variant`:
-the best of the grid, which tables show; `asked`: named by a person, and no composition is made of
+the best of the grid, which tables show; `asked`: named by a person, and no composition contains
 it."""
 
 
@@ -50,7 +50,7 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Candidate(Struct, frozen=True, kw_only=True):
     """What is to be planned: `method` with `settings`, on `base` (for a composition: the plan of
     the methods before its last).
-    `methods` are the names of all methods that the plan is made of. `first_that_fits`: settings to
+    `methods` are the names of all methods of the plan. `first_that_fits`: settings to
     choose from, the fastest first and the one with the fewest bytes last."""
 
     name: str

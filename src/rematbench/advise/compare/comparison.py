@@ -152,7 +152,8 @@ class Comparison:
 
     def _listed(self) -> list[Pair]:
         """Candidates and results in the order of declaration, each composition after the methods
-        that it is made of. Compositions that free no bytes beside their base are left out."""
+        that it is made of. Compositions that free no bytes compared with their base are left
+        out."""
         first = {candidate.name: self.pairs.get(candidate.name) for candidate in self.first}
         more = [
             pair for name, pair in self.pairs.items() if name not in first and self._has_row(*pair)
@@ -161,7 +162,8 @@ class Comparison:
         return [pair for pair in (*first.values(), *more) if pair]
 
     def _has_row(self, candidate: Candidate, result: Result) -> bool:
-        """Whether a candidate is a variant, or a composition that frees bytes beside its base."""
+        """Whether a candidate is a variant, or a composition that frees bytes compared with its
+        base."""
         if candidate.origin != "composition":
             return candidate.origin == "variant"
         before, evaluation = self._before(candidate.methods), result.evaluation

@@ -145,7 +145,8 @@ class _Grids:
             self._evaluate((_in_pieces(pair, method), _step_s(pair[1])) for pair in pairs)
 
     def _base_keeps_too_much(self) -> bool:
-        """Whether the base fits in no number of pieces; False where its bytes are not known."""
+        """Whether the base fits in no number of pieces; False where its bytes cannot be
+        computed."""
         base = same_plan(self.job.base)
         results = (result for _, result in self.defaults.values())
         return any(

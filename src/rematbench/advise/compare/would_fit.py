@@ -65,7 +65,8 @@ def _more_bytes(problem: Problem, result: Result) -> str:
 
 
 def _states_on_host(problem: Problem, result: Result) -> str:
-    """Optimizer states in host memory, with a speed where the update rate is known; or empty."""
+    """Optimizer states in host memory, with a speed where the cluster gives an update rate; or
+    empty."""
     assert result.plan is not None
     fate = result.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":

@@ -31,7 +31,7 @@ MADE = "adds a method to a plan that fits"
 
 
 AHEAD = 4
-"""One in this many entries is the ripe entry of the least bound, so that a step that fits is known
+"""One in this many entries is the ripe entry with the lowest bound, so that a step that fits exists
 early: only an entry whose bound is below (1 - within) x the best step, which the proof needs."""
 
 
@@ -41,7 +41,7 @@ TIGHTENED, SIMULATED = 20, 30
 
 class Search:
     """One search under way, over the layouts of shards.  `work`: work so far, in layers that probes
-    lower.  Layouts with fewer than `least_pp` pipeline ranks are left out.  With a queue in a lean
+    lower.  Layouts with fewer than `min_pp` pipeline ranks are left out.  With a queue in a lean
     order the search is for any plan that fits: it ends with the first one, or with an empty queue.
     It begins with the leanest layouts and plans, bounds no seconds, and leaves out plans of no
     fewer bytes than plans that did not fit."""
@@ -54,11 +54,11 @@ class Search:
         *,
         engine: str = "",
         within: float = 0.0,
-        least_pp: int = 1,
+        min_pp: int = 1,
         queue: SearchQueue | None = None,
     ) -> None:
         self.shards, self.tree, self.registry = shards, tree, registry
-        self.engine, self.within, self.least_pp = engine, within, least_pp
+        self.engine, self.within, self.min_pp = engine, within, min_pp
         self.queue = SearchQueue() if queue is None else queue
         self.memory = MemoryRules(tree, registry, self.queue)
         self.excluded = self.memory.excluded
@@ -88,12 +88,12 @@ class Search:
 
     @property
     def best_s(self) -> float:
-        """Seconds of the best step that fits so far; infinite before one is known."""
+        """Seconds of the best step that fits so far; infinite before the first."""
         return self.queue.best_s
 
     @property
     def short_bytes(self) -> float:
-        """The least device bytes that an excluded plan, or the states of a layout, lacked."""
+        """The fewest device bytes that an excluded plan, or the states of a layout, lacked."""
         self.memory.replay_whole()
         return min(self.excluded.device_short_bytes, self._states_short_bytes)
 
@@ -178,7 +178,7 @@ class Search:
             return
         keep = bounds.of(KEEP)
         for at in room:
-            if shard.choices[at].layout.pp >= self.least_pp:
+            if shard.choices[at].layout.pp >= self.min_pp:
                 least_s = float(keep.step_s[0, at]) if isinstance(keep, Bounds) else 0.0
                 begun = Item("layout", Place(bounds, at, {}), None, KEEP)
                 self.queue.push(max(bound_s, least_s), begun)
@@ -211,21 +211,21 @@ class Search:
         for root in self.tree.roots:
             self._root(bound_s, place, root)
 
-    def _root(self, bound_s: float, place: Place, candidate: Candidate, known: int = 0) -> None:
+    def _root(self, bound_s: float, place: Place, candidate: Candidate, depth: int = 0) -> None:
         """Bound a candidate of several methods by the methods before its last, whose probes are
-        cheaper: first by one, then by two, as long as the bound is the least of all; then judge
+        cheaper: first by one, then by two, as long as the bound is the lowest of all; then judge
         it.  A plan is no faster than the plan that its last method was added to.  A candidate that
-        does not fit by what it keeps and copies needs no bound.  `known`: the methods that have
+        does not fit by what it keeps and copies needs no bound.  `depth`: the methods that have
         bounds."""
-        if known + 1 >= len(candidate.parts):
+        if depth + 1 >= len(candidate.parts):
             self.memory.judge(bound_s, place, candidate)
             return
-        if not known and self.tree.ends(candidate) and self.memory.lacks_bytes(place, candidate):
+        if not depth and self.tree.ends(candidate) and self.memory.lacks_bytes(place, candidate):
             return
-        found = place.bounds.of(Candidate(candidate.parts[: known + 1]))
+        found = place.bounds.of(Candidate(candidate.parts[: depth + 1]))
         if isinstance(found, Bounds):
             bound_s = max(bound_s, float(found.step_s[0, place.index]))
-        self.queue.push(bound_s, Item("root", place, None, candidate, known + 1))
+        self.queue.push(bound_s, Item("root", place, None, candidate, depth + 1))
 
     def _dominated(self, place: Place, candidate: Candidate, step: int = 1) -> bool:
         """Whether a candidate at a step of its share is made of a plan that fits by further

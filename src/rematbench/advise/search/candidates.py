@@ -110,7 +110,7 @@ KEEP = Candidate()
 
 def candidates_of(composed: Composition, registry: Registry) -> tuple[Candidate, ...]:
     """The candidates of exactly these methods.  Where the share of a method (its `share`) is left
-    open, the share is the method's scalar, in as many steps as the method's own `steps` where those
+    open, the share is the method's scalar, in as many steps as the method's `steps` where those
     are declared.  A method that would choose a parameter of its grid by itself, from the whole
     layout, has a candidate for each value: no probe of a few layers knows the choice."""
     choices = [_settings(method, registry) for method in composed.methods]
@@ -263,7 +263,7 @@ class Tree:
         return self._ends[candidate]
 
     def ends_next(self, candidate: Candidate) -> bool:
-        """Whether no method is added to the candidates that are made by adding a method to a
+        """Whether no method is added to the candidates that add a method to a
         candidate."""
         if candidate not in self._ends_next:
             self._ends_next[candidate] = self.ends(candidate) or all(
@@ -287,7 +287,7 @@ class Tree:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The roots, and every candidate that is made of these by adding methods."""
+        """The roots, and every candidate that adds methods to these."""
         found = list(self.roots)
         for candidate in found:
             found += self.more(candidate)

@@ -44,7 +44,7 @@ class Bounds:
 
 class Total:
     """The total costs of `count` chunks that have `layers` layers in all: seconds and bytes, as
-    arrays over layouts and shares, each made when a bound first asks for it."""
+    arrays over layouts and shares, each computed when a bound first reads it."""
 
     def __init__(self, line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> None:
         self.base, self.slope, self.count = line.base, line.slope, count
@@ -129,7 +129,7 @@ class Total:
 def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0) -> Array:
     """Seconds that each layout's step takes at least: the largest of the bounds of the first rank,
     an inner rank and the last rank.  `waits_s`: seconds by which compute of the first rank waits
-    for copies beside its passes."""
+    for copies during its passes."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -186,19 +186,19 @@ def peak_bound(
     first, middle, last = facts
     opening, inner, ending = Total(first, c.opening), Total(middle, c.inner), Total(last, c.ending)
     rest = Total(middle, c.fewest)
-    least = np.maximum(rest.kept_bytes, 0.0)
-    waiting = waiting or Waiting(np.minimum(least, ending.kept_bytes), 0.0)
-    final, more_bytes = _of_last(c, ending.kept_bytes, waiting.kept_bytes, least)
-    others, still = np.minimum(least, final), _still(facts)
-    lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
+    floor = np.maximum(rest.kept_bytes, 0.0)
+    waiting = waiting or Waiting(np.minimum(floor, ending.kept_bytes), 0.0)
+    final, more_bytes = _of_last(c, ending.kept_bytes, waiting.kept_bytes, floor)
+    others, still = np.minimum(floor, final), _still(facts)
+    lower = np.where(c.vpp > 1, np.minimum(floor, opening.kept_bytes), opening.kept_bytes)
 
-    def peak(rank: int, chunk: Total, others: Array, own: Array) -> Array:
+    def peak(rank: int, chunk: Total, others: Array, backward_bytes: Array) -> Array:
         """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
         are being copied, and the highest point of the running pass."""
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
         inside = states[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
         if still:
-            backward = own + np.maximum(0.0, high)
+            backward = backward_bytes + np.maximum(0.0, high)
             return np.asarray(inside + np.maximum(backward, chunk.forward_high_bytes))
         copying = holding[rank]
         each = (
@@ -215,13 +215,13 @@ def peak_bound(
             filled = np.minimum(moves.reload_slots, c.count)
             copying = np.where(c.waits, np.minimum(copying, c.count - filled), copying)
             each = np.where(c.waits, waiting.copied_bytes, each)
-            copied = np.where(c.waits, _copied_beside(c, copying) * each, copied)
+            copied = np.where(c.waits, _passes_in_copy(c, copying) * each, copied)
             slots = _rest_pool_bytes(rest) if by_layer else filled * waiting.copied_bytes
             pools = np.where(c.waits, slots, pools)
             high = high - np.where(c.waits & by_layer, chunk.base.pool_bytes, 0.0)
         if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
-        backward = own + copied + np.maximum(0.0, high)
+        backward = backward_bytes + copied + np.maximum(0.0, high)
         passing = np.maximum(backward, copying * each + chunk.forward_high_bytes)
         return np.asarray(inside + pools + passing)
 
@@ -230,14 +230,14 @@ def peak_bound(
     return np.where(c.pp > 2, most, ends) - ROUNDED_BYTES
 
 
-def _of_last(columns: Columns, kept: Any, waiting: Any, least: Array) -> tuple[Array, Array]:
+def _of_last(columns: Columns, kept: Any, waiting: Any, floor: Array) -> tuple[Array, Array]:
     """Bytes that a pass of the model's last chunk keeps, and by how much those of all its other
-    passes exceed `least`, where these wait.  `kept`: by its probe; `waiting`: where it waits."""
+    passes exceed `floor`, where these wait.  `kept`: by its probe; `waiting`: where it waits."""
     c = columns
     if not c.waits.any():
         return kept, 0.0 * c.count
     final = np.where(c.waits, np.maximum(0.0, waiting), kept)
-    return final, np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - least), 0.0)
+    return final, np.where(c.waits, (c.count - 1) * np.maximum(0.0, final - floor), 0.0)
 
 
 def _still(facts: Facts) -> bool:
@@ -253,9 +253,9 @@ def _fills_slots(columns: Columns, chunk: Total) -> NDArray[np.bool_]:
     return known
 
 
-def _copied_beside(columns: Columns, copying: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Passes of the model's waiting last chunk that are still being copied beside the first
-    backward: neither its own nor the next one, which come back."""
+def _passes_in_copy(columns: Columns, copying: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Passes of the model's waiting last chunk that are still being copied during the first
+    backward: not the pass of that backward and not the next pass, whose copies come back."""
     found: NDArray[np.int64] = np.minimum(copying, np.maximum(0, columns.count - 2))
     return found
 
@@ -293,10 +293,10 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
 
 
 class CopyBound:
-    """Seconds that each layout's first rank needs at least for its copies, beside messages of
-    `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards and of the
-    backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's last layers,
-    which a method may spare, begin on the first rank."""
+    """Seconds that each layout's first rank needs at least for its copies, which share links with
+    messages of `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards
+    and of the backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's
+    last layers, which a method may spare, begin on the first rank."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class CopyBound:
         rate = shared_link_bytes_per_s(alone, alone, cost.nic_bytes_per_s, 0.0, sent_bytes / most)
         efficiency = cost.common.pcie_efficiency
         self.byte_s = 1.0 / (rate * efficiency)
-        self.more_s = self.byte_s - 1.0 / (alone * efficiency)  # than beside nothing
+        self.more_s = self.byte_s - 1.0 / (alone * efficiency)  # than without other traffic
 
     def outwards(self) -> Array:
         """Seconds of all copies to the host, one after the other."""
@@ -344,7 +344,7 @@ class CopyBound:
         return np.asarray(layer.out_bytes * self.byte_s > layer.forward.kernel_s)
 
     def reloads(self) -> Array:
-        """Seconds by which compute waits for copies by layer that come back beside the pass before
+        """Seconds by which compute waits for copies by layer that come back during the pass before
         their backward: in the steady state a forward of another micro-batch or chunk."""
         c, (first, middle, _) = self.columns, self.facts
         ends = [(first, c.opening), (middle, c.fewest), (middle, c.most)]

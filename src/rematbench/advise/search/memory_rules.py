@@ -57,10 +57,10 @@ class MemoryRules:
         self.tree, self.registry, self.queue = tree, registry, queue
         self.excluded = Exclusions()
         self._unprobed: list[Unprobed] = []
-        self._ended: list[tuple[float, Site, bytes]] = []  # plans, by the least bytes they lack
+        self._ended: list[tuple[float, Site, bytes]] = []  # plans, by the fewest bytes they lack
 
     def judge(self, bound_s: float, place: Place, candidate: Candidate, pieces: int = 1) -> None:
-        """Queue a candidate at a layout, at the least step of its share whose bytes may fit; where
+        """Queue a candidate at a layout, at the lowest step of its share whose bytes may fit; where
         no step may fit, queue the expansion of the candidate, and that of a candidate with a share
         in any case: with one more method a smaller share may do.  A candidate in a number of pieces
         is judged once: judging fewer pieces, and a plan of fewer pieces that does not fit, both ask
@@ -110,7 +110,7 @@ class MemoryRules:
 
     def lacks_bytes(self, place: Place, candidate: Candidate) -> bool:
         """Whether a candidate does not fit by what it keeps and copies.  It is not probed, unless
-        nothing fits and what it lacks may be the least."""
+        nothing fits and what it lacks may be the fewest bytes."""
         short = place.bounds.short(candidate)
         found = short.falls[place.index] if short is not None else None
         if found is None:
@@ -121,7 +121,8 @@ class MemoryRules:
         return True
 
     def measure_shortage(self) -> None:
-        """Probe the candidates that fell unprobed, as long as what they lack may be the least."""
+        """Probe the candidates that fell unprobed, as long as what they lack may be the fewest
+        bytes."""
         for unprobed in sorted(self._unprobed, key=lambda one: (one.host, one.nbytes)):
             least = (
                 self.excluded.host_short_bytes
@@ -170,7 +171,7 @@ class MemoryRules:
     def _first_step(
         self, place: Place, candidate: Candidate, pieces: int, bound_s: float, after: int = 0
     ) -> tuple[float, int] | None:
-        """(bound in seconds, step) of the least step of a candidate's share after `after` whose
+        """(bound in seconds, step) of the lowest step of a candidate's share after `after` whose
         bytes may fit; None without such a step."""
         bounds, at = place.bounds, place.index
         found = bounds.of(candidate, pieces)
@@ -243,7 +244,8 @@ class MemoryRules:
             self.excluded.lacks_host(host_short_bytes)
 
     def replay_whole(self) -> None:
-        """Find what plans lack whose replay ended early, as long as it may be the least."""
+        """Compute the bytes that plans lack whose replay ended early, as long as they may be the
+        fewest."""
         for short_bytes, site, content in sorted(self._ended, key=itemgetter(0)):
             if short_bytes < self.excluded.device_short_bytes:
                 self.excluded.lacks_device(site.lacked_bytes(content))
@@ -301,9 +303,9 @@ class MemoryRules:
             self._expand_later(bound_s, place, candidate)
 
     def queue_next_step(self, bound_s: float, place: Place, item: Item) -> bool:
-        """Queue the next step of a candidate's share, where there is any.  It waits with its own
-        bound also where the step before fits: a larger share may be faster, beside other traffic of
-        the host link or with other operators in pieces."""
+        """Queue the next step of a candidate's share, where there is any.  It is queued with its
+        own bound also where the step before fits: a larger share may be faster, with other traffic
+        of the host link or with other operators in pieces."""
         candidate = item.candidate
         found = self._first_step(place, candidate, item.pieces, bound_s, item.step)
         if found:

@@ -42,17 +42,17 @@ class PassCost(NamedTuple):
     net_bytes: float
     high_bytes: float
 
-    def least(self, other: "PassCost") -> "PassCost":
+    def minimum(self, other: "PassCost") -> "PassCost":
         """The lower of the two passes in every number."""
         return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
 
 
 class ChunkCost(NamedTuple):
     """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
-    `out_s`, `back_s`: seconds of the copies to the host and back that run beside other passes of
+    `out_s`, `back_s`: seconds of the copies to the host and back that run during other passes of
     the rank, of the whole chunk or of its last layer; `out_bytes`, `back_bytes`: bytes of all
     copies of activations to the host and back; `trailing_bytes`, `inside_bytes`: bytes of the last
-    copy of a forward, which runs on beside the next pass, and of a backward's own copies back;
+    copy of a forward, which continues during the next pass, and of a backward's own copies back;
     `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
     bytes in host memory; `pool_bytes`: its rank's staging pools; `crossing_bytes`,
     `recrossing_bytes`: bytes that a GPU sends to other nodes in the collectives of the forward, and
@@ -113,7 +113,7 @@ class Chunk:
     def nbytes(self) -> ChunkCost:
         """The chunk's costs without seconds."""
 
-        def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
+        def fewest(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
             return min((bytes_of(*each) for each in self.blocks[wanted]), default=0)
 
         def net(_: Block, profile: Profile) -> int:
@@ -128,19 +128,19 @@ class Chunk:
         def back(block: Block, _: Profile) -> int:
             return copied_bytes(block, Kind.H2D)
 
-        inside_bytes = least("B", back)
+        inside_bytes = fewest("B", back)
         return ChunkCost(
-            forward=_least(pass_bytes(profile) for _, profile in self.blocks["F"]),
-            backward=_least(pass_bytes(profile) for _, profile in self.blocks["B"]),
-            released_bytes=-least("free_d2h", net),
+            forward=_minimum(pass_bytes(profile) for _, profile in self.blocks["F"]),
+            backward=_minimum(pass_bytes(profile) for _, profile in self.blocks["B"]),
+            released_bytes=-fewest("free_d2h", net),
             out_s=0.0,
             back_s=0.0,
-            out_bytes=sum(least(label, out) for label in ("F", "D2H")),
-            back_bytes=inside_bytes + least("H2D", back),
-            trailing_bytes=least("F", lambda block, _: trailing_bytes(block)),
+            out_bytes=sum(fewest(label, out) for label in ("F", "D2H")),
+            back_bytes=inside_bytes + fewest("H2D", back),
+            trailing_bytes=fewest("F", lambda block, _: trailing_bytes(block)),
             inside_bytes=inside_bytes,
-            boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
-            host_bytes=sum(least(label, host) for label in ("F", "D2H")),
+            boundary_bytes=fewest("recv_f", net) + fewest("free_sent_f", net),
+            host_bytes=sum(fewest(label, host) for label in ("F", "D2H")),
             pool_bytes=pool_bytes(self.program.ranks[self.rank]),
             crossing_bytes=0.0,
             recrossing_bytes=0.0,
@@ -162,7 +162,9 @@ class Chunk:
             return min(sent, default=0.0)
 
         def passes(wanted: str) -> PassCost:
-            return _least(pass_cost(b, rank, costs, profile) for b, profile in self.blocks[wanted])
+            return _minimum(
+                pass_cost(b, rank, costs, profile) for b, profile in self.blocks[wanted]
+            )
 
         def copies_s(wanted: str) -> float:
             found = (
@@ -193,10 +195,10 @@ ENTRIES = (COMPUTE, HOST, "h2d")
 """The paths of a PassCost begin when compute or the host is free, or when copies are back."""
 
 
-def _least(costs: Iterator[PassCost]) -> PassCost:
+def _minimum(costs: Iterator[PassCost]) -> PassCost:
     found = next(costs)
     for cost in costs:
-        found = found.least(cost)
+        found = found.minimum(cost)
     return found
 
 
@@ -275,7 +277,7 @@ def placed_alike(problem: Problem) -> bool:
 
 
 def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
-    """The costs of a chunk of which only the seconds of compute are known."""
+    """The costs of a chunk with its seconds of compute only."""
     none = (0.0,) * 5
     forward, backward = (PassCost(s, *none, 0, 0) for s in (forward_s, backward_s))
     return ChunkCost(forward, backward, *(0.0,) * (len(ChunkCost._fields) - 2))

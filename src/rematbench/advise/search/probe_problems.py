@@ -1,7 +1,7 @@
 """Small problems that probes lower, what plans store there, and the costs of their chunks.
 
 A probe lowers blocks to know what a pass needs.  What is stored between a forward and its backward
-is known from the fates of tensors, in a fifth of the time.  That alone excludes most plans that do
+follows from the fates of tensors, in a fifth of the time.  That alone excludes most plans that do
 not fit.
 """
 
@@ -152,20 +152,20 @@ class Lowered:
 
 
 Content = tuple[bytes, Sequence[int]]
-"""What a lowered program is known by: `same_plan`, and the ranks that are lowered.  Rules that
+"""The key of a lowered program: `same_plan`, and the ranks that are lowered.  Rules that
 match something on the first rank match it on the second too, where only the first is left out."""
 
 
 class Plans(NamedTuple):
-    """What is known of the plans of a small problem, whatever its cluster is: lowered programs by
-    their content, and what layers store by `same_plan`."""
+    """Cached results for the plans of a small problem, which do not depend on its cluster: lowered
+    programs by their content, and what layers store by `same_plan`."""
 
     lowered: dict[Content, Lowered]
     stored: dict[bytes, list[Stored]]
 
 
 ProbePrograms = dict[bytes, Plans]
-"""What is known of small problems, by the encoded problem without its cluster."""
+"""Cached results for small problems, by the encoded problem without its cluster."""
 
 
 def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
@@ -192,7 +192,7 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 class Small(NamedTuple):
     """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
-    copies are beside, what is known of its plans, and by plan, rank and traffic the costs of a
+    copies run with, the cached results of its plans, and by plan, rank and traffic the costs of a
     chunk with seconds."""
 
     problem: Problem
@@ -343,7 +343,7 @@ class Measured:
         return tuple(accumulate(kept))
 
     def cost(self, rank: int, traffic: CopyTraffic | None) -> ChunkCost:
-        """The costs of a rank's chunk, with seconds where copies are beside `traffic`, or without
+        """The costs of a rank's chunk, with seconds where copies run with `traffic`, or without
         seconds."""
         small, chunk = self.small, self._lowered.chunks[rank]
         if traffic is None:

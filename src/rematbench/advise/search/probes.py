@@ -3,11 +3,11 @@
 A chunk of n layers repeats its layers, so the seconds and bytes of its passes are linear in n.  The
 line is read from blocks of `lower`, at two numbers of layers, on a pipeline of four ranks (or of
 one) that has the same tensor- and context-parallel groups and the same micro-batch, and no
-data-parallel traffic.  No cost rule is written twice, and a user's own method has bounds too.
+data-parallel traffic.  No cost rule is written twice, and a user's method has bounds too.
 
 All numbers are lower bounds of what the simulator finds for the same plan at any depth, width of
-data parallelism and number of micro-batches: streams beside compute are left out, and each copy has
-its link to itself.
+data parallelism and number of micro-batches: streams other than compute are left out, and each copy
+has its link to itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,30 +51,30 @@ class Probe:
     seconds."""
 
     def __init__(
-        self, made: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
+        self, measured: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
     ) -> None:
-        self.kinds, self.transfers, self.pinned = made.kinds, made.transfers, pinned
-        self._made, self._lines = made, lines
+        self.kinds, self.transfers, self.pinned = measured.kinds, measured.transfers, pinned
+        self._measurement, self._lines = measured, lines
 
     @property
     def copies(self) -> bool:
         """Whether the plan may copy activations to the host."""
-        return copies(self._made.plan)
+        return copies(self._measurement.plan)
 
     @cached_property
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
         any schedule: none where copies may reach the head, as a method may copy the last chunk
         under some schedules only."""
-        return self._made.end_bytes()
+        return self._measurement.end_bytes()
 
     @cached_property
     def facts(self) -> Facts:
         """The method's lines."""
         return self._lines(NO_TRAFFIC)
 
-    def beside(self, traffic: CopyTraffic) -> Facts:
-        """The method's lines where all copies are beside `traffic`, rounded down, so that layouts
+    def with_traffic(self, traffic: CopyTraffic) -> Facts:
+        """The method's lines where all copies run with `traffic`, rounded down, so that layouts
         often share it."""
         return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
 
@@ -104,7 +104,7 @@ Found = TypeVar("Found")
 
 
 class Prober:
-    """Measures the passes of methods on small problems, which are made once for all methods.
+    """Measures the passes of methods on small problems, which are built once for all methods.
     `layers`: the number of layers measured so far."""
 
     def __init__(self, problem: Problem, programs: ProbePrograms) -> None:
@@ -113,7 +113,7 @@ class Prober:
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
-        self._least: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods
+        self._layers: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
@@ -134,7 +134,7 @@ class Prober:
         copies by layer repeat only after a few layers: such a method is measured with more, at once
         where the methods needed so many with other settings."""
         names = tuple(each.name for each in method.methods)
-        least = self._least.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        least = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
         found = measure(method, least)
         for layers in MORE_LAYERS:
             if not isinstance(found, Refused):
@@ -143,7 +143,7 @@ class Prober:
                 least = max(layers, found.layers)
                 found = measure(method, least)
         if not isinstance(found, Refused):
-            self._least[names] = least
+            self._layers[names] = least
         return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
@@ -260,7 +260,8 @@ class Prober:
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:
-        """A method's plan.  The plan that its last part changes is made once for all such parts."""
+        """A method's plan.  The plan that its last part changes is computed once for all such
+        parts."""
         before, small = Composition(method.methods[:-1]), self._small(sizes)
         if not before.methods:
             return method.plan(small.problem, small.base)
@@ -295,10 +296,10 @@ class Prober:
             return Refused(str(error))
 
 
-def _spares_end(made: Measured) -> bool:
+def _spares_end(measured: Measured) -> bool:
     """Whether a plan copies chunks, but not that of the last rank."""
-    copied = [made.cost(rank, None).released_bytes for rank in (1, 3)]
-    return made.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
+    copied = [measured.cost(rank, None).released_bytes for rank in (1, 3)]
+    return measured.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
 
 
 def _sizes(least: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """A search in worker processes: rounds of its work, and the planners at its end.
 
 Each process has its share of the shards, and all know the best step.  A round is a fixed amount of
-work, counted and not timed, so that the plans found do not depend on the speed of the machine.
+work, counted and not timed, so that the resulting plans do not depend on the speed of the machine.
 Planners are methods whose plan is unknown before it is solved.  Bounds cover no such plan, so
 planners enter once the others are proved: each is solved at the layouts of the fastest plans, in
 that order, until a plan of it fits.
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.compare.candidates import lost_reason
 from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice
 from rematbench.advise.search.trials import Site, Trial
 from rematbench.evaluate.result import Result, Status
@@ -47,7 +47,7 @@ LIMIT_S = 3600
 
 
 class Round(Struct, frozen=True):
-    """What a process is told before a round: the best step of all processes, in seconds, and
+    """The input of a process for a round: the best step of all processes, in seconds, and
     whether to look for the other plans to show."""
 
     best_s: float
@@ -68,9 +68,9 @@ class State(Struct, frozen=True, kw_only=True):
 class Part:
     """The search of a share of the shards, in a worker process."""
 
-    def __init__(self, asked: Asked, part: int, parts: int, *, lists: bool) -> None:
+    def __init__(self, request: SearchRequest, part: int, parts: int, *, lists: bool) -> None:
         collect_rarely()
-        self.search = SearchJob(asked).search(part, parts, lists=lists)
+        self.search = SearchJob(request).search(part, parts, lists=lists)
         self.steps = self.search.run()
 
     def __call__(self, start: Round) -> State:
@@ -124,7 +124,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
     def lists(self, shown: int, within: float) -> bool:
-        """Whether the first `shown` plans are known: no other plan has a step that is shorter than
+        """Whether the first `shown` plans are final: no other plan has a step that is shorter than
         the last one's by more than the gap."""
         if len(self.results) < shown:
             return self.listed_s == inf
@@ -132,16 +132,16 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 def rounds(
-    asked: Asked,
+    request: SearchRequest,
     *,
     shown: int = 10,
     processes: int = 2,
     most_rounds: int | None = None,
 ) -> Generator[Progress, None, None]:
-    """Progress after each round, until the gap is proved and the first `shown` plans are known (or
+    """Progress after each round, until the gap is proved and the first `shown` plans are final (or
     LATER rounds have looked for these), or no plan is left, or `most_rounds` rounds are done."""
     pools: list[Pool[Round, State]] = [
-        Pool(1, partial(Part, lists=shown > 1), (asked, part, processes), LIMIT_S)
+        Pool(1, partial(Part, lists=shown > 1), (request, part, processes), LIMIT_S)
         for part in range(processes)
     ]
     at, later, fitting = Progress(), 0, list[Trial]()
@@ -155,8 +155,8 @@ def rounds(
             fitting = distinct([*fitting, *(one for state in states for one in state.trials)])
             at = _after(at, states, fitting, listing=listing)
             yield at
-            later += at.gap <= asked.within
-            proved = later > LATER or (later > 0 and at.lists(shown, asked.within))
+            later += at.gap <= request.within
+            proved = later > LATER or (later > 0 and at.lists(shown, request.within))
             left_s = at.listed_s if listing else at.bound_s
             ends = left_s == inf and (listing or shown == 1 or not at.results)
             if proved or ends or done == most_rounds:
@@ -241,13 +241,13 @@ Task = tuple[str, Choice]
 class Solver:
     """Solves planners in a worker process."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.job = SearchJob(asked)
+    def __init__(self, request: SearchRequest) -> None:
+        self.job = SearchJob(request)
 
     def __call__(self, task: Task) -> Result:
         """The result of a planner."""
         method, choice = task
-        problem, only = self.job.problem(choice), self.job.asked.engine
+        problem, only = self.job.problem(choice), self.job.request.engine
         engines = Engines(problem, only) if only else None
         return Site(choice, problem).trial(method, self.job.registry, engines=engines).result
 
@@ -259,7 +259,7 @@ def solve_planners(
     plans of the search, the fastest first; `limit_s`: CPU seconds for a planner at one layout."""
     choices = list(dict.fromkeys(map(job.choice, fastest)))[:MOST_LAYOUTS]
     waiting = list(job.planners) if choices else []
-    pool: Pool[Task, Result] = Pool(processes, Solver, (job.asked,), limit_s)
+    pool: Pool[Task, Result] = Pool(processes, Solver, (job.request,), limit_s)
     try:
         for choice in choices:
             pool.add([(method, choice) for method in waiting])

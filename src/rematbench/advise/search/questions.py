@@ -9,7 +9,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from rematbench.advise.search.processes import MINUTE, Progress, rounds
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.evaluate.result import Result
 from rematbench.plugins.registry import MethodError
 from rematbench.solve.search import brackets, middle, twice
@@ -29,12 +29,12 @@ GRANULE = 1024
 
 
 FINE = 16
-"""The longest length, the largest batch and the least memory are found to one part in FINE."""
+"""Resolution of the longest length, the largest batch and the least memory: one part in FINE."""
 
 
 MOST_ROUNDS, HALVINGS = MINUTE, 3
 """Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
-A plan that is found fits; where the search finds no plan, a plan may still exist."""
+A plan that the search returns fits; where it returns none, a plan may still exist."""
 
 
 LOOK = 1
@@ -61,15 +61,15 @@ Answer = tuple[int, Result | None]
 
 
 def reached(
-    asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
+    request: SearchRequest, step_s: float, processes: int, most_rounds: int | None = None
 ) -> Result | None:
     """A plan whose step takes at most `step_s`; None where the search proves that no plan does, or
     finds none in `most_rounds`.  Of a step that may take any time no seconds are bounded: any plan
     that fits will do."""
-    asked = replace(asked, any_fit=step_s == inf, within=0.0)
-    if not _has_layout(asked):  # else the error would be in a worker
+    request = replace(request, any_fit=step_s == inf, within=0.0)
+    if not _has_layout(request):  # else the error would be in a worker
         return None
-    going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
+    going = rounds(request, shown=1, processes=processes, most_rounds=most_rounds)
     with closing(going) as found:
         for at in found:
             if at.results and at.best_s <= step_s:
@@ -79,14 +79,14 @@ def reached(
     return None
 
 
-def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[Answer]:
+def fewest_gpus(request: SearchRequest, tokens_per_s: float, processes: int) -> Iterator[Answer]:
     """An answer for 1, 2, 4, ... GPUs, up to the problem's, until all GPUs together reach
     `tokens_per_s`; then for every whole number of nodes (inside a node: of GPUs) between the last
     two that has a layout, until one reaches it."""
-    spec = asked.spec
+    spec = request.spec
 
     def reach(gpus: int) -> Answer:
-        return gpus, reached(_with_gpus(asked, gpus), step_s, processes)
+        return gpus, reached(_with_gpus(request, gpus), step_s, processes)
 
     step_s = spec.global_batch * spec.seq_len / tokens_per_s
     counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
@@ -95,7 +95,7 @@ def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[A
         yield enough
         if enough[1] is None:
             continue
-        for fewer in _between(asked, before, gpus):
+        for fewer in _between(request, before, gpus):
             answer = reach(fewer)
             yield answer
             if answer[1]:
@@ -103,35 +103,35 @@ def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[A
         return
 
 
-def _between(asked: Asked, before: int, gpus: int) -> Iterator[int]:
+def _between(request: SearchRequest, before: int, gpus: int) -> Iterator[int]:
     """Whole numbers of nodes (inside a node: of GPUs) between two numbers of GPUs that have a
-    layout, from the least on."""
-    node = _cluster(asked).gpus_per_node
+    layout, in ascending order."""
+    node = _cluster(request).gpus_per_node
     for count in range(before + 1, gpus):
-        if count % (node if count > node else 1) == 0 and _has_layout(_with_gpus(asked, count)):
+        if count % (node if count > node else 1) == 0 and _has_layout(_with_gpus(request, count)):
             yield count
 
 
-def _with_gpus(asked: Asked, gpus: int) -> Asked:
-    return replace(asked, spec=replace(asked.spec, gpus=gpus))
+def _with_gpus(request: SearchRequest, gpus: int) -> SearchRequest:
+    return replace(request, spec=replace(request.spec, gpus=gpus))
 
 
-def _has_layout(asked: Asked) -> bool:
+def _has_layout(request: SearchRequest) -> bool:
     try:
-        SearchJob(asked).ready()
+        SearchJob(request).ready()
     except (LayoutError, MethodError):  # no layout, or no options of the engine there
         return False
     return True
 
 
-def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
+def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
     """Answers for sequence lengths from the problem's on: doubled until no plan fits, then
     bisected.  Of the lengths without a plan only the shortest has a proof and an answer: until then
     a length on which a short look finds no plan is taken to have none, and asked again where the
     proof finds a plan."""
 
     def fits(seq_len: int, most_rounds: int | None = None) -> Result | None:
-        there = replace(asked, spec=replace(asked.spec, seq_len=seq_len))
+        there = replace(request, spec=replace(request.spec, seq_len=seq_len))
         return reached(there, inf, processes, most_rounds)
 
     known: dict[int, Result | None] = {}
@@ -144,7 +144,7 @@ def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
     said: set[int] = set()
     while True:
         short = inf
-        for answer in _largest(look, asked.spec.seq_len, GRANULE):
+        for answer in _largest(look, request.spec.seq_len, GRANULE):
             if answer[1] is None:
                 short = min(short, answer[0])
             elif answer[0] not in said:
@@ -156,28 +156,28 @@ def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
             return
 
 
-def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answer]:
+def largest_batch(request: SearchRequest, step_s: float, processes: int) -> Iterator[Answer]:
     """Answers for multiples of the problem's global batch; a plan's step takes at most `step_s`."""
-    batch = asked.spec.global_batch
+    batch = request.spec.global_batch
 
     def quick(global_batch: int) -> Result | None:
-        there = replace(asked, spec=replace(asked.spec, global_batch=global_batch))
+        there = replace(request, spec=replace(request.spec, global_batch=global_batch))
         return reached(there, step_s, processes)
 
     yield from _largest(quick, batch, batch)
 
 
-def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
-    """Answers for bytes of device memory, bisected from the device's own.  A plan's step may be
+def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[Answer]:
+    """Answers for bytes of device memory, bisected from the device's memory.  A plan's step may be
     longer than the best step with all the memory by the share `lose`."""
-    hbm = asked.spec.hbm_bytes or _cluster(asked).hbm_bytes
-    best = fastest(asked, processes)
+    hbm = request.spec.hbm_bytes or _cluster(request).hbm_bytes
+    best = fastest(request, processes)
     yield hbm, best
     if best is None:
         return
 
     def quick(hbm_bytes: int) -> Result | None:
-        there = replace(asked, spec=replace(asked.spec, hbm_bytes=hbm_bytes))
+        there = replace(request, spec=replace(request.spec, hbm_bytes=hbm_bytes))
         try:
             return reached(there, best.fitting_s * (1.0 + lose), processes)
         except ConfigError:  # the memory is smaller than the reserve
@@ -189,9 +189,9 @@ def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
     yield from _answers(quick, 0, hbm, between=between)
 
 
-def fastest(asked: Asked, processes: int) -> Result | None:
-    """The fastest plan, to within the gap of `asked`; None where no plan fits."""
-    *_, end = rounds(asked, shown=1, processes=processes)
+def fastest(request: SearchRequest, processes: int) -> Result | None:
+    """The fastest plan, to within the gap of `request`; None where no plan fits."""
+    *_, end = rounds(request, shown=1, processes=processes)
     return end.results[0] if end.results else None
 
 
@@ -209,7 +209,7 @@ def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
 def _answers(
     reach: Any, low: int, high: int, *, largest: bool = False, **how: Any
 ) -> Iterator[Answer]:
-    """The answer for each value that `brackets` asks on the way to the least value that `reach`
+    """The answer for each value that `brackets` asks on the way to the lowest value that `reach`
     finds a plan for, or to the largest; `how` goes to `brackets`."""
     tried: list[Answer] = []
 
@@ -221,16 +221,16 @@ def _answers(
         yield tried[-1]
 
 
-def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
+def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
     """Changes in words, each with a plan that fits after it, where none did: more device memory,
     more host memory if a plan lacked host memory, and more GPUs; of each the smallest tried change
     that has a plan."""
 
     def fits(**changes: Any) -> Result | None:
-        there = replace(asked, spec=replace(asked.spec, **changes))
+        there = replace(request, spec=replace(request.spec, **changes))
         return reached(there, inf, processes, MOST_ROUNDS)
 
-    spec, cluster = asked.spec, _cluster(asked)
+    spec, cluster = request.spec, _cluster(request)
     hbm = spec.hbm_bytes or cluster.hbm_bytes
     if at.short_bytes < inf:  # else no plan lacked device memory
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
@@ -247,8 +247,8 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[tuple[str,
 
 
 def _enough(reach: Any, least: float, most: int) -> Answer:
-    """The fewest further bytes with which `reach` finds a plan: doubled until a plan is found or
-    `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes."""
+    """The fewest further bytes with which `reach` finds a plan: doubled until a plan fits or
+    `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes or more."""
     halvings = iter(range(HALVINGS))
     best: Answer = 0, None
 
@@ -261,24 +261,24 @@ def _enough(reach: Any, least: float, most: int) -> Answer:
     return best
 
 
-def prices(asked: Asked, processes: int) -> Iterator[tuple[str, float]]:
+def prices(request: SearchRequest, processes: int) -> Iterator[tuple[str, float]]:
     """Changes of the machine in words, and the seconds of the fastest step after each: of the
     machine as it is, then of one with more memory or faster links."""
-    yield "as it is", _step_s(asked, processes)
-    for change, cluster in _changes(asked):
-        there = replace(asked, spec=replace(asked.spec, cluster=cluster, hbm_bytes=None))
+    yield "as it is", _step_s(request, processes)
+    for change, cluster in _changes(request):
+        there = replace(request, spec=replace(request.spec, cluster=cluster, hbm_bytes=None))
         yield change, _step_s(there, processes)
 
 
-def _step_s(asked: Asked, processes: int) -> float:
-    found = fastest(asked, processes)
+def _step_s(request: SearchRequest, processes: int) -> float:
+    found = fastest(request, processes)
     return found.fitting_s if found else inf
 
 
-def _changes(asked: Asked) -> Iterator[tuple[str, Cluster]]:
-    cluster = _cluster(asked)
-    if asked.spec.hbm_bytes is not None:
-        cluster = replace(cluster, hbm_bytes=asked.spec.hbm_bytes)
+def _changes(request: SearchRequest) -> Iterator[tuple[str, Cluster]]:
+    cluster = _cluster(request)
+    if request.spec.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=request.spec.hbm_bytes)
     for name, field in (("device", "hbm_bytes"), ("host", "host_bytes")):
         for more in MORE_GIB:
             larger = {field: getattr(cluster, field) + more * GIB}
@@ -289,6 +289,6 @@ def _changes(asked: Asked) -> Iterator[tuple[str, Cluster]]:
             yield f"+10 % of {name}", replace(cluster, **{field: FASTER * rate})
 
 
-def _cluster(asked: Asked) -> Cluster:
-    given = asked.spec.cluster
+def _cluster(request: SearchRequest) -> Cluster:
+    given = request.spec.cluster
     return given if isinstance(given, Cluster) else load_cluster(given)

@@ -36,12 +36,12 @@ BEGINNING: tuple[Stage, ...] = ("layout", "root")
 
 
 class Place(Struct):
-    """A layout during the search: the bounds of its shard, and its index there.  `fits`: the least
+    """A layout during the search: the bounds of its shard, and its index there.  `fits`: the lowest
     step of its share at which a candidate fits, in as few pieces as it has; `families`: whether a
     family may fit; `tightened`: whether any of its candidates has a bound by the schedule;
     `judged`: candidates and pieces that have bounds; `simulated`: plans, by content; `short`:
     live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces;
-    `ends`: a share's least step that host memory cannot hold; `refused`: candidates without a plan
+    `ends`: a share's lowest step that host memory cannot hold; `refused`: candidates without a plan
     at any step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
 
     bounds: ShardBounds
@@ -140,19 +140,19 @@ class Queue(Generic[T]):
 
     @property
     def bound(self) -> float:
-        """The least bound; infinite for an empty queue."""
+        """The lowest bound; infinite for an empty queue."""
         self._drop(self._all)
         return self._all[0][0] if self._all else float("inf")
 
     @property
     def ripe_bound(self) -> float:
-        """The least bound of a ripe entry; infinite where no ripe entry waits."""
+        """The lowest bound of a ripe entry; infinite where no ripe entry waits."""
         self._drop(self._ripe)
         return self._ripe[0][0] if self._ripe else float("inf")
 
     def pop(self, *, ripe: bool = False) -> tuple[float, T]:
-        """Remove and return the entry of the least bound, of all or of the ripe entries; IndexError
-        where there is no such entry."""
+        """Remove and return the entry with the lowest bound, of all or of the ripe entries;
+        IndexError where there is no such entry."""
         heap = self._ripe if ripe else self._all
         self._drop(heap)
         bound, number, item = heapq.heappop(heap)
@@ -231,7 +231,7 @@ class SearchQueue:
 
     @property
     def bound_s(self) -> float:
-        """Seconds: no plan in the queue has a shorter step.  In a lean order nothing is known of
+        """Seconds: no plan in the queue has a shorter step.  A lean order gives no bound for
         seconds before no plan is left."""
         if self.lean:
             return 0.0 if self.entries else inf

@@ -3,8 +3,8 @@
 A rank has two clocks, compute and host, which each pass advances by its PassCost.  A message
 arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
 
-Copies are slowed by other traffic: messages per copied byte, and the share of bytes beside a copy
-in the other direction, are ratios.  Each is bounded by its least numerator and its largest
+Copies are slowed by other traffic: messages per copied byte, and the share of bytes copied during a
+copy in the other direction, are ratios.  Each is bounded by its smallest numerator and its largest
 denominator.
 """
 
@@ -20,8 +20,8 @@ from rematbench.advise.search.pass_costs import ChunkCost, Facts, Line, PassCost
 from rematbench.advise.search.schedule_walk import (
     FETCH,
     PASS,
-    Beside,
     Copies,
+    CopyTimes,
     Events,
     Pieces,
     Rules,
@@ -68,7 +68,7 @@ def host_update_s(problem: Problem, count: int) -> float:
 
 class Stages(NamedTuple):
     """The lines of a layout's virtual stages and the layers of each.  `out_bytes`, `back_bytes`:
-    the most bytes that each stage copies; `surely`: the least share of them that it copies."""
+    the most bytes that each stage copies; `surely`: the smallest share of them that it copies."""
 
     lines: Sequence[Line]
     sizes: Sequence[int]
@@ -128,44 +128,46 @@ def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
 
 
 def lowest_traffic(
-    cost: CostModel, turns: Turns, made: Stages, moves: Transfers, sent_bytes: float
+    cost: CostModel, turns: Turns, chunks: Stages, moves: Transfers, sent_bytes: float
 ) -> CopyTraffic:
-    """What the copies of a step are beside at least.  `sent_bytes`: bytes of a micro-batch's
-    messages to other nodes, as one GPU of each rank sends them."""
-    out, back = made.out_bytes, made.back_bytes
+    """A lower bound of the traffic that the copies of a step share links with.  `sent_bytes`: bytes
+    of a micro-batch's messages to other nodes, as one GPU of each rank sends them."""
+    out, back = chunks.out_bytes, chunks.back_bytes
     total = fsum(out) + fsum(back)
-    rounding = MIB * sum(made.sizes)
-    sure = [share * (a + b) for share, a, b in zip(made.surely, out, back, strict=True)]
-    busy_s = fsum(made.all(lambda cost: cost.forward.kernel_s + cost.backward.kernel_s))
+    rounding = MIB * sum(chunks.sizes)
+    sure = [share * (a + b) for share, a, b in zip(chunks.surely, out, back, strict=True)]
+    busy_s = fsum(chunks.all(lambda cost: cost.forward.kernel_s + cost.backward.kernel_s))
     by_layer = moves.granularity == "layer"
-    beside = _by_layer if by_layer else _by_chunk
-    crossing = fsum(made.all(lambda cost: cost.crossing_bytes))
-    recrossing = fsum(made.all(lambda cost: cost.recrossing_bytes))
-    if not by_layer:  # copies of chunks run beside forwards and backwards
+    both_ways = _by_layer if by_layer else _by_chunk
+    crossing = fsum(chunks.all(lambda cost: cost.crossing_bytes))
+    recrossing = fsum(chunks.all(lambda cost: cost.recrossing_bytes))
+    if not by_layer:  # copies of chunks run during forwards and backwards
         crossing = recrossing = crossing + recrossing
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
     return CopyTraffic(
-        two_way_share=beside(turns, made, moves) / turns.micro_batches / (total + 2 * rounding),
+        two_way_share=both_ways(turns, chunks, moves)
+        / turns.micro_batches
+        / (total + 2 * rounding),
         sent_per_d2h=(sent_bytes + crossing) / (fsum(out) + rounding),
         received_per_h2d=(sent_bytes + recrossing) / (fsum(back) + rounding),
         kernel_delay_share=fsum(sure) / hbm_bytes_per_s / busy_s,
     )
 
 
-def _by_layer(turns: Turns, made: Stages, _: Transfers) -> float:
-    """Bytes of a step's copies by layer that run beside a copy in the other direction: a forward's
-    last copy that runs into another pass' backward, and as many of that backward's own."""
-    sure = [share > 0.0 for share in made.surely]
-    trailing = np.where(sure, made.all(lambda cost: cost.trailing_bytes), 0.0)
-    inside = np.where(sure, made.all(lambda cost: cost.inside_bytes), 0.0)
+def _by_layer(turns: Turns, chunks: Stages, _: Transfers) -> float:
+    """Bytes of a step's copies by layer that run during a copy in the other direction: a forward's
+    last copy that runs into another pass' backward, and as many of that backward's copies."""
+    sure = [share > 0.0 for share in chunks.surely]
+    trailing = np.where(sure, chunks.all(lambda cost: cost.trailing_bytes), 0.0)
+    inside = np.where(sure, chunks.all(lambda cost: cost.inside_bytes), 0.0)
     one, other, times = _turnings(turns)
     both = trailing[one] + np.minimum(trailing[one], inside[other])
     return float(np.sum(times * np.where(inside[other] > 0.0, both, 0.0)))
 
 
 HIDDEN = 0.5
-"""Copies that take less than this share of the forward beside them are not timed again: no wait for
-them is near."""
+"""Copies that take less than this share of the forward that they overlap are not timed again: no
+wait for them is near."""
 
 
 def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
@@ -189,11 +191,11 @@ def _turnings(turns: Turns) -> tuple[NDArray[np.int64], ...]:
     """The stages of forwards and of the backwards of other passes that directly follow on the same
     rank, and how often each pair does."""
 
-    def counted(short: Turns, found: Issued) -> NDArray[np.int64]:
-        _, rank, own, stage = found
-        forward = own >= short.half
+    def counted(short: Turns, listed: Issued) -> NDArray[np.int64]:
+        _, rank, pass_id, stage = listed
+        forward = pass_id >= short.half
         next_to = (rank[1:] == rank[:-1]) & forward[:-1] & ~forward[1:]
-        where = np.flatnonzero(next_to & (own[:-1] - short.half != own[1:]))
+        where = np.flatnonzero(next_to & (pass_id[:-1] - short.half != pass_id[1:]))
         pairs = stage[where] * short.stages + stage[where + 1]
         return np.bincount(pairs, minlength=short.stages**2)
 
@@ -208,7 +210,7 @@ class Issued(NamedTuple):
 
     kind: NDArray[np.int64]
     rank: NDArray[np.int64]
-    own: NDArray[np.int64]
+    pass_id: NDArray[np.int64]
     stage: NDArray[np.int64]
 
 
@@ -221,32 +223,32 @@ def _times(
     parts = events(short, copies, cut=left_out > 0)
 
     def count(parts: Sequence[Events]) -> NDArray[np.int64]:
-        columns = [(part.kind, part.rank, part.own) for part in parts]
-        kind, rank, own = (np.concatenate(column) for column in zip(*columns, strict=True))
+        columns = [(part.kind, part.rank, part.pass_id) for part in parts]
+        kind, rank, pass_id = (np.concatenate(column) for column in zip(*columns, strict=True))
         order = np.argsort(rank, kind="stable")
-        stage = own // short.micro_batches % short.stages
-        return counted(short, Issued(*(column[order] for column in (kind, rank, own, stage))))
+        stage = pass_id // short.micro_batches % short.stages
+        return counted(short, Issued(*(column[order] for column in (kind, rank, pass_id, stage))))
 
     found = count(parts)
     return found + left_out * (found - count(parts[::2])) if left_out else found
 
 
-def _by_chunk(turns: Turns, made: Stages, moves: Transfers) -> float:
+def _by_chunk(turns: Turns, chunks: Stages, moves: Transfers) -> float:
     """Bytes of a step's copies of whole chunks that are issued next to a copy in the other
     direction, of another pass.  Copies of a rank count if all its stages are sure to copy, or are
     sure not to."""
-    out, back = made.out_bytes, made.back_bytes
+    out, back = chunks.out_bytes, chunks.back_bytes
     copies = tuple(a > 0.0 for a in out)
     doubtful = {
         stage % turns.pp
-        for stage, (copied, share) in enumerate(zip(copies, made.surely, strict=True))
+        for stage, (copied, share) in enumerate(zip(copies, chunks.surely, strict=True))
         if copied and not share
     }
     outs, backs = _meeting(turns, Copies(True, moves.release_lag), copies)
     return fsum(
         share * (a * met_out + b * met_back)
         for stage, (share, a, b, met_out, met_back) in enumerate(
-            zip(made.surely, out, back, outs, backs, strict=True)
+            zip(chunks.surely, out, back, outs, backs, strict=True)
         )
         if stage % turns.pp not in doubtful
     )
@@ -259,11 +261,11 @@ def _meeting(
     """How often copies of each stage to the host, and back, are issued next to a copy in the other
     direction of another pass; `copying`: the stages that copy."""
 
-    def counted(short: Turns, found: Issued) -> NDArray[np.int64]:
-        passes = (found.kind == PASS) & (found.own >= short.half)
-        issued = (passes | (found.kind == FETCH)) & np.array(copying)[found.stage]
-        kind, rank, own, stage = (column[issued] for column in found)
-        next_to = (rank[1:] == rank[:-1]) & (kind[1:] != kind[:-1]) & (own[1:] != own[:-1])
+    def counted(short: Turns, listed: Issued) -> NDArray[np.int64]:
+        passes = (listed.kind == PASS) & (listed.pass_id >= short.half)
+        issued = (passes | (listed.kind == FETCH)) & np.array(copying)[listed.stage]
+        kind, rank, pass_id, stage = (column[issued] for column in listed)
+        next_to = (rank[1:] == rank[:-1]) & (kind[1:] != kind[:-1]) & (pass_id[1:] != pass_id[:-1])
         met = np.append(next_to, False) | np.append(False, next_to)
         return np.bincount(2 * stage[met] + kind[met], minlength=2 * short.stages)
 
@@ -284,7 +286,7 @@ class Links(NamedTuple):
 class Frame(NamedTuple):
     """The part of a layout's step that does not depend on the fates of activations: the order of
     passes, messages, seconds of each rank's step end, and seconds that compute loses to
-    collectives beside it."""
+    collectives that run with it."""
 
     turns: Turns
     links: Links
@@ -303,14 +305,14 @@ class _End:
         ]
         peers = problem.layout.state_shards > 1
         self.overlap_reduce = problem.system.reduce_overlap and peers
-        self.known: dict[tuple[object, ...], Block] = {}
+        self.cache: dict[tuple[object, ...], Block] = {}
         self.blocks: list[Block] = []
 
     def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
         """Collect the block that `build` returns, which is one for all steps with its key."""
-        if key not in self.known:
-            self.known[key] = build()
-        self.blocks.append(self.known[key])
+        if key not in self.cache:
+            self.cache[key] = build()
+        self.blocks.append(self.cache[key])
 
 
 def frame(problem: Problem, plan: Plan) -> Frame:
@@ -364,8 +366,8 @@ def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
 
 
 def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
-    """Seconds that compute loses to gradient reductions and parameter gathers beside it, counted as
-    one collective of each kind per chunk."""
+    """Seconds that compute loses to gradient reductions and parameter gathers that run with it,
+    counted as one collective of each kind per chunk."""
     lay, system = problem.layout, problem.system
     if lay.state_shards == 1 or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
         return 0.0
@@ -386,7 +388,7 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
 class Stage(NamedTuple):
     """A virtual stage.  Forward and backward: seconds (of compute from when it is free, until
     compute ends from the host's start, of the host).  `landed_s`: from the arrival of the copies
-    back to the end of the backward; `out_s`, `back_s`: seconds of copies beside other passes."""
+    back to the end of the backward; `out_s`, `back_s`: seconds of copies during other passes."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
@@ -395,17 +397,17 @@ class Stage(NamedTuple):
     back_s: float
 
 
-def stages_of(made: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage]:
+def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage]:
     """The virtual stages of chunks, whose copies and kernels `traffic` slows."""
 
     def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
-        """Seconds of each stage's copies beside other passes."""
-        sizes = made.out_bytes if direction == "d2h" else made.back_bytes
+        """Seconds of each stage's copies during other passes."""
+        sizes = chunks.out_bytes if direction == "d2h" else chunks.back_bytes
         return [
             share * alone_s
             + cost.copy_s(share * nbytes, direction, traffic)
             - cost.copy_s(share * nbytes, direction)
-            for share, alone_s, nbytes in zip(made.surely, made.all(which), sizes, strict=True)
+            for share, alone_s, nbytes in zip(chunks.surely, chunks.all(which), sizes, strict=True)
         ]
 
     def passed(role: Line, which: str, layers: int) -> tuple[float, float, float]:
@@ -415,17 +417,17 @@ def stages_of(made: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage
         slower = traffic.kernel_delay_share * of("kernel_s")
         # The longest path from the host's start runs through the layers on the host or on the
         # device.  A middle rank's layers do not tell which, so the bound takes the lower one.
-        own: PassCost = getattr(role.slope, which)
+        layer: PassCost = getattr(role.slope, which)
         edge = min if layers >= role.layers else max
-        layer_s = edge(own.issued_s, own.compute_s, own.host_s)
+        layer_s = edge(layer.issued_s, layer.compute_s, layer.host_s)
         base: PassCost = getattr(role.base, which)
         issued_s = base.issued_s + (layers - role.layers) * layer_s
         issued_s = max(issued_s, of("compute_s"), of("called_s"))
         return (of("compute_s") + slower, issued_s, of("host_s"))
 
     known: dict[tuple[int, int], Stage] = {}  # without copies, by the role and layers of a stage
-    kinds = [(id(role), n) for role, n in zip(made.lines, made.sizes, strict=True)]
-    for kind, role in zip(kinds, made.lines, strict=True):
+    kinds = [(id(role), n) for role, n in zip(chunks.lines, chunks.sizes, strict=True)]
+    for kind, role in zip(kinds, chunks.lines, strict=True):
         if kind not in known:
             n = kind[1]
             landed_s = at(role, lambda c: c.backward.landed_s, n)
@@ -439,25 +441,25 @@ def stages_of(made: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage
 
 
 def schedule_bound_s(
-    frame: Frame, made: Stages, moves: Transfers, traffic: CopyTraffic, cost: CostModel
+    frame: Frame, chunks: Stages, moves: Transfers, traffic: CopyTraffic, cost: CostModel
 ) -> float:
     """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
     hide the seconds that compute loses to collectives, so the bound then leaves those out."""
     whole = moves.granularity == "chunk"
-    if not whole and made.moves:
+    if not whole and chunks.moves:
         frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
-    stages = stages_of(made, traffic, cost)
+    stages = stages_of(chunks, traffic, cost)
     pieces, links = _pieces(frame, stages), frame.links
     rules = Rules(links.waits, links.held)
     if any(stage.out_s for stage in stages):
-        beside = Beside(
+        copy_times = CopyTimes(
             [stage.out_s for stage in stages],
             [stage.back_s for stage in stages],
             [stage.landed_s for stage in stages],
             held="warmup" in moves.before_send_phases,
         )
         copies = Copies(whole, moves.release_lag)
-        ends = walk_with_copies(frame.turns, copies, pieces, beside, rules, frame.stall_s)
+        ends = walk_with_copies(frame.turns, copies, pieces, copy_times, rules, frame.stall_s)
     else:
         ends = walk_passes(frame.turns, pieces, rules, frame.stall_s)
     return max(at + end for at, end in zip(ends, frame.end_s, strict=True))

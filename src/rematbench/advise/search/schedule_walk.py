@@ -1,4 +1,4 @@
-"""A walk through the passes of a step and the copies beside them, in an order from the schedule.
+"""A walk through the passes of a step and the copies during them, in an order from the schedule.
 
 The order follows from the schedule alone.  It is written once, as arrays with an entry per
 event, and walked for every plan with that plan's seconds.
@@ -71,8 +71,8 @@ def shortened(turns: Turns) -> tuple[Turns, int]:
 
 
 class Copies(NamedTuple):
-    """What decides the events of copies beside other passes: whether they are of whole chunks, and
-    after how many passes their device memory is free (`Transfers.release_lag`)."""
+    """The settings that decide the events of copies during other passes: whether they are of whole
+    chunks, and after how many passes their device memory is free (`Transfers.release_lag`)."""
 
     whole: bool
     release_lag: int
@@ -81,7 +81,7 @@ class Copies(NamedTuple):
 class Events(NamedTuple):
     """All events of all ranks, each after the events that it waits for, as columns.  `piece`: twice
     the stage of a pass, plus one for a forward; of another event the stage.  `warming`: whether the
-    pass is of its rank's warm-up.  `own`: the number of the pass (`Turns.half`), of copies that
+    pass is of its rank's warm-up.  `pass_id`: the number of the pass (`Turns.half`), of copies that
     of their forward; `source`: the number of the pass whose message a pass waits for, NONE for no
     message."""
 
@@ -89,16 +89,16 @@ class Events(NamedTuple):
     rank: Sequence[int]
     piece: Sequence[int]
     warming: Sequence[int]
-    own: Sequence[int]
+    pass_id: Sequence[int]
     source: Sequence[int]
 
 
 def in_order(turns: Turns) -> list[Node]:
     """All passes of all ranks, each after the passes that it waits for."""
-    (found,) = events(turns, None)
+    (order,) = events(turns, None)
     return [
-        (rank, bool(piece % 2), own % turns.micro_batches, piece // 2 // turns.pp)
-        for rank, piece, own in zip(found.rank, found.piece, found.own, strict=True)
+        (rank, bool(piece % 2), pass_id % turns.micro_batches, piece // 2 // turns.pp)
+        for rank, piece, pass_id in zip(order.rank, order.piece, order.pass_id, strict=True)
     ]
 
 
@@ -107,22 +107,24 @@ def events(turns: Turns, copies: Copies | None, *, cut: bool = False) -> tuple[E
     """The events of a schedule; without copies, of passes only.  With `cut`: in three parts, each a
     rank's events up to equal points of two neighbouring periods, and the rest."""
     passed = _passes(turns, cut)
-    count = len(passed.own)
-    piece = 2 * (passed.own // turns.micro_batches % turns.stages) + (passed.own >= turns.half)
+    count = len(passed.pass_id)
+    piece = 2 * (passed.pass_id // turns.micro_batches % turns.stages) + (
+        passed.pass_id >= turns.half
+    )
     warming = passed.position < np.array([_warm(turns, r) for r in range(turns.pp)])[passed.rank]
-    columns = [0 * passed.own, passed.rank, piece, warming, passed.own, passed.source]
+    columns = [0 * passed.pass_id, passed.rank, piece, warming, passed.pass_id, passed.source]
     keys = [3 * np.arange(count) + 1]
     if copies:
         at = np.empty((turns.pp, count // turns.pp), dtype=int)
         at[passed.rank, passed.position] = np.arange(count)
         for rank in range(turns.pp):
             for kind, due in _copies(turns, copies, rank).items():
-                where, own = np.array(due).T
+                where, pass_id = np.array(due).T
                 keys.append(3 * at[rank, where] + (0 if kind == FETCH else 2))
-                stage = own // turns.micro_batches % turns.stages
-                more = (kind, rank, stage, 0, own, NONE)
+                stage = pass_id // turns.micro_batches % turns.stages
+                more = (kind, rank, stage, 0, pass_id, NONE)
                 columns = [
-                    np.append(a, np.broadcast_to(b, own.shape))
+                    np.append(a, np.broadcast_to(b, pass_id.shape))
                     for a, b in zip(columns, more, strict=True)
                 ]
     key = np.concatenate(keys)
@@ -142,7 +144,7 @@ class _Passes(NamedTuple):
 
     rank: NDArray[np.int64]
     position: NDArray[np.int64]
-    own: NDArray[np.int64]
+    pass_id: NDArray[np.int64]
     source: NDArray[np.int64]
     cuts: tuple[int, ...]
 
@@ -150,19 +152,19 @@ class _Passes(NamedTuple):
 @lru_cache(maxsize=32)
 def _passes(turns: Turns, cut: bool) -> _Passes:
     columns = [_of_rank(turns, rank) for rank in range(turns.pp)]
-    queues = [(own.tolist(), source.tolist()) for own, source in columns]
+    queues = [(pass_id.tolist(), source.tolist()) for pass_id, source in columns]
     at = [0] * turns.pp
     done = bytearray(2 * turns.half + 1)
     done[NONE] = True
     found: list[tuple[int, int, int]] = []
     cuts: list[int] = []
-    for ends in [*_cuts(turns, cut), [len(owns) for owns, _ in queues]]:
+    for ends in [*_cuts(turns, cut), [len(ids) for ids, _ in queues]]:
         while at != ends:
             before = at.copy()
-            for rank, (owns, sources) in enumerate(queues):
+            for rank, (ids, sources) in enumerate(queues):
                 begun = here = at[rank]
                 while here < ends[rank] and done[sources[here]]:
-                    done[owns[here]] = True
+                    done[ids[here]] = True
                     here += 1
                 if here > begun:
                     found.append((rank, begun, here))
@@ -194,10 +196,10 @@ def _of_rank(turns: Turns, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int
     numbers = np.fromiter(chain.from_iterable(order), np.int64, 3 * len(order))
     forward, micro_batch, chunk = numbers.reshape(-1, 3).T
     stage = chunk * turns.pp + rank
-    own = turns.half * forward + stage * turns.micro_batches + micro_batch
+    pass_id = turns.half * forward + stage * turns.micro_batches + micro_batch
     first = np.where(forward, stage == 0, stage == turns.stages - 1)
-    source = own + np.where(forward, -turns.micro_batches, turns.micro_batches)
-    return own, np.where(first, NONE, source)
+    source = pass_id + np.where(forward, -turns.micro_batches, turns.micro_batches)
+    return pass_id, np.where(first, NONE, source)
 
 
 def _warm(turns: Turns, rank: int) -> int:
@@ -244,8 +246,8 @@ class Pieces(NamedTuple):
     message_s: Sequence[float]
 
 
-class Beside(NamedTuple):
-    """Seconds by stage of copies beside other passes, to the host (`out_s`) and back (`back_s`),
+class CopyTimes(NamedTuple):
+    """Seconds by stage of copies during other passes, to the host (`out_s`) and back (`back_s`),
     and from their arrival to the end of the backward (`landed_s`).  `held`: whether messages of the
     warm-up wait for the copies before."""
 
@@ -286,7 +288,7 @@ class Clocks:
         slack_s = ALIKE * moved_s
 
         def alike(now: Sequence[float], earlier: Sequence[float]) -> bool:
-            """Whether all of some times moved alike; those of copies that are not made stay 0."""
+            """Whether all of some times moved alike; those of copies that do not occur stay 0."""
             pairs = zip(now, earlier, strict=True)
             return all(abs(a - b - moved_s) <= slack_s for a, b in pairs if a)
 
@@ -296,10 +298,15 @@ class Clocks:
             return False
         if any(now - was > moved_s + slack_s for now, was in host):
             return False
-        issued = [*zip(period.kind, period.own, strict=True)]
-        passes, fetched = ([own for kind, own in issued if kind == of] for of in (PASS, FETCH))
-        for ends, owns in ((self.sent, passes), (self.gone, passes), (self.here, fetched)):
-            if not alike([ends[own] for own in owns], [ends[own - self.turns.pp] for own in owns]):
+        issued = [*zip(period.kind, period.pass_id, strict=True)]
+        passes, fetched = (
+            [pass_id for kind, pass_id in issued if kind == of] for of in (PASS, FETCH)
+        )
+        for ends, ids in ((self.sent, passes), (self.gone, passes), (self.here, fetched)):
+            if not alike(
+                [ends[pass_id] for pass_id in ids],
+                [ends[pass_id - self.turns.pp] for pass_id in ids],
+            ):
                 return False
         more_s = times * moved_s
         self.host = [now + times * (now - was) for now, was in host]
@@ -327,8 +334,8 @@ def _walked(
             walk(rest, clocks)
             return clocks.compute
     clocks = Clocks(turns, begun_s)
-    (found,) = events(turns, copies)
-    walk(found, clocks)
+    (order,) = events(turns, copies)
+    walk(order, clocks)
     return clocks.compute
 
 
@@ -344,11 +351,11 @@ def walk_passes(
     return _walked(turns, None, begun_s, partial(_walk, seconds, rules))
 
 
-def _walk(seconds: ByPiece, rules: Rules, found: Events, clocks: Clocks) -> None:
+def _walk(seconds: ByPiece, rules: Rules, order: Events, clocks: Clocks) -> None:
     compute, host, sent = clocks.compute, clocks.host, clocks.sent
     waits, held = rules
-    for rank, piece, own, source in zip(
-        found.rank, found.piece, found.own, found.source, strict=True
+    for rank, piece, pass_id, source in zip(
+        order.rank, order.piece, order.pass_id, order.source, strict=True
     ):
         at, issued = compute[rank], host[rank]
         if source != NONE:
@@ -361,7 +368,7 @@ def _walk(seconds: ByPiece, rules: Rules, found: Events, clocks: Clocks) -> None
         at += taken
         if (later := issued + from_host) > at:
             at = later
-        sent[own] = message = at + message_s
+        sent[pass_id] = message = at + message_s
         compute[rank] = message if waits else at
 
 
@@ -369,31 +376,31 @@ def walk_with_copies(
     turns: Turns,
     copies: Copies,
     pieces: Pieces,
-    beside: Beside,
+    copy_times: CopyTimes,
     rules: Rules,
     begun_s: Sequence[float],
 ) -> list[float]:
-    """As `walk_passes`, with copies beside passes.  Copies have their own clocks on each rank: a
+    """As `walk_passes`, with copies during passes.  Copies have separate clocks on each rank: a
     copy to the host begins when its forward has ended, a copy back where `events` says, and compute
     waits for both."""
     seconds = list(zip(*pieces, strict=True))
-    return _walked(turns, copies, begun_s, partial(_walk_beside, seconds, beside, rules))
+    return _walked(turns, copies, begun_s, partial(_walk_copies, seconds, copy_times, rules))
 
 
-def _walk_beside(
-    seconds: ByPiece, beside: Beside, rules: Rules, found: Events, clocks: Clocks
+def _walk_copies(
+    seconds: ByPiece, copy_times: CopyTimes, rules: Rules, order: Events, clocks: Clocks
 ) -> None:
     compute, host, out, back = clocks.compute, clocks.host, clocks.out, clocks.back
     sent, gone, here, half = clocks.sent, clocks.gone, clocks.here, clocks.turns.half
-    out_s, back_s, landed_s, holds = beside
+    out_s, back_s, landed_s, holds = copy_times
     waits, held = rules
-    for kind, rank, piece, warming, own, source in zip(*found, strict=True):
+    for kind, rank, piece, warming, pass_id, source in zip(*order, strict=True):
         at = compute[rank]
         if kind:  # compute waits for copies to the host, and copies back begin
-            compute[rank] = at = max(at, gone[own])
+            compute[rank] = at = max(at, gone[pass_id])
             if kind == FETCH and (taken := back_s[piece]):
                 begun = back[rank]
-                here[own] = back[rank] = (begun if begun > at else at) + taken
+                here[pass_id] = back[rank] = (begun if begun > at else at) + taken
             continue
         issued = host[rank]
         if source != NONE:
@@ -406,14 +413,14 @@ def _walk_beside(
         at += taken
         if (later := issued + from_host) > at:
             at = later
-        if own < half:  # a backward
-            landed = here[own + half]
+        if pass_id < half:  # a backward
+            landed = here[pass_id + half]
             at = max(at, landed + landed_s[piece >> 1]) if landed else at
-            sent[own] = at + message_s
-            compute[rank] = sent[own] if waits else at
+            sent[pass_id] = at + message_s
+            compute[rank] = sent[pass_id] if waits else at
             continue
         begun = out[rank]
-        sent[own] = (begun if holds and warming and begun > at else at) + message_s
-        compute[rank] = sent[own] if waits and message_s else at
+        sent[pass_id] = (begun if holds and warming and begun > at else at) + message_s
+        compute[rank] = sent[pass_id] if waits and message_s else at
         if taken := out_s[piece >> 1]:
-            out[rank] = gone[own] = (begun if begun > at else at) + taken
+            out[rank] = gone[pass_id] = (begun if begun > at else at) + taken

@@ -54,11 +54,11 @@ from rematbench.worlds.packages.process import baselines
 GIB = 2**30
 
 
-class Asked(Struct, frozen=True, kw_only=True):
-    """What to search: a problem whose degrees are open except the `fixed` ones.  `only`: methods to
-    compose plans of, at least one a plan (empty: all, or none), and planners for the end;
-    `folders`: folders with files of more methods; `engine`: keep only plans that this package (or
-    `ours`) has options for; `reserve_gib`: device memory that plans leave free (None: the usual
+class SearchRequest(Struct, frozen=True, kw_only=True):
+    """The input of a search: a problem whose degrees are open except the `fixed` ones.  `only`:
+    methods to compose plans of, at least one a plan (empty: all, or none), and planners for the
+    end; `folders`: folders with files of more methods; `engine`: keep only plans that this package
+    (or `ours`) has options for; `reserve_gib`: device memory that plans leave free (None: the usual
     reserve); `within`: the gap to prove, a share of the best step.  With `faster_than_s` the search
     counts the layouts that have a plan with a shorter step, each with the first such plan, and
     proves no best plan.  With `any_fit` it looks for any plan that fits, and bounds no step."""
@@ -81,14 +81,14 @@ class SearchJob:
 
     def __init__(
         self,
-        asked: Asked,
+        request: SearchRequest,
         evaluator: Evaluator | None = None,
         programs: ProbePrograms | None = None,
     ) -> None:
-        self.asked, self.evaluator = asked, evaluator
+        self.request, self.evaluator = request, evaluator
         self.programs = {} if programs is None else programs
         self._shards: dict[int, ShardBounds] = {}
-        spec = asked.spec
+        spec = request.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
@@ -96,18 +96,20 @@ class SearchJob:
         if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so no step has seconds"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
-        self.registry = _registry(asked)
+        self.registry = _registry(request)
 
     @cached_property
     def space(self) -> Space:
         """The layouts of the job; LayoutError where no layout is possible."""
         work = Workload(
-            model=self.model, seq_len=self.asked.spec.seq_len, precision=self.asked.spec.precision
+            model=self.model,
+            seq_len=self.request.spec.seq_len,
+            precision=self.request.spec.precision,
         )
-        found = space(self.asked.spec, self.asked.fixed, work, self.cluster, self.system)
+        found = space(self.request.spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:
             reasons = [f"{count} fall to: {rule}" for rule, count in found.refused.items()]
-            raise LayoutError(f"no layout of {self.asked.spec.gpus} GPUs: {'; '.join(reasons)}")
+            raise LayoutError(f"no layout of {self.request.spec.gpus} GPUs: {'; '.join(reasons)}")
         return found
 
     def ready(self) -> "SearchJob":
@@ -122,18 +124,18 @@ class SearchJob:
         has options for on at least one of three sample layouts.  Where it has none there for the
         plan that keeps everything, the sample is a layout of the first kind where it has some."""
         found = variants(self.registry, load_compare(), self._only)
-        if not self.asked.engine:
+        if not self.request.engine:
             return found
         choices = self.space.choices
         alone = [choice for choice in choices if choice.layout.pp == 1]
         some = (*alone[:1], choices[len(choices) // 2], choices[-1])
-        engines = [Engines(self.problem(one), self.asked.engine) for one in some]
+        engines = [Engines(self.problem(one), self.request.engine) for one in some]
         if not self._runs(IDENTITY, engines):
             kinds = {_kind(choice): choice for choice in choices}.values()
-            others = (Engines(self.problem(one), self.asked.engine) for one in kinds)
+            others = (Engines(self.problem(one), self.request.engine) for one in kinds)
             engines = list(islice((one for one in others if self._runs(IDENTITY, [one])), 1))
         if not engines:
-            name = self.asked.engine
+            name = self.request.engine
             raise MethodError(
                 f"engine {name} has no options for stack {self.system.name} on any layout here"
             )
@@ -142,14 +144,14 @@ class SearchJob:
     @cached_property
     def planners(self) -> tuple[str, ...]:
         """The planners that enter at the end: those asked for, or all of them."""
-        if self.asked.only:
-            return tuple(name for name in self.asked.only if name not in self._only)
+        if self.request.only:
+            return tuple(name for name in self.request.only if name not in self._only)
         return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
 
     @cached_property
     def _only(self) -> tuple[str, ...]:
         """The methods asked for that are no planners."""
-        return tuple(name for name in self.asked.only if not _planned(self.registry, name))
+        return tuple(name for name in self.request.only if not _planned(self.registry, name))
 
     def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
         for one in engines:
@@ -164,39 +166,42 @@ class SearchJob:
     def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
         """The search of every `parts`-th shard, from shard `part` on; `lists`: more plans than the
         fastest are asked for."""
-        asked, shards = self.asked, [self._shard(index) for index in self._own(part, parts)]
-        keeping = not asked.only or IDENTITY in asked.only
-        most, exact = load_compare().most_methods, asked.within == 0 and not asked.any_fit
+        request, shards = (
+            self.request,
+            [self._shard(index) for index in self._part_indices(part, parts)],
+        )
+        keeping = not request.only or IDENTITY in request.only
+        most, exact = load_compare().most_methods, request.within == 0 and not request.any_fit
         tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
         return Search(
             shards,
             tree,
             self.registry,
-            engine=asked.engine,
-            within=asked.within,
+            engine=request.engine,
+            within=request.within,
             queue=SearchQueue(
-                faster_than_s=asked.faster_than_s,
+                faster_than_s=request.faster_than_s,
                 lists=lists,
-                lean=LeanOrder(tree) if asked.any_fit else None,
+                lean=LeanOrder(tree) if request.any_fit else None,
             ),
         )
 
-    def _own(self, part: int, parts: int) -> list[int]:
+    def _part_indices(self, part: int, parts: int) -> list[int]:
         """The shards of one part.  A search for any plan that fits has layouts that differ in the
         micro-batch alone in one part."""
-        if not self.asked.any_fit:
+        if not self.request.any_fit:
             return list(range(part, len(self._cuts), parts))
         alike = [key(cut[0])._replace(micro_batch=1) for cut in self._cuts]
         numbers = {one: number for number, one in enumerate(dict.fromkeys(alike))}
         return [index for index, one in enumerate(alike) if numbers[one] % parts == part]
 
-    def search_of(self, candidates: Sequence[Candidate], least_pp: int = 1) -> Search:
-        """The search for the best layout of given candidates, of those with `least_pp` pipeline
+    def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
+        """The search for the best layout of given candidates, of those with `min_pp` pipeline
         ranks."""
         shards = [self._shard(index) for index in range(len(self._cuts))]
-        within = self.asked.within
+        within = self.request.within
         return Search(
-            shards, GivenCandidates(candidates), self.registry, within=within, least_pp=least_pp
+            shards, GivenCandidates(candidates), self.registry, within=within, min_pp=min_pp
         )
 
     @cached_property
@@ -209,8 +214,8 @@ class SearchJob:
 
     def _samples(self) -> list[dict[Variant, Probe]]:
         """Probes of every method by itself on one shard, and of the methods that only rebuild on up
-        to three: those with the least, the middle and the most tensor parallelism, with a pipeline
-        and room for the states where the space has any."""
+        to three: those with the lowest, the middle and the highest tensor parallelism, with a
+        pipeline and room for the states where the space has any."""
 
         cuts = self._cuts
 
@@ -243,7 +248,7 @@ class SearchJob:
                     self.registry,
                     evaluator=self.evaluator,
                     programs=self.programs,
-                    reserving=partial(_reserving, self.asked.reserve_gib),
+                    reserving=partial(_reserving, self.request.reserve_gib),
                 )
             )
         return self._shards[index]
@@ -303,11 +308,11 @@ class SearchJob:
 
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job's problem at one layout, with the given names of model, cluster and system."""
-        asked = self.asked.spec
+        request = self.request.spec
         names = ("seq_len", "attention", "precision", "hbm_bytes", "optimizer")
-        others: dict[str, Any] = {name: getattr(asked, name) for name in names}
+        others: dict[str, Any] = {name: getattr(request, name) for name in names}
         others |= {"optimizer": "host"} if choice.hosted else {}
-        things = {"model": asked.model, "cluster": asked.cluster, "system": asked.system}
+        things = {"model": request.model, "cluster": request.cluster, "system": request.system}
         return ProblemSpec.at(choice.layout, **things, **others)
 
     def problem(self, choice: Choice) -> Problem:
@@ -318,7 +323,7 @@ class SearchJob:
         if self.evaluator:  # a problem and its costs hold each other, but no programs
             weigher = partial(Evaluator.weigh, proxy(self.evaluator))
             problem = replaced(problem, weigher=weigher)
-        return _reserving(self.asked.reserve_gib, problem)
+        return _reserving(self.request.reserve_gib, problem)
 
 
 def _parallel(choice: Choice) -> Choice:
@@ -344,15 +349,15 @@ def _reserving(reserve_gib: float | None, problem: Problem) -> Problem:
     return replaced(problem, reserve_bytes=reserve)
 
 
-def _registry(asked: Asked) -> Registry:
+def _registry(request: SearchRequest) -> Registry:
     engines = (*baselines(), "ours")
-    if asked.engine and asked.engine not in engines:
-        raise MethodError(f"unknown engine {asked.engine!r} (known: {', '.join(engines)})")
-    registry = discover(asked.folders)
-    planned = [_planned(registry, name) for name in asked.only]
+    if request.engine and request.engine not in engines:
+        raise MethodError(f"unknown engine {request.engine!r} (known: {', '.join(engines)})")
+    registry = discover(request.folders)
+    planned = [_planned(registry, name) for name in request.only]
     if planned and all(planned):
         why = "a planner enters at the layouts of other methods' plans: name one of these too"
-        raise MethodError(f"{asked.only[0]}: {why}, or see compare")
+        raise MethodError(f"{request.only[0]}: {why}, or see compare")
     return registry
 
 
@@ -391,7 +396,7 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
     spec = convert({**numbers, **words}, ProblemSpec)
-    search, layout = SearchJob(Asked(spec=spec, reserve_gib=reserve_gib)), spec.layout
+    search, layout = SearchJob(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)
     return Site(choice, search.problem(choice)).trial(row["name"], search.registry).result

@@ -80,7 +80,7 @@ class MinimumBytes:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._known_highs: dict[Candidate | None, list[float]] = {}
+        self._computed_highs: dict[Candidate | None, list[float]] = {}
         self._shorts: dict[Candidate, Short | None] = {}
         self._leasts: dict[tuple[Candidate | None, Candidate | None], Array] = {}
 
@@ -164,7 +164,8 @@ class MinimumBytes:
     def _gone_bytes(self, pieces: Candidate | None) -> list[float]:
         """Bytes that the chunk of the first, a middle and the last rank no longer keeps in pieces,
         under the plan that keeps everything: as the statistics of a loss that is rebuilt by piece.
-        No plan keeps less than its own bytes without these.  Empty where that is not known."""
+        No plan keeps less than its own bytes without these.  Empty where the difference cannot be
+        derived."""
         if pieces is None:
             return [0.0] * 3
         keep, cut = self.shard.probe(KEEP), self.shard.probe(pieces)
@@ -184,11 +185,11 @@ class MinimumBytes:
         """Bytes that passes of the candidate that keeps everything need above the kept bytes, on
         the first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
         many where their number is open."""
-        if pieces not in self._known_highs:
-            self._known_highs[pieces] = self._made_highs(pieces)
-        return self._known_highs[pieces]
+        if pieces not in self._computed_highs:
+            self._computed_highs[pieces] = self._compute_highs(pieces)
+        return self._computed_highs[pieces]
 
-    def _made_highs(self, pieces: Candidate | None) -> list[float]:
+    def _compute_highs(self, pieces: Candidate | None) -> list[float]:
         probe, candidate = self.shard.probe, pieces or KEEP
         probes = [probe(candidate, at) for at in ((1, 2) if candidate.pieces else (1,))]
         facts = [one.nbytes for one in probes if isinstance(one, Probe)]
@@ -200,7 +201,7 @@ class MinimumBytes:
 
 class ShardBounds:
     """Lower bounds of the layouts of a shard under every candidate of its registry.  `minimum`: the
-    bytes that plans need at least, known before probes of these plans."""
+    bytes that plans need at least, available before probes of these plans."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.minimum = shard, MinimumBytes(shard)
@@ -330,13 +331,13 @@ class ShardBounds:
             traffic = lowest_traffic(cost, frame.turns, chunks, probe.transfers, sent_bytes)
         if probe.transfers.granularity == "layer":
             if candidate.share is None and not hidden(cost, facts.middle.base, traffic):
-                chunks = stages(probe.beside(traffic), choice.sizes, waits=waits)
+                chunks = stages(probe.with_traffic(traffic), choice.sizes, waits=waits)
             traffic = NO_TRAFFIC
         step_s = float(schedule_bound_s(frame, chunks, probe.transfers, traffic, cost))
         return step_s * (SHARED if candidate.share or candidate.pieces else LINEAR)
 
     def short(self, candidate: Candidate) -> Short | None:
-        """What a candidate lacks before its bounds are known, which say more
+        """The bytes that a candidate lacks, before its bounds are computed, which say more
         (`MinimumBytes.short`)."""
         return None if (candidate, 1) in self._bounds else self.minimum.short(candidate)
 

@@ -155,7 +155,7 @@ class Shard:
         """A candidate's Probe; for a candidate with a share, at the last step of the share."""
         text = _at_end(candidate, pieces)
         if text not in self._probes:
-            self._probes[text] = self._asked(text, self.prober)
+            self._probes[text] = self._resolved(text, self.prober)
         return self._probes[text]
 
     def floors(self, candidate: Candidate) -> tuple[Floor, Floor] | Refused:
@@ -166,12 +166,14 @@ class Shard:
     def _floor(self, candidate: Candidate) -> Floor | Refused:
         text = _at_end(candidate, 1)
         if text not in self._floors:
-            self._floors[text] = self._asked(text, self.prober.floor)
+            self._floors[text] = self._resolved(text, self.prober.floor)
         return self._floors[text]
 
-    def _asked(self, text: str, asked: Callable[[Composition], Found | Refused]) -> Found | Refused:
+    def _resolved(
+        self, text: str, ask: Callable[[Composition], Found | Refused]
+    ) -> Found | Refused:
         try:
-            return asked(self.registry.resolve(text, None, self.problem))
+            return ask(self.registry.resolve(text, None, self.problem))
         except MethodError as error:
             return Refused(str(error))
 
@@ -184,9 +186,9 @@ class Shard:
     def stored(
         self, candidate: Candidate, ends: tuple[Facts, Facts], pinned: Pinned
     ) -> tuple[Facts, NDArray[np.float64]]:
-        """Along a candidate's share: its facts, at the shares of the shortest chunks, and the least
-        host bytes of a node, [steps of the share, layouts].  `ends`: the facts at both ends of the
-        share, `pinned`: what is copied at its last step."""
+        """Along a candidate's share: its facts, at the shares of the shortest chunks, and the
+        fewest host bytes of a node, [steps of the share, layouts].  `ends`: the facts at both ends
+        of the share, `pinned`: what is copied at its last step."""
         longest, shortest = self.shares(candidate)
         quick = self.at_share(candidate, ends, longest)
         known = bool(pinned.budget) == (candidate.share is not None)
@@ -196,9 +198,9 @@ class Shard:
         rounding = self.rounding_bytes(candidate) * self.columns.gpus_per_node
         return lean, self.wide(candidate, host_bytes - rounding)
 
-    def wide(self, candidate: Candidate, found: NDArray[Number]) -> NDArray[Number]:
+    def wide(self, candidate: Candidate, values: NDArray[Number]) -> NDArray[Number]:
         """An array [steps of a candidate's share, layouts], also where all steps are equal."""
-        return np.broadcast_to(found, (self.steps(candidate), len(self.choices)))
+        return np.broadcast_to(values, (self.steps(candidate), len(self.choices)))
 
     def rounding_bytes(self, candidate: Candidate) -> Any:
         """Bytes by which shares and pieces that are whole rows may be less than their lines say."""
@@ -233,12 +235,12 @@ def _same(problem: Problem) -> Problem:
 
 
 def _both_ends(
-    candidate: Candidate, found: Callable[[Candidate], Found | Refused]
+    candidate: Candidate, ask: Callable[[Candidate], Found | Refused]
 ) -> tuple[Found, Found] | Refused:
-    """What is found at both ends of a candidate's share; two equal ones for a candidate without a
-    share."""
-    one = found(candidate)
-    zero = one if candidate.share is None else found(candidate.without(candidate.share))
+    """What `ask` returns at both ends of a candidate's share; two equal values for a candidate
+    without a share."""
+    one = ask(candidate)
+    zero = one if candidate.share is None else ask(candidate.without(candidate.share))
     if isinstance(one, Refused):
         return one
     return zero if isinstance(zero, Refused) else (zero, one)

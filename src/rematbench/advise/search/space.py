@@ -280,7 +280,7 @@ class Columns:
         return found
 
     def copying(self, release_lag: int) -> tuple[NDArray[np.int64], ...]:
-        """The passes whose copies to the host hold device memory beside the forward that brings the
+        """The passes whose copies to the host hold device memory during the forward that brings the
         most passes in flight, on the first, second and last rank.  Copies back for the first
         backward begin before that forward, so its own copies must have ended."""
         if release_lag not in self._copying:

@@ -29,7 +29,7 @@ KEPT_ACTIONS = 20_000
 
 class Trial(Struct, frozen=True, kw_only=True):
     """The result of a candidate with what the search needs while it works.  A plan that does not
-    fit has no evaluation.  `content`: what its plan is known by; empty without a plan.
+    fit has no evaluation.  `content`: the key of its plan; empty without a plan.
     `candidate`: what all plans have in common that differ in a share or in pieces alone.
     `short_bytes`: what the plan lacks of a device's memory; `at_least`: or more, as the replay of
     the allocator ended early."""
@@ -116,7 +116,7 @@ def planned_at(job: Job, method: str, registry: Registry) -> Plan | str:
 
 def _judged(trial: Trial, lowered: Lowered) -> Trial:
     """`trial` with the plan's evaluation where the plan fits, else with the reason.  What takes the
-    least time is done first: live bytes, host bytes, the allocator, the step's seconds."""
+    shortest time runs first: live bytes, host bytes, the allocator, the step's seconds."""
     result, problem = trial.result, trial.result.problem
     room, pinned = _room(problem), host_node_bytes(problem, lowered.ranks)
     live = judged(problem, lowered.ranks, lowered.live_bytes, pinned)

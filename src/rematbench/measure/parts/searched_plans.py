@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Result
 from rematbench.host.console import CommandError
@@ -29,7 +29,7 @@ from rematbench.spec.configfile import (
     ConfigError,
     convert,
     read_mapping,
-    require_known,
+    require_among,
     require_unique,
 )
 from rematbench.spec.problemspec import ProblemSpec
@@ -88,7 +88,7 @@ def load_searched(path: Path) -> SearchedSuite:
     label = str(path)
     suite = convert(read_mapping(path, label), SearchedSuite, label)
     require_unique([job.name for job in suite.jobs], label, "jobs")
-    require_known(suite.beside, list(discover().methods), (label, "beside", "method"))
+    require_among(suite.beside, list(discover().methods), (label, "beside", "method"))
     for job in suite.jobs:
         for memory in job.memory_gib:
             make_problem(job.spec(memory))
@@ -99,7 +99,7 @@ def search_all(suite: SearchedSuite, processes: int) -> Iterator[Searched]:
     """Search every job at every memory; yield the plans to measure with their predictions."""
     for job in suite.jobs:
         for memory in job.memory_gib:
-            asked = Asked(spec=job.spec(memory), within=suite.within)
+            asked = SearchRequest(spec=job.spec(memory), within=suite.within)
             *_, end = rounds(asked, shown=SHOWN, processes=processes)
             if not end.results:
                 raise CommandError(f"{job.at(memory)}: no plan fits")

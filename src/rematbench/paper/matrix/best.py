@@ -16,7 +16,7 @@ from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.candidates import Candidate, candidates_of, chooses
 from rematbench.advise.search.probe_problems import ProbePrograms
 from rematbench.advise.search.processes import LIMIT_S, MINUTE_OF_ONE, in_one_process
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
 from rematbench.evidence.published.sheets import Row, number
@@ -88,7 +88,9 @@ class CellJob(SearchJob):
         home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
         problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
-        super().__init__(Asked(spec=problem, fixed=fixed, within=spec.within), evaluator, programs)
+        super().__init__(
+            SearchRequest(spec=problem, fixed=fixed, within=spec.within), evaluator, programs
+        )
         self.at = (work.model, cluster, seq_len)
 
 
@@ -130,7 +132,7 @@ class Answers:
     def question(self, table: str, name: str) -> str:
         """The question of an answer in words: a method and its job, and for the one layout the
         pipeline ranks that it prefers; for the fastest plan of all, the methods that it may use."""
-        job = shlex.join(self.cell.asked.spec.to_arguments())
+        job = shlex.join(self.cell.request.spec.to_arguments())
         if table == ANY:
             return f"{','.join(sorted(self.registry.methods))} {job}"
         words = f"{self.methods[name].text} {job}"
@@ -311,6 +313,6 @@ def _read(row: Row, cell: CellJob) -> CommittedPlan:
 
 
 def _choice(row: Row, cell: CellJob) -> Choice:
-    layout = structs.replace(cell.asked.spec, **{key: int(row[key]) for key in OPEN}).layout
+    layout = structs.replace(cell.request.spec, **{key: int(row[key]) for key in OPEN}).layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

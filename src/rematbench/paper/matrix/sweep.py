@@ -94,7 +94,7 @@ def _of_arms(answers: Answers, programs: Evaluator) -> Iterator[Cell]:
 def _head(answers: Answers, table: str, name: str) -> Line:
     """The columns that say which cell and arm a line is of."""
     where = dict(zip(CELL, answers.cell.at, strict=True))
-    gpus = answers.cell.asked.spec.gpus
+    gpus = answers.cell.request.spec.gpus
     head = {"table": table, **where, "gpus": gpus, "arm": name}
     return {**head, "method": answers.methods[name].name} if name in answers.arms else head
 

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import Asked, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.plan import Fraction
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.worlds.records.suite import NamedProblem
@@ -49,7 +49,7 @@ def searched_spaces(declared: Spaces, *, processes: int) -> Iterator[dict[str, A
     for job in declared.jobs:
         for space in declared.spaces:
             stack = job.stacks.get(space, job.system)
-            question = Asked(
+            question = SearchRequest(
                 spec=replace(job, system=stack),
                 engine="" if space == "all" else space,
                 reserve_gib=0.0,
@@ -65,7 +65,7 @@ def searched_spaces(declared: Spaces, *, processes: int) -> Iterator[dict[str, A
             }
 
 
-def _best(question: Asked, processes: int) -> dict[str, Any]:
+def _best(question: SearchRequest, processes: int) -> dict[str, Any]:
     *_, end = rounds(question, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
     made = SearchJob(question)
     said = {"layouts": len(made.space.choices), "simulations": end.simulations}

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.advise.search.processes import MINUTE, Progress, place_of, rounds
-from rematbench.advise.search.search_job import Asked, SearchJob, search_row
+from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
 from rematbench.advise.search.space import DEGREES
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
@@ -60,7 +60,9 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         }
 
 
-def search_question(case: PublishedCase, within: float, reserve_gib: float | None = 0.0) -> Asked:
+def search_question(
+    case: PublishedCase, within: float, reserve_gib: float | None = 0.0
+) -> SearchRequest:
     """A search of the row's problem with open degrees.  `reserve_gib`: device memory that plans
     leave free; 0 because published plans fill the device, None for the usual reserve."""
     spec = ProblemSpec(
@@ -73,7 +75,7 @@ def search_question(case: PublishedCase, within: float, reserve_gib: float | Non
         attention=case.attention,
         precision=case.precision,
     )
-    return Asked(spec=spec, reserve_gib=reserve_gib, within=within)
+    return SearchRequest(spec=spec, reserve_gib=reserve_gib, within=within)
 
 
 def _typed(kind: Kind, thing: Any, load: Callable[[str], Any]) -> Any:
@@ -82,7 +84,9 @@ def _typed(kind: Kind, thing: Any, load: Callable[[str], Any]) -> Any:
     return name if name in names(kind) and load(name) == thing else thing
 
 
-def _rank(question: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
+def _rank(
+    question: SearchRequest, problem: Problem, step_s: float, processes: int
+) -> dict[str, Any]:
     """The rank of the published layout among all layouts: 1 + the number of other layouts that have
     a plan faster than the published plan.  "at least": the count ended before all were judged."""
     count = replace(question, within=NEVER, faster_than_s=step_s)
@@ -92,7 +96,7 @@ def _rank(question: Asked, problem: Problem, step_s: float, processes: int) -> d
 
 
 def _best(
-    question: Asked, end: Progress, problem: Problem, plan: Plan, step_s: float
+    question: SearchRequest, end: Progress, problem: Problem, plan: Plan, step_s: float
 ) -> dict[str, Any]:
     if not end.results:
         return {"reason": "the search found no plan that fits"}

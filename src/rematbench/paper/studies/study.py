@@ -16,7 +16,7 @@ from rematbench.spec.configfile import (
     closest,
     convert,
     read_mapping,
-    require_known,
+    require_among,
     require_unique,
 )
 from rematbench.spec.problemspec import ProblemSpec
@@ -100,7 +100,7 @@ def load_study(path: Path) -> Study:
         workload.at_layouts(f"{label}: {workload.name}: layouts")
     for question in study.questions:
         where = (label, f"questions: {question.ask}", "workload")
-        require_known(question.workloads, names, where)
+        require_among(question.workloads, names, where)
     return study
 
 

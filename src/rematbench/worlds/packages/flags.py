@@ -40,7 +40,7 @@ class FlagsAnswer(Struct, frozen=True, kw_only=True):
 class Costs(Struct, frozen=True, kw_only=True):
     """What a plan costs against another: the difference of the largest device peaks in bytes, the
     relative difference of the steps, and the device bytes that the plan leaves free on the rank
-    with the least (negative: out of memory)."""
+    with the fewest (negative: out of memory)."""
 
     peak_bytes: int
     step_share: float
@@ -124,23 +124,23 @@ def _plain(fate: Resolved) -> Resolved:
 
 
 class Offers:
-    """The plans of a package's policies with the fates of their first chunk.  Each plan is made at
-    the first request and kept."""
+    """The plans of a package's policies with the fates of their first chunk.  Each plan is computed
+    at the first request and kept."""
 
     def __init__(self, problem: Problem, name: str) -> None:
         self._problem = problem
         self._rest = candidate_plans(problem, name)
-        self._made: list[tuple[Plan, Table]] = []
+        self._plans: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
         """Every (plan, fates of its first chunk), simplest policy first."""
         for at in count():
-            if at == len(self._made):
+            if at == len(self._plans):
                 more = next(self._rest, None)
                 if more is None:
                     return
-                self._made.append((more[1], _first(self._problem, more[1])))
-            yield self._made[at]
+                self._plans.append((more[1], _first(self._problem, more[1])))
+            yield self._plans[at]
 
 
 class Engines:
@@ -150,7 +150,7 @@ class Engines:
     def __init__(self, problem: Problem, only: str = "") -> None:
         self.problem, self.only = problem, only
         self.offers: dict[str, Offers] = {}
-        self.found: dict[bytes, tuple[str, ...]] = {}
+        self.cache: dict[bytes, tuple[str, ...]] = {}
         for name, entry in baselines().items():
             if only in ("", name) and not entry.cls.inexpressible(problem):
                 self.offers[name] = Offers(problem, name)
@@ -158,7 +158,7 @@ class Engines:
     def of(self, plan: Plan) -> tuple[str, ...]:
         """The names of the engines that can run a plan."""
         key = msgspec.json.encode(replace(plan, fit={}))
-        if key not in self.found:
+        if key not in self.cache:
             mine = (plan, _first(self.problem, plan))
             names = [
                 name
@@ -167,8 +167,8 @@ class Engines:
             ]
             if self.only in ("", "ours") and not refusals(self.problem, plan):
                 names.append("ours")
-            self.found[key] = tuple(names)
-        return self.found[key]
+            self.cache[key] = tuple(names)
+        return self.cache[key]
 
     def legend(self) -> str:
         """The engines by initial, and why a package cannot run the problem."""
@@ -212,12 +212,12 @@ def offloads_any(table: Table) -> bool:
     return any(fate.offload_bytes for fate in table.values())
 
 
-def _sites(wanted: Table, found: Table) -> list[str]:
+def _sites(wanted: Table, offered: Table) -> list[str]:
     """A line per activation that has different fates at some site, with the fates of one such
     site."""
     lines: dict[str, str] = {}
     for site, fate in wanted.items():
-        other = found.get(site)
+        other = offered.get(site)
         if other is not None and fate != other:
             lines.setdefault(site[-1], f"{site[-1]}: {_words(fate)} (there: {_words(other)})")
     return list(lines.values())

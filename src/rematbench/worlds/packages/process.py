@@ -1,4 +1,4 @@
-"""Baselines: real training packages, run in their own processes and never imported here.
+"""Baselines: real training packages, run in separate processes and never imported here.
 
 A baseline is a folder `baselines/NAME/`.  Its `plan.py` states the package's policy as a method
 that returns a plan, its `stack.py` the tensors that the package keeps, its `run.py` is the code of
@@ -37,7 +37,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class BaselineError(UserError):
-    """A baseline cannot be found, or its process wrote no record; the message is one line."""
+    """A baseline does not exist, or its process wrote no record; the message is one line."""
 
 
 class NotInstalled(BaselineError):

@@ -1,4 +1,4 @@
-"""Tensors that a baseline's own stack keeps beyond the operator table, sized from shapes.
+"""Tensors that a baseline's stack keeps beyond the operator table, sized from shapes.
 
 A prediction is of the problem's system (the authors' fused kernels).  A trace is of the package as
 installed on this machine.  Where the two keep different tensors, the baseline's stack.py names
@@ -37,8 +37,8 @@ class Extra(Struct, frozen=True, kw_only=True):
     """A tensor of one micro-batch and one layer (or embedding, or head: `part`) that the operator
     table does not have.
 
-    The tensor lives from the forward of `made_by` to the backward of `saved_by`.  Without
-    `saved_by` it lives only inside the backward of `made_by`, or with `forward` only inside its
+    The tensor lives from the forward of `producer` to the backward of `saved_by`.  Without
+    `saved_by` it lives only inside the backward of `producer`, or with `forward` only inside its
     forward.  Bytes are rows x row_bytes.  `why` says what makes the package hold the tensor.
     """
 
@@ -46,7 +46,7 @@ class Extra(Struct, frozen=True, kw_only=True):
     dtype: str
     rows: int
     row_bytes: int
-    made_by: str
+    producer: str
     saved_by: str = ""
     part: Part = "layer"
     forward: bool = False
@@ -62,8 +62,8 @@ class Stack(Struct, frozen=True, kw_only=True):
     """A baseline's stack under its settings.  `fused_swiglu`: whether gate and product are one
     function (None: as in the problem's system).  `shares_gathers`: gathered inputs share one
     buffer.  `loss_over_logits`: the loss works in place on the logits.  `once`: bytes by name of
-    tensors that are made once and alive at every peak.  `system`: fields of the system with another
-    value (bytes of an element of states)."""
+    tensors that are allocated once and alive at every peak.  `system`: fields of the system with
+    another value (bytes of an element of states)."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None
@@ -114,9 +114,9 @@ class StackProblem(Problem):
         )
 
     def _op(self, op: Op, extras: list[Extra]) -> Op:
-        made = tuple(e.name for e in extras if e.made_by == op.name and e.saved_by)
+        made = tuple(e.name for e in extras if e.producer == op.name and e.saved_by)
         saves = tuple(e.name for e in extras if e.saved_by == op.name)
-        inside = [e for e in extras if e.made_by == op.name and not e.saved_by]
+        inside = [e for e in extras if e.producer == op.name and not e.saved_by]
         first, second = (sum(e.nbytes for e in inside if e.forward == way) for way in (True, False))
         shared = self.stack.shares_gathers and op.has_weight
         in_place = self.stack.loss_over_logits and op.name == "loss"
@@ -146,7 +146,7 @@ class StackProblem(Problem):
 
 @cache
 def _module(baseline: str) -> ModuleType | None:
-    """The `stack.py` beside a baseline's `plan.py`."""
+    """The `stack.py` in the folder of a baseline's `plan.py`."""
     path = Path(baselines()[baseline].origin).with_name("stack.py")
     return load_baseline(path) if path.exists() else None
 
@@ -195,7 +195,7 @@ def activation_peak(
 ) -> int:
     """Peak bytes of a rank's activations in the package: the peak that the baseline's `stack.py`
     computes from the rank's program, or else the peak of `planned` (the ledger of the plan lowered
-    for `problem`), plus the tensors that are made once."""
+    for `problem`), plus the tensors that are allocated once."""
     walk = getattr(_module(policy.name), "activation_peak", None)
     peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
     return peak + sum(problem.stack.once.values())
@@ -236,6 +236,6 @@ def layer_tensors(problem: Problem, stack: Stack) -> Iterator[LayerTensor]:
     for extra in extras.values():
         if not extra.saved_by:
             way = "forward" if extra.forward else "backward"
-            why = f"in the {way} of {extra.made_by} only: {extra.why}"
+            why = f"in the {way} of {extra.producer} only: {extra.why}"
             shape = extra.rows, extra.row_bytes
             yield LayerTensor(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)

@@ -18,7 +18,7 @@ from rematbench.spec.configfile import (
     closest,
     convert,
     read_mapping,
-    require_known,
+    require_among,
     require_unique,
 )
 from rematbench.spec.kernel_rates import RateError
@@ -91,7 +91,7 @@ def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -
     """ConfigError if two problems have the same name, or a variant names an unknown problem."""
     require_unique(names, label, "problems")
     for variant in variants:
-        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
+        require_among(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
 
 
 AnySuite = TypeVar("AnySuite", bound=Suite)

@@ -163,7 +163,7 @@ class Campaign:
         return self.bundles[name]
 
     def problem(self, spec: NamedProblem) -> Problem:
-        """The planning problem of a cell's spec, made once per name and system."""
+        """The planning problem of a cell's spec, built once per name and system."""
         key = (spec.name, spec.system)
         if key not in self._problems:
             self._problems[key] = spec.problem()

@@ -89,8 +89,8 @@ def remove_records(
     return gone
 
 
-def _check(kind: str, words: Collection[str], known: Collection[str]) -> None:
+def _check(kind: str, words: Collection[str], allowed: Collection[str]) -> None:
     for word in words:
-        if word not in known:
-            hint = closest(word, known)
-            raise CommandError(f"unknown {kind} {word!r}{hint} (known: {', '.join(known)})")
+        if word not in allowed:
+            hint = closest(word, allowed)
+            raise CommandError(f"unknown {kind} {word!r}{hint} (known: {', '.join(allowed)})")

@@ -52,7 +52,7 @@ def torchrun(words: Sequence[str], *, nodes: int, gpus_per_node: int, job_id: st
 def run_limited(
     words: Sequence[str], log: Path, limit_s: float, stopped: Callable[[], bool]
 ) -> LaunchResult:
-    """Run a command in its own session until it ends, `limit_s` seconds have passed or `stopped()`
+    """Run a command in a new session until it ends, `limit_s` seconds have passed or `stopped()`
     is true; then end all its processes.  The output goes to `log`."""
     start = time.monotonic()
     with log.open("wb") as out:

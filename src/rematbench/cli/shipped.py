@@ -1,0 +1,164 @@
+"""The commands `methods` (list, and check of a file), `systems` and `examples`."""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from typer import Argument, Option
+
+from rematbench.cli.targets import Methods, need_folder
+from rematbench.evaluate.method_contract import check_file
+from rematbench.host.console import CommandError, align_left, console, grid, plain
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError, Registry
+from rematbench.spec.load import calibration, load_system
+from rematbench.spec.paths import data_dir
+from rematbench.spec.stackfacts import Fact, chain, defaults, facts, listed
+
+CHECK_S = 60.0
+"""Limit of CPU seconds of a check; a plan for a tiny problem takes milliseconds."""
+
+
+def methods(
+    folder: Methods = None,
+    check: Annotated[
+        Path | None, Option(metavar="FILE.py", help="Check a file against the contract instead.")
+    ] = None,
+) -> None:
+    """List the methods with their claims and parameters.
+
+    --check runs the tests of the shipped methods on a file, on tiny problems and on top of every
+    other method.  It prints a line per check, and ends with exit code 1 at the first failure.
+
+    \b
+    Example:
+      rematbench methods
+      rematbench methods --methods my-methods/
+      rematbench methods --check my-methods/mine.py
+    """
+    registry = discover(folder or ())
+    if check is not None:
+        _check(check, registry)
+        return
+    table = align_left(grid("method", "claim", "parameters"), 1, 2)
+    for entry in registry.methods.values():
+        parameters = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(parameters))
+    console().print(table)
+    for path, reason in registry.broken.items():
+        console(error=True).print(plain(f"unavailable: {path}: {reason}"))
+
+
+def _check(path: Path, registry: Registry) -> None:
+    if not path.is_file():
+        raise CommandError(f"--check {path}: no such file")
+    try:
+        with _limited(path):
+            for passed in check_file(path, registry):
+                typer.echo(f"ok: {passed}")
+                signal.setitimer(signal.ITIMER_PROF, CHECK_S)
+    except MethodError as error:
+        typer.echo(f"broken: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def _limited(path: Path) -> Iterator[None]:
+    """MethodError where CHECK_S CPU seconds pass before the timer is set again."""
+
+    def late(*_: Any) -> None:
+        raise MethodError(f"{path}: a check took more than {CHECK_S:g} CPU seconds")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, CHECK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def systems(
+    name: Annotated[str, Argument(metavar="[NAME]", help="A stack to explain, or its file.")] = "",
+) -> None:
+    """List the stacks and their differences from their base; with NAME, all facts and sources.
+
+    \b
+    Example:
+      rematbench systems
+      rematbench systems nemo-24.12
+    """
+    out = console()
+    if not name:
+        out.print(_all())
+        return
+    system = load_system(name)
+    bases = [file for file, _ in chain(name)[1:]]
+    entry = calibration().system_entry(system.constants)
+    based = f", based on {', then '.join(bases)}" if bases else ""
+    out.print(plain(f"{system.name} ({system.version}){based}"), style="bold")
+    out.print(plain(f"fitted constants: {entry}"))
+    out.print(_facts({**facts(name), **defaults(name)}))
+    for file, data in chain(name):
+        if data.get("source"):
+            out.print(plain(f"(*) {file}: {' '.join(str(data['source']).split())}"))
+
+
+def _all() -> Table:
+    table = align_left(
+        grid("stack", "version", "base", "attention", "differs from its base"), 1, 2, 3, 4
+    )
+    for name, version, base, changed in listed():
+        differences = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
+        cells = (name, version, base or "-", load_system(name).attention, differences)
+        table.add_row(*(plain(cell) for cell in cells))
+    return table
+
+
+def _facts(stack: dict[str, Fact]) -> Table:
+    table = align_left(grid("fact", "value", "file", "source"), 1, 2, 3)
+    for key, fact in stack.items():
+        cells = (key, str(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
+        table.add_row(*(plain(cell) for cell in cells))
+    return table
+
+
+TRY = (
+    "simulate full_recompute --model config.json --cluster my-cluster.yaml --gpus 8 "
+    "--seq-len 8192 --global-batch 16 --tp 2",
+    "compare --model config.json --cluster my-cluster.yaml --system my-stack.yaml --gpus 8 "
+    "--seq-len 32768 --global-batch 16 --methods .",
+    "methods --check recompute_mlp.py",
+    "predict sheet.csv -o predictions.csv",
+    "validate --rows sheet.csv",
+)
+"""Commands to try in the written folder."""
+
+
+def examples(
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder to write to.")],
+) -> None:
+    """Write an example of a model's config.json, a cluster, a stack, a sheet and a method.
+
+    Existing files are not overwritten.
+
+    \b
+    Example:
+      rematbench examples my-work
+    """
+    need_folder("DIR", folder)
+    shipped = sorted(path for path in (data_dir("config") / "examples").iterdir() if path.is_file())
+    there = [path.name for path in shipped if (folder / path.name).exists()]
+    if there:
+        raise CommandError(f"{folder} has {', '.join(there)} already; nothing was written")
+    for path in shipped:
+        shutil.copyfile(path, folder / path.name)
+        typer.echo(f"wrote {folder / path.name}")
+    typer.echo(f"in {folder}:")
+    for words in TRY:
+        typer.echo(f"  rematbench {words}")
