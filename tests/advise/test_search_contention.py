@@ -201,7 +201,7 @@ def test_the_embedding_adds_the_same_to_every_plan(text: str, tp: int) -> None:
     shard, _ = even(made)
     found = shard.probe(Candidate((Variant("", text),)))
     assert isinstance(found, Probe)
-    known = found._made
+    known = found._measurement
     assert known.ranks[0] == 1
     whole = Measured(known.small, known.plan, known.small.ranks)
     keep = Prober(shard.problem, {})._keeping
@@ -240,7 +240,7 @@ def test_a_last_rank_that_copies_nothing_is_that_of_the_plan_without_copies(
     method = shard.registry.resolve(text, None, shard.problem)
     found, prober = shard.probe(Candidate((Variant("", text),))), Prober(shard.problem, {})
     assert isinstance(found, Probe)
-    known = found._made
+    known = found._measurement
     assert (3 in known.ranks) != spared
     whole = Measured(known.small, known.plan, known.small.ranks)
     ended = prober._measured(method, (1, 1, 1, 2), ranks=(3,))

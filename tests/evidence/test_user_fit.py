@@ -310,7 +310,7 @@ def test_a_stack_file_works_from_any_folder(
     assert yaml.safe_load(Path("first.yaml").read_text())["base"] == "nemo-24.12"
     write_sheet(Path("mine.csv"), [{**logged, "cluster": "h800-80gb", "system": "first.yaml"}])
     calibrate_user_stack(Path("mine.csv"), Path("second.yaml"), 1)
-    with pytest.raises(CommandError, match="the rows' own stack"):
+    with pytest.raises(CommandError, match="this is the stack of the rows"):
         calibrate_user_stack(Path("mine.csv"), Path("first.yaml"), 1)
     with pytest.raises(CommandError, match=r"ends in \.yaml"):
         calibrate_user_stack(Path("mine.csv"), Path("first"), 1)
@@ -322,7 +322,7 @@ def test_a_stack_file_works_from_any_folder(
 def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     write_sheet(mine, ROWS[:3])
-    with pytest.raises(CommandError, match="column system: one is needed"):
+    with pytest.raises(CommandError, match="column system: all rows need the same value"):
         calibrate_user_stack(mine, None, 1)
 
 

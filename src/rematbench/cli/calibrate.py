@@ -246,6 +246,6 @@ def stack_file(
 
 def _named(stack: Path) -> str:
     """A stack as a file's `base`: the name of a shipped stack, or else the whole path of the file,
-    which holds from any folder."""
+    which is valid from any folder."""
     shipped = stack.stem in names("system") and located("system", stack.stem).resolve() == stack
     return stack.stem if shipped else str(stack)

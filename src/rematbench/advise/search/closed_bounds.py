@@ -295,7 +295,7 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
 class CopyBound:
     """Seconds that each layout's first rank needs at least for its copies, which share links with
     messages of `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards
-    and of the backwards, or `by_layer` the fewer of the two.  Nothing is known where the model's
+    and of the backwards, or `by_layer` the fewer of the two.  There is no bound where the model's
     last layers, which a method may spare, begin on the first rank."""
 
     def __init__(
