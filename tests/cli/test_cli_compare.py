@@ -86,7 +86,7 @@ def test_a_stack_is_known_by_its_facts_and_not_by_its_name(tmp_path: Path) -> No
     mine.write_text(copy + "zero_stages: {value: [0, 1, 2, 3], source: mine}\n")
     assert told == trust(typed("simulate", *job, "--system", str(mine)).out)
     mine.write_text(copy + "tp_overlap: {value: none, source: mine}\n")
-    assert "stack with facts of its own" in trust(
+    assert "stack with facts of no shipped stack" in trust(
         typed("simulate", *job, "--system", str(mine)).out
     )
 

@@ -175,7 +175,7 @@ def test_a_missing_dp_follows_from_the_gpus() -> None:
     found = predict_rows([whole, empty, odd, nothing], processes=1)
     assert found[0]["pred_status"] == "ok"
     assert {**found[1], "dp": "2"} == found[0]
-    assert found[2]["pred_reason"] == "gpus 12 is no multiple of tp x cp x pp = 8"
+    assert found[2]["pred_reason"] == "gpus 12 is not a multiple of tp x cp x pp = 8"
     assert "dp empty" in found[3]["pred_reason"]
 
 

@@ -323,7 +323,7 @@ def test_a_published_number_that_is_none_is_one_line(tmp_path: Path, cell: str) 
     path = tmp_path / "rows.csv"
     columns = {**ROW, "source": "mine", "status": "ok", "tokens_per_s_per_gpu": cell}
     path.write_text(",".join(columns) + "\n" + ",".join(columns.values()) + "\n")
-    with pytest.raises(UserError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is no number"):
+    with pytest.raises(UserError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is not a number"):
         read_cells(path, "--rows", "source")
     assert len(read_cells(path, "ROWS.csv")) == 1
 

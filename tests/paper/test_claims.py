@@ -125,7 +125,9 @@ def test_every_part_has_a_published_number() -> None:
     for claim in CLAIMS.claims:
         row = rows[claim.id]
         for part in claim.parts:
-            assert published(row["value"]).told(part, row["conditions"]) is not None, claim.id
+            assert published(row["value"]).part_number(part, row["conditions"]) is not None, (
+                claim.id
+            )
 
 
 SETTINGS = re.compile(
@@ -285,7 +287,7 @@ def test_numbers_of_published_texts() -> None:
     assert published("73.5 / 65.7 and 76.5 / 68.2").numbers == (73.5, 65.7, 76.5, 68.2)
     assert [published(text).bound for text in ("< 300", "> 90", "up to 2")] == ["<", ">", ""]
     over = Part(query=query(), number=0, over=1)
-    assert published("6 / 4").told(over) == 1.5
+    assert published("6 / 4").part_number(over) == 1.5
 
 
 def layouts(*cells: tuple[str, str, float, str]) -> list[StudyAnswer]:
@@ -348,11 +350,11 @@ def test_dividing_by_nothing_is_said() -> None:
     ("text", "words"),
     [
         ("- {id: a}", "a: needs either parts or not_comparable"),
-        ("- {id: a, not_comparable: x}\n- {id: a, not_comparable: y}", "a: is given twice"),
+        ("- {id: a, not_comparable: x}\n- {id: a, not_comparable: y}", "a: is declared twice"),
         ("- {id: a, basis: fitted, tolerance: t, parts: [P]}", "a: basis fitted needs"),
         ("- {id: a, tolerance: u, parts: [P]}", "a: unknown tolerance 'u' (known: t)"),
         ("- {id: a, tolerance: t, parts: [R]}", "a: form ratio needs"),
-        ("- {id: a, tolerance: t, parts: [P, P]}", "a: has one primary question for each number"),
+        ("- {id: a, tolerance: t, parts: [P, P]}", "a: needs one primary question for each number"),
     ],
 )
 def test_contradictions_are_one_line(

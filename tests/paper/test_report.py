@@ -71,7 +71,7 @@ def page(results: Path) -> Page:
 
 
 def test_every_table_that_exists_is_shown_once_and_absent_ones_are_silent(results: Path) -> None:
-    found = [part.name for _, parts in page(results).found for part in parts]
+    found = [part.name for _, parts in page(results).filled for part in parts]
     assert sorted(found) == sorted((*NAMES, "pareto", "fastest"))
     titles = [section.title for section, parts in page(results).sections if parts]
     assert titles == ["Claims ledger", "Accuracy by source", "Memory", "Everything else"]
@@ -105,7 +105,7 @@ def test_what_was_never_measured_is_counted(results: Path) -> None:
     assert "hold 71 % of" in whether_bands_hold(folder)
     _, strange, few = never_measured(folder, results)
     assert strange.startswith("2 of the 3 winners")
-    assert strange.endswith("published: context in 2, scale in 1.")
+    assert strange.endswith("published range: context in 2, scale in 1.")
     assert few.startswith("49 published cells ran out of memory")
     write_sheet(folder / "oom_verdicts.csv", [{"published": "oom", "cells": "50"}])
     assert len(never_measured(folder, results)) == 2

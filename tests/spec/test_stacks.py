@@ -210,7 +210,7 @@ def test_a_cluster_of_other_flops_has_no_evidence_of_its_name(tmp_path: Path, fo
     shipped, found = made(cluster="h800-80gb", **given), made(cluster=str(slow), **given)
     assert "cluster" not in band_of(shipped, "keep_all").outside
     unlike = ["peak_flop_per_s"] + ["constants"] * (form == "copy")
-    said = f"cluster with facts of its own (not h800-80gb's: {', '.join(unlike)})"
+    said = f"cluster with facts of no shipped cluster (unlike h800-80gb: {', '.join(unlike)})"
     assert band_of(found, "keep_all").outside["cluster"] == said
     words = ["--model", "llama-65b", "--cluster", str(slow), "--system", "megatron-kwai"]
     words += ["--gpus", "64", "--seq-len", "4096", "--global-batch", "64", "--tp", "4", "--pp", "4"]

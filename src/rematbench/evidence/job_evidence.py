@@ -293,7 +293,8 @@ def unlike_shipped(problem: Problem) -> str:
     nearest = min(unlike, key=lambda name: (len(unlike[name]), name != mine.name))
     if not unlike[nearest]:
         return ""
-    return f"cluster with facts of its own (not {nearest}'s: {', '.join(unlike[nearest])})"
+    keys = ", ".join(unlike[nearest])
+    return f"cluster with facts of no shipped cluster (unlike {nearest}: {keys})"
 
 
 @cache
