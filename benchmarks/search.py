@@ -30,7 +30,7 @@ from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import Bounds
 from rematbench.advise.search.probes import Probe
 from rematbench.advise.search.processes import rounds
-from rematbench.advise.search.search_job import SearchRequest, SearchJob
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard, key
 from rematbench.advise.search.space import Choice
