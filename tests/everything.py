@@ -25,7 +25,7 @@ def every_candidate(made: SearchJob) -> list[Candidate]:
     deepest = max(made.space.choices, key=lambda choice: choice.layout.pp)
     shard = bounds_at(made, deepest).shard
     probes = {s: p for s in made.variants if isinstance(p := shard.probe(Candidate((s,))), Probe)}
-    keeping = not made.asked.only or "keep_all" in made.asked.only
+    keeping = not made.request.only or "keep_all" in made.request.only
     return Tree([probes], load_compare().most_methods, keeping=keeping, exact=True).candidates
 
 
