@@ -97,9 +97,9 @@ def searched_s(one: SearchRequest, candidates: Sequence[Candidate] = ()) -> floa
     """Seconds of the step that a search finds, of all candidates or of the given ones."""
     made = SearchJob(one)
     search = made.search_of(candidates) if candidates else made.search()
-    end = in_one_process(search, most_work=WORK)
+    results, _ = in_one_process(search, most_work=WORK)
     assert search.gap <= one.within or not search.queue
-    return end.best_s
+    return min((one.fitting_s for one in results), default=inf)
 
 
 def fits(one: SearchRequest) -> bool:

@@ -23,8 +23,8 @@ from rematbench.paper.matrix.best import (
     OPEN,
     SAME,
     Answers,
-    CellJob,
     Worker,
+    cell_job,
     searched,
 )
 from rematbench.paper.matrix.sweep import NOT_RUN, Line, run_matrix
@@ -197,7 +197,7 @@ def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> Non
     assert all(row["gap"] for row in rows)
     wanted = {}
     for work, cluster, seq_len in product(spec.works, spec.clusters, spec.seq_lens):
-        answers = Answers(CellJob(spec, work, cluster, seq_len), spec, registry, {})
+        answers = Answers(cell_job(spec, work, cluster, seq_len), spec, registry, {})
         arms = [arm.name for arm in spec.all_arms(registry) if searched(arm, seq_len, registry)]
         keys = [(BEST, name) for name in arms] + [(SAME, spec.baseline), (ANY, "")]
         where = (work.model, cluster, str(seq_len))
@@ -266,7 +266,7 @@ def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(
 
 def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() -> None:
     spec = small(arms=tuple(arm for arm in declared().arms if arm.name == "memo"))
-    cell = CellJob(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0])
+    cell = cell_job(spec, spec.works[0], spec.clusters[0], spec.seq_lens[0])
     answers = Answers(cell, spec, REGISTRY, {})
     found = answers.best("memo")
     assert found.choice is not None

@@ -166,15 +166,17 @@ def rounds(
             pool.close()
 
 
-def in_one_process(search: Search, *, most_work: int) -> Progress:
-    """A search in this process.  It ends once its gap is proved, or with `most_work`."""
+def in_one_process(search: Search, *, most_work: int) -> tuple[list[Result], int]:
+    """The plans that fit of a search in this process, the fastest first, and the number of its
+    simulations.  The search ends once its gap is proved, or with `most_work`.  What excluded plans
+    lack is not asked for: that would replay them whole."""
     trials = []
     for trial in search.run():
         if trial is not None:
             trials.append(trial)
         if search.gap <= search.within or search.work >= most_work:
             break
-    return _after(Progress(), [_state(search, trials)], distinct(trials), listing=False)
+    return [trial.result for trial in distinct(trials)], len(trials)
 
 
 def _living(answers: Sequence[State | NoAnswer]) -> list[State]:

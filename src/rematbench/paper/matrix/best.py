@@ -71,27 +71,22 @@ class CommittedPlan(Struct, frozen=True, kw_only=True):
         return line | {f"{place}_short_bytes": nbytes for place, nbytes in self.short.items()}
 
 
-class CellJob(SearchJob):
+def cell_job(
+    spec: MatrixSpec,
+    work: Work,
+    cluster: str,
+    seq_len: int,
+    evaluator: Evaluator | None = None,
+    programs: ProbePrograms | None = None,
+) -> SearchJob:
     """The searches of one cell.  `evaluator` and `programs` (of probes): what the cells of one
     model and length share."""
-
-    def __init__(
-        self,
-        spec: MatrixSpec,
-        work: Work,
-        cluster: str,
-        seq_len: int,
-        evaluator: Evaluator | None = None,
-        programs: ProbePrograms | None = None,
-    ) -> None:
-        hosts = may_host(load_cluster(cluster), load_system(spec.system))
-        home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
-        problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
-        fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
-        super().__init__(
-            SearchRequest(spec=problem, fixed=fixed, within=spec.within), evaluator, programs
-        )
-        self.at = (work.model, cluster, seq_len)
+    hosts = may_host(load_cluster(cluster), load_system(spec.system))
+    home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
+    problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
+    fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
+    request = SearchRequest(spec=problem, fixed=fixed, within=spec.within)
+    return SearchJob(request, evaluator, programs)
 
 
 def runs(arm: Arm, seq_len: int) -> bool:
@@ -113,7 +108,7 @@ class Answers:
 
     def __init__(
         self,
-        cell: CellJob,
+        cell: SearchJob,
         spec: MatrixSpec,
         registry: Registry,
         committed: Mapping[tuple[str, str], Row],
@@ -122,12 +117,18 @@ class Answers:
         self.arms = {arm.name: arm for arm in spec.all_arms(registry)}
         self.methods = {name: arm.resolved(registry) for name, arm in self.arms.items()}
         own = self.arms.values()
-        self.searched = [arm.name for arm in own if searched(arm, cell.at[-1], registry)]
+        seq_len = cell.request.spec.seq_len
+        self.searched = [arm.name for arm in own if searched(arm, seq_len, registry)]
         self._answers = {
             key: read_answer(row, cell)
             for key, row in committed.items()
             if key[1] in ("", *self.arms) and row["asked"] == self.question(*key)
         }
+
+    @property
+    def at(self) -> tuple[Any, ...]:
+        """The cell: its model, cluster and length."""
+        return tuple(getattr(self.cell.request.spec, key) for key in CELL)
 
     def question(self, table: str, name: str) -> str:
         """The question of an answer in words: a method and its job, and for the one layout the
@@ -210,14 +211,13 @@ def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
     return None
 
 
-def _answer(cell: CellJob, search: Search) -> CommittedPlan:
+def _answer(cell: SearchJob, search: Search) -> CommittedPlan:
     """The answer of a search, which ends with a fixed amount of work."""
-    end, excluded = in_one_process(search, most_work=MINUTE_OF_ONE), search.excluded
-    work = CommittedPlan(
-        gap=search.gap, layouts=len(cell.space.choices), simulations=end.simulations
-    )
-    if end.results:
-        best = end.results[0]
+    results, simulations = in_one_process(search, most_work=MINUTE_OF_ONE)
+    layouts, excluded = len(cell.space.choices), search.excluded
+    work = CommittedPlan(gap=search.gap, layouts=layouts, simulations=simulations)
+    if results:
+        best = results[0]
         choice = cell.choice(best)
         return structs.replace(work, name=best.method, choice=choice, step_s=best.fitting_s)
     if search.queue:
@@ -238,7 +238,7 @@ def best_lines(spec: MatrixSpec, *, processes: int) -> Iterator[Line]:
     for arm in spec.all_arms(registry):
         arm.resolved(registry)  # raises here, and not in a worker process
     for work, cluster in product(spec.works, spec.clusters):
-        _ = CellJob(spec, work, cluster, spec.seq_lens[0]).space
+        _ = cell_job(spec, work, cluster, spec.seq_lens[0]).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
     waiting, found = list(tasks), dict[Task, list[Line]]()
     pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec,), LIMIT_S)
@@ -270,7 +270,7 @@ class Worker:
         """Yield the lines of the cells."""
         evaluator, programs = Evaluator(without_cluster), ProbePrograms()
         for name in self.spec.clusters:
-            cell = CellJob(self.spec, task[0], name, task[1], evaluator, programs)
+            cell = cell_job(self.spec, task[0], name, task[1], evaluator, programs)
             answers = Answers(cell, self.spec, self.registry, {})
             for arm in answers.searched:
                 yield line_of(answers, BEST, arm, answers.best(arm))
@@ -280,7 +280,7 @@ class Worker:
 
 def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Line:
     """The line of an answer, as it is committed."""
-    line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.cell.at, strict=True))
+    line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.at, strict=True))
     line |= {"table": table, "arm": arm, "asked": answers.question(table, arm), "name": answer.name}
     if answer.choice:
         lay, sizes = answer.choice.layout, answer.choice.sizes
@@ -289,7 +289,7 @@ def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Li
     return {**line, **answer.proof, "reason": answer.reason}
 
 
-def read_answer(row: Row, cell: CellJob) -> CommittedPlan:
+def read_answer(row: Row, cell: SearchJob) -> CommittedPlan:
     """The answer of a committed line; CommandError where the line is damaged."""
     try:
         return _read(row, cell)
@@ -298,7 +298,7 @@ def read_answer(row: Row, cell: CellJob) -> CommittedPlan:
         raise CommandError(f"cells: {where}: no answer of a search ({error or 'layers'})") from None
 
 
-def _read(row: Row, cell: CellJob) -> CommittedPlan:
+def _read(row: Row, cell: SearchJob) -> CommittedPlan:
     places = {place: number(row, f"{place}_short_bytes") for place in ("device", "host")}
     return CommittedPlan(
         name=row["name"],
@@ -312,7 +312,7 @@ def _read(row: Row, cell: CellJob) -> CommittedPlan:
     )
 
 
-def _choice(row: Row, cell: CellJob) -> Choice:
+def _choice(row: Row, cell: SearchJob) -> Choice:
     layout = structs.replace(cell.request.spec, **{key: int(row[key]) for key in OPEN}).layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

@@ -21,8 +21,8 @@ from rematbench.paper.matrix.best import (
     CELL,
     SAME,
     Answers,
-    CellJob,
     CommittedPlan,
+    cell_job,
     runs,
 )
 from rematbench.plugins.registry import Registry
@@ -59,7 +59,7 @@ def run_matrix(
         for seq_len in spec.seq_lens:
             programs, probes = Evaluator(without_cluster), ProbePrograms()
             for cluster in spec.clusters:
-                cell = CellJob(spec, work, cluster, seq_len, programs, probes)
+                cell = cell_job(spec, work, cluster, seq_len, programs, probes)
                 own = known[work.model, cluster, str(seq_len)]
                 yield run_cell(Answers(cell, spec, registry, own), programs)
 
@@ -76,7 +76,7 @@ def run_cell(answers: Answers, programs: Evaluator) -> list[Line]:
 def _of_arms(answers: Answers, programs: Evaluator) -> Iterator[Cell]:
     one_layout = answers.one_layout()
     for arm in answers.arms.values():
-        if not runs(arm, answers.cell.at[-1]):
+        if not runs(arm, answers.cell.request.spec.seq_len):
             for table in TABLES:
                 yield {**_head(answers, table, arm.name), "status": NOT_RUN}, None
             continue
@@ -93,7 +93,7 @@ def _of_arms(answers: Answers, programs: Evaluator) -> Iterator[Cell]:
 
 def _head(answers: Answers, table: str, name: str) -> Line:
     """The columns that say which cell and arm a line is of."""
-    where = dict(zip(CELL, answers.cell.at, strict=True))
+    where = dict(zip(CELL, answers.at, strict=True))
     gpus = answers.cell.request.spec.gpus
     head = {"table": table, **where, "gpus": gpus, "arm": name}
     return {**head, "method": answers.methods[name].name} if name in answers.arms else head
