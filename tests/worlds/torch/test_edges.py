@@ -78,7 +78,7 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "emit_forward.ForwardEmitter._copy_out: self.w.wait on d2h",
         "emit_forward.ForwardEmitter._drain: self.w.wait on compute",
         "emit_reload.Reloader._fetch: self.w.wait on h2d",
-        "emit_reload.Reloader.land: self.w.wait on compute",
+        "emit_reload.Reloader.wait_for: self.w.wait on compute",
     ),
     "pp2 offload": (
         "emit_forward.ForwardEmitter.block: w.wait on compute",
