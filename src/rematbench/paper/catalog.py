@@ -30,6 +30,8 @@ from rematbench.worlds.records.suite import bundles, load_matrix, load_suite
 TABLES = Path(__file__).parent / "tables"
 PAPER = "paper"
 SUITE = "{suite}"
+PROBLEMS = re.compile(r"^problems:", re.MULTILINE)
+"""The key that makes a file of config/ a suite."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -174,7 +176,7 @@ def expanded(pattern: str, suite: str) -> list[str]:
 def suites() -> list[str]:
     """The names of the suites: the files of config/ with problems."""
     files = sorted(Path("config").glob("*.yaml"))
-    return [path.stem for path in files if "\nproblems:" in path.read_text(encoding="utf-8")]
+    return [path.stem for path in files if PROBLEMS.search(path.read_text(encoding="utf-8"))]
 
 
 def studies() -> list[str]:
