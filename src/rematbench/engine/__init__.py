@@ -1,1 +1,1 @@
-"""The engine: plans become actions, and actions become bytes and seconds."""
+"""The engine turns plans into actions, and actions into bytes and seconds."""

@@ -1,1 +1,1 @@
-"""One plan on one problem: its result, its bytes, its verdict."""
+"""The evaluation of a plan on a problem: its result, its bytes, its verdict."""

@@ -38,8 +38,8 @@ MIN_SHARE, MAX_PARTS = 0.01, 3
 
 
 def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
-    """Seconds of the step by part (PARTS).  They add up to `step_s`, the program's chunk-level
-    step."""
+    """Return the seconds of the step by part (PARTS).  They add up to `step_s`, the program's
+    chunk-level step."""
     seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
     used = _streams(program)
@@ -63,16 +63,16 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
 
 
 def losses(shares: Mapping[str, float]) -> str:
-    """The largest parts of a step apart from compute, as text; `shares`: fractions of the step by
-    part."""
+    """Return the largest parts of a step apart from compute, as text.  `shares`: fractions of the
+    step by part."""
     found = [(share, part) for part, share in shares.items() if part != "compute"]
     named = sorted((pair for pair in found if pair[0] >= MIN_SHARE), reverse=True)
     return ", ".join(f"{part} {100 * share:.0f} %" for share, part in named[:MAX_PARTS])
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:
-    """Exposed seconds of the hosts: the step minus the step of the same program with hosts that
-    take no time."""
+    """Return the exposed seconds of the hosts: the step's seconds minus those of the same program
+    with hosts that take no time."""
     return step_s - simulate_chunks(program, WithoutTraffic(seconds, frozenset())).step_s
 
 
@@ -84,7 +84,7 @@ class WithoutTraffic:
         self.seconds, self.streams = seconds, streams
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Seconds on the action's stream."""
+        """Return the seconds on the action's stream."""
         if action.stream in self.streams:
             return 0.0
         comm = action.comm
@@ -95,23 +95,23 @@ class WithoutTraffic:
         return self.seconds.timing(action, rank).seconds
 
     def timing(self, action: Action, rank: int) -> Timing:
-        """The seconds on the stream; the host takes no time and waits for no action."""
+        """Return the seconds on the stream; the host takes no time and waits for no action."""
         return Timing(0.0 if action.kind in ORDERING else self(action, rank), 0.0, held=False)
 
     def alike(self, rank: int) -> Hashable:
-        """The key of the costs with all traffic: ranks with equal costs there have equal costs
-        here."""
+        """Return the key of the costs with all traffic.  Ranks with equal keys also have equal
+        costs here."""
         return self.seconds.alike(rank)
 
 
 def busiest(simulation: Simulation) -> tuple[float, int]:
-    """(busy seconds, rank) of the rank whose compute stream works longest."""
+    """Return (busy seconds, rank) of the rank whose compute stream works longest."""
     ranks = range(len(simulation.rank_end_s))
     return max((simulation.busy_s(rank, "compute"), rank) for rank in ranks)
 
 
 def _streams(program: Program) -> set[str]:
-    """The streams that a program's actions run on or beside."""
+    """The streams on which a program's actions run, and the streams that they overlap."""
     return {
         stream
         for block, _ in program.block_runs

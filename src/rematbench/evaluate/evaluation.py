@@ -1,5 +1,5 @@
-"""Plan + problem -> the simulated step: seconds, speed, bytes per rank, FLOPs.  The code reads
-plans, and never a method."""
+"""Evaluates a plan on a problem: seconds, speed, bytes per rank, FLOPs.  The code reads plans, and
+never a method."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from rematbench.problem import Problem, rank_parameters
 
 
 class RankBytes(Struct, frozen=True, kw_only=True):
-    """Device and host bytes of one rank: resident states and the ledger's activation peaks.
-    `pools`: staging pools; `peak_step`: index of the rank's step with the device peak.
-    `host_rounding`: bytes by which pinned blocks exceed the activations in them.  States are pinned
-    as few large buffers, so they are not rounded."""
+    """Device and host bytes of a rank: resident states and the ledger's activation peaks.  `pools`:
+    staging pools; `peak_step`: index of the rank's step with the device peak.  `host_rounding`:
+    bytes by which pinned blocks exceed the activations in them.  States are pinned as few large
+    buffers, so they are not rounded."""
 
     parameter: int
     gradient: int
@@ -42,8 +42,8 @@ class RankBytes(Struct, frozen=True, kw_only=True):
         return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
 
     def blocks(self, late: Late | None) -> tuple[int, ...]:
-        """Bytes of the states and pools that are alive throughout, without the tensors that the
-        rank makes late."""
+        """Return the bytes of the states and pools that are alive throughout, without the tensors
+        that the rank allocates late."""
         gradient, optimizer = self.gradient, self.optimizer
         if late is not None:
             gradient, optimizer = gradient - late.gradient_bytes, optimizer - late.state_bytes
@@ -57,13 +57,14 @@ class RankBytes(Struct, frozen=True, kw_only=True):
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
-    """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions.
+    """The simulated step of a plan.  Bytes come from the issue-order ledger; MFU and HFU are
+    fractions.
 
     `recompute_flop` and `offload_bytes` are sums over all ranks of a step.  `reserved_bytes`: bytes
-    that the fullest rank's allocator reserves, or its ledger peak where the allocator was not
+    that the fullest rank's allocator reserves, or its ledger peak if the allocator was not
     modelled.  `pressed`: whether the allocator gave cached segments back (None: not modelled).
-    `not_timed`: why the seconds leave out a part of the step and must not be printed; empty where
-    they are complete.
+    `not_timed`: why the seconds leave out a part of the step and must not be printed; empty if they
+    are complete.
     """
 
     step_s: float
@@ -100,7 +101,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 
 
 def speed(problem: Problem, step_s: float) -> Speed:
-    """The speed of a simulated or measured step of `step_s` seconds."""
+    """Return the speed of a simulated or measured step of `step_s` seconds."""
     lay, work, peak = problem.layout, problem.workload, problem.cluster.peak_flop_per_s
     rate = lay.global_batch * work.seq_len / step_s / lay.gpus
     return Speed(
@@ -111,7 +112,7 @@ def speed(problem: Problem, step_s: float) -> Speed:
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
-    """The chunk-level evaluation of a plan, without the allocator; can be a problem's evaluator."""
+    """Evaluate a plan at the chunk level, without the allocator.  Can be a problem's evaluator."""
     return evaluate_program(problem, plan, lower(plan, problem))
 
 
@@ -124,9 +125,9 @@ def evaluate_program(
     op_level: bool = False,
     record: bool = False,
 ) -> PlanEvaluation:
-    """The evaluation of a lowered plan.  `op_level`: simulate every action instead of chunks.
-    `record`: keep the timeline, which needs the op level.  `ranks`: the plan's `program_bytes`,
-    where they are known."""
+    """Evaluate a lowered plan.  `op_level`: simulate every action instead of chunks.  `record`:
+    keep the timeline, which needs the op level.  `ranks`: the plan's `program_bytes`, if they are
+    known."""
     seconds = action_seconds(problem, program)
     if op_level or record:
         simulation = simulate(program, seconds, record=record)
@@ -157,7 +158,8 @@ def evaluate_program(
 
 
 def not_timed(problem: Problem, plan: Plan) -> str:
-    """The part of a plan whose seconds are not modelled, in words; empty where there is none."""
+    """Return the part of a plan whose seconds are not modelled, in words; empty if there is
+    none."""
     cluster, parameter = problem.cluster, plan.state("parameter")
     if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
         return (
@@ -171,7 +173,8 @@ def not_timed(problem: Problem, plan: Plan) -> str:
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
-    """Device and host bytes of every pipeline rank of a lowered plan; nothing is simulated."""
+    """Return the device and host bytes of every pipeline rank of a lowered plan, without
+    simulation."""
     pools = [pool_bytes(rank) for rank in program.ranks]
     return tuple(
         _rank_bytes(problem, plan, rank, ledger, pools[rank])
@@ -180,12 +183,12 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
 
 
 def fullest(problem: Problem, plan: Plan) -> int:
-    """The pipeline rank with the largest peak of device bytes."""
+    """Return the pipeline rank with the largest peak of device bytes."""
     return fullest_rank(program_bytes(problem, plan, lower(plan, problem)))
 
 
 def fullest_rank(ranks: Sequence[RankBytes]) -> int:
-    """The rank with the largest peak of device bytes; the first of equal ranks."""
+    """Return the rank with the largest peak of device bytes; the first of equal ranks."""
     return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
 
 
@@ -224,8 +227,8 @@ def _rank_bytes(
 
 
 def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
-    """The largest sum of peak pinned bytes over the ranks of one node (ranks ordered tp, cp, dp,
-    pp)."""
+    """Return the largest sum of peak pinned bytes over the ranks of a node (ranks ordered tp, cp,
+    dp, pp)."""
     lay, per_node = problem.layout, problem.cluster.gpus_per_node
     per_stage = lay.tp * lay.cp * lay.dp
     totals: Counter[int] = Counter()
@@ -238,7 +241,8 @@ def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
 
 
 def kernel_flop(kernel: Kernel) -> float:
-    """FLOPs of a forward kernel: two per multiply-add, 0 unless it is a GEMM or attention."""
+    """Return the FLOPs of a forward kernel: two per multiply-add of a GEMM or attention, otherwise
+    0."""
     match kernel:
         case Gemm(m=m, n=n, k=k, batch=batch):
             return 2.0 * m * n * k * batch

@@ -1,6 +1,6 @@
 """The evaluator: lowers each plan once, and computes each of its numbers once.
 
-Also lowered plans, and the bytes that the allocator of their fullest rank reserves.
+It keeps lowered plans, and the bytes that the allocators of their fullest ranks reserve.
 """
 
 from collections import OrderedDict
@@ -33,13 +33,13 @@ from rematbench.solve.memory_plan import planned_peak
 
 
 def same_plan(plan: Plan) -> bytes:
-    """A key that is equal for plans with the same decisions; `fit` does not count."""
+    """Return a key that is equal for plans with the same decisions; `fit` does not count."""
     return msgspec.json.encode(replace(plan, fit={}))
 
 
 class Reserved(NamedTuple):
-    """Bytes that an allocator reserves.  `at_least`: it may reserve more.  `pressed`: it had to
-    give cached segments back."""
+    """The bytes that an allocator reserves.  `at_least`: the true number may be higher.  `pressed`:
+    the allocator had to give cached segments back."""
 
     nbytes: int
     pressed: bool = False
@@ -48,8 +48,8 @@ class Reserved(NamedTuple):
 
 class Lowered:
     """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
-    unlimited memory, each computed once.  No cluster changes them.  `evaluations` and `parts_s`
-    cache the numbers of an evaluator, by the facts that they depend on."""
+    unlimited memory, each computed once.  None of them depends on the cluster.  `evaluations` and
+    `parts_s` cache the numbers of an evaluator, by the facts on which they depend."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
@@ -64,8 +64,8 @@ class Lowered:
         return lower(self.plan, self.problem)
 
     def forget(self, most_actions: int) -> None:
-        """Drop a program with more than `most_actions` actions in memory; the next use lowers it
-        again."""
+        """Drop a program with more than `most_actions` actions in memory.  The next use lowers the
+        plan again."""
         program: Program | None = self.__dict__.get("program")
         if program is not None and program.written > most_actions:
             del self.program
@@ -87,7 +87,7 @@ class Lowered:
 
     @cached_property
     def placed_bytes(self) -> int:
-        """Bytes of the fullest rank if the plan places its activations itself; else 0."""
+        """The bytes of the fullest rank if the plan places its activations itself; otherwise 0."""
         rank = fullest_rank(self.ranks)
         return _placed_bytes(self.program, rank, self.ranks[rank])
 
@@ -97,7 +97,7 @@ class Lowered:
         return self.peaks_until(inf)
 
     def peaks_until(self, enough_bytes: float) -> AllocatorPeaks:
-        """`peaks`, or the peaks of a replay that ended once more than `enough_bytes` were
+        """Return `peaks`, or the peaks of a replay that ended once more than `enough_bytes` were
         reserved."""
         known = self._peaks
         if known is None or (known.ended and known.reserved_bytes <= enough_bytes):
@@ -107,7 +107,7 @@ class Lowered:
     def replayed(
         self, capacity_bytes: int | None = None, enough_bytes: float = inf
     ) -> AllocatorPeaks:
-        """A replay of the fullest rank."""
+        """Replay the fullest rank."""
         rank = fullest_rank(self.ranks)
         held = self.ranks[rank]
         return replayed(self.program, rank, held, capacity_bytes, enough_bytes=enough_bytes)
@@ -116,9 +116,9 @@ class Lowered:
 def weighed(
     problem: Problem, lowered: Lowered, room_bytes: float = inf, enough_bytes: float = inf
 ) -> Reserved:
-    """Bytes that the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
-    `room_bytes` is not replayed: no allocator needs fewer.  A replay ends once more than
-    `enough_bytes` are reserved; the result is then a lower bound (`at_least`)."""
+    """Return the bytes that the allocator of a plan's fullest rank reserves.  A plan with more live
+    bytes than `room_bytes` is not replayed, because no allocator needs fewer bytes.  A replay ends
+    once more than `enough_bytes` are reserved; the result is then a lower bound (`at_least`)."""
     if lowered.live_bytes > room_bytes:
         return Reserved(lowered.live_bytes)
     at = problem.usable_bytes
@@ -134,7 +134,7 @@ def weighed(
 
 
 def unpressed(program: Program, rank: int, held: RankBytes) -> AllocatorPeaks:
-    """The allocator peaks of a rank on a device with unlimited memory."""
+    """Return the allocator peaks of a rank on a device with unlimited memory."""
     return replayed(program, rank, held, None)
 
 
@@ -147,11 +147,12 @@ def replayed(
     whole: bool = False,
     enough_bytes: float = inf,
 ) -> AllocatorPeaks:
-    """The allocator peaks of one rank over two training steps: the second finds the segments that
-    the first left cached, and may need others.  Of each (unless `whole`) up to twice the passes
-    that lead to the peak, and the two that follow: by then the schedule has run for as long as its
-    warm-up, more than a period, and the pattern of blocks repeats (tests compare with all passes).
-    The replay ends where more than `enough_bytes` are reserved."""
+    """Return the allocator peaks of a rank over two training steps.  The second step finds the
+    segments that the first step left cached, and may need others.  Unless `whole`, only the
+    beginning of each step is replayed: up to twice the passes that lead to the peak, and two more.
+    By then the schedule has run for as long as its warm-up, more than a period, and the pattern of
+    blocks repeats (tests compare with all passes).  The replay ends once more than `enough_bytes`
+    are reserved."""
     actions = program.ranks[rank]
     resident = held.blocks(actions.late)
     mode: Mode = "expandable" if program.expandable else "default"
@@ -162,14 +163,14 @@ def replayed(
 
 
 def reserved(problem: Problem, program: Program, ranks: Sequence[RankBytes]) -> Reserved:
-    """Bytes that the fullest rank's allocator reserves, by replay."""
+    """Return the bytes that the fullest rank's allocator reserves, by replay."""
     rank = fullest_rank(ranks)
     return rank_reserved(program, rank, ranks[rank], problem.usable_bytes)
 
 
 def rank_reserved(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> Reserved:
-    """Bytes that a rank's allocator reserves, by replay.  If the plan places its activations
-    itself, the bytes of that placement count."""
+    """Return the bytes that a rank's allocator reserves, by replay.  If the plan places its
+    activations itself, return the bytes of that placement."""
     if placed := _placed_bytes(program, rank, held):
         return Reserved(placed)
     peaks = unpressed(program, rank, held)
@@ -205,15 +206,16 @@ Same = Callable[[Problem], Hashable]
 
 
 def without_cluster(problem: Problem) -> Hashable:
-    """A key that is equal for problems that differ only in their cluster: no cluster changes a
-    program."""
+    """Return a key that is equal for problems that differ only in their cluster, because a program
+    does not depend on the cluster."""
     return encode((problem.workload, problem.system, problem.layout, problem.attention))
 
 
 class Evaluator:
     """Lowered plans and their numbers.  Problems with equal keys `same` share a lowered plan
-    (default: no two problems do); the last `kept` lowered plans stay (None: all).  Plans with more
-    live bytes than usable bytes are replayed only with `replay_all`: no allocator needs fewer."""
+    (default: no two problems do).  The last `kept` lowered plans stay (None: all).  Plans with more
+    live bytes than usable bytes are replayed only with `replay_all`, because no allocator needs
+    fewer bytes."""
 
     def __init__(
         self, same: Same = id, kept: int | None = None, *, replay_all: bool = False
@@ -222,7 +224,7 @@ class Evaluator:
         self._lowered: OrderedDict[tuple[Hashable, bytes], Lowered] = OrderedDict()
 
     def lowered(self, problem: Problem, plan: Plan) -> Lowered:
-        """The plan's program and bytes.  It refers to its problem, so the `id` stays
+        """Return the plan's program and bytes.  They refer to the problem, so its `id` stays
         unique."""
         key = self._same(problem), same_plan(plan)
         if key not in self._lowered:
@@ -232,18 +234,19 @@ class Evaluator:
         return self._lowered[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> Reserved:
-        """Bytes that the allocator of the plan's fullest rank reserves on the cluster's devices."""
+        """Return the bytes that the allocator of the plan's fullest rank reserves on the cluster's
+        devices."""
         room_bytes = inf if self._replay_all else problem.usable_bytes
         return weighed(problem, self.lowered(problem, plan), room_bytes)
 
     def weigh(self, problem: Problem, plan: Plan) -> Weight:
-        """The bytes of a plan; can be the `weigher` of problems."""
+        """Return the bytes of a plan.  Can be the `weigher` of problems."""
         reserved = self.reserved(problem, plan)
         return Weight(self.lowered(problem, plan).peak_device_bytes, reserved.nbytes)
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
-        """The chunk-level evaluation with the allocator's bytes; can be the `evaluator` of
-        problems."""
+        """Evaluate a plan at the chunk level, with the allocator's bytes.  Can be the `evaluator`
+        of problems."""
         lowered, key = self.lowered(problem, plan), encode(problem.cluster)
         if key not in lowered.evaluations:
             held = self.reserved(problem, plan)
@@ -251,7 +254,7 @@ class Evaluator:
         return lowered.evaluations[key]
 
     def parts_s(self, problem: Problem, plan: Plan, step_s: float) -> dict[str, float]:
-        """Seconds of the parts of a step that takes `step_s`."""
+        """Return the seconds of the parts of a step that takes `step_s`."""
         lowered, key = self.lowered(problem, plan), (encode(problem.cluster), step_s)
         if key not in lowered.parts_s:
             lowered.parts_s[key] = parts_of(problem, lowered.program, step_s)
@@ -263,16 +266,16 @@ SINGLE_EVALUATOR = Evaluator(kept=KEPT_PROGRAMS, replay_all=True)
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
-    """The evaluator of single problems."""
+    """Evaluate a plan for a single problem."""
     return SINGLE_EVALUATOR.evaluate(problem, plan)
 
 
 def weigh(problem: Problem, plan: Plan) -> Weight:
-    """The weigher of single problems."""
+    """Weigh a plan for a single problem."""
     return SINGLE_EVALUATOR.weigh(problem, plan)
 
 
 def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:
-    """The evaluation of a lowered plan whose allocator reserves `held`."""
+    """Return the evaluation of a lowered plan whose allocator reserves `held`."""
     evaluation = evaluate_program(problem, lowered.plan, lowered.program, ranks=lowered.ranks)
     return replace(evaluation, reserved_bytes=held.nbytes, pressed=held.pressed)

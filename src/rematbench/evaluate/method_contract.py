@@ -58,8 +58,8 @@ COMPOSED_ON = ("pp", "vpp")
 
 @cache
 def problems() -> dict[str, Problem]:
-    """The five tiny problems by name: one GPU, a tensor-parallel GPT with unfused attention, a
-    pipeline, an interleaved pipeline, full sharding."""
+    """Return the five tiny problems by name: one GPU, a tensor-parallel GPT with unfused attention,
+    a pipeline, an interleaved pipeline, full sharding."""
     made = {
         "one": _problem(),
         "tp": _problem(GPT, attention="unfused", layout=Layout(tp=2, dp=2, global_batch=4)),
@@ -89,9 +89,9 @@ def _problem(
 
 
 def check_plan(method: Method, problem: Problem) -> None:
-    """Check that `plan` is a pure function, and that its plan survives JSON, lowers, is safe and
-    frees all its allocations (or that the method gives a reason).  Raises MethodError or the plan's
-    own error."""
+    """Check that the method `plan` is a pure function.  Its plan must survive JSON, be lowered, be
+    safe and free all its allocations; or the method must give a reason.  Raise MethodError or the
+    plan's own error."""
     plan = method.plan(problem, problem.base_plan)
     if plan != method.plan(problem, problem.base_plan):
         raise MethodError("plan is not a pure function: two calls differ")
@@ -112,8 +112,8 @@ def check_plan(method: Method, problem: Problem) -> None:
 
 
 def check_on_top(method: Method, under: Method, problem: Problem) -> None:
-    """Check a method's plan on top of another method's plan: the result lowers and is safe, or the
-    method gives a reason."""
+    """Check a method's plan on top of another method's plan.  The result must be lowered and be
+    safe, or the method must give a reason."""
     base = under.plan(problem, problem.base_plan)
     if isinstance(base, Unsupported):
         return
@@ -134,8 +134,8 @@ def _one_line_error(path: Path, check: str) -> Iterator[None]:
 
 
 def check_file(path: Path, shipped: Registry) -> Iterator[str]:
-    """Run every check on a method file and yield the name of each check that passes; MethodError
-    with one line at the first check that fails."""
+    """Run every check on a method file and yield the name of each check that passes.  Raise
+    MethodError with a message of one line at the first check that fails."""
     entry = entry_of(path)
     file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
     yield "the file loads and defines a method"

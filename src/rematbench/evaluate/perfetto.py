@@ -1,8 +1,9 @@
 """The timeline of a simulated step as JSON for ui.perfetto.dev and chrome://tracing.
 
-A process is a pipeline rank, a thread one of its streams.  One more thread shows exposed waits:
-when the compute stream was idle, and for which action.  A counter shows device bytes over time.
-Format: Trace Event Format, Google, 2016 (complete events X, counters C, metadata M; microseconds).
+A process is a pipeline rank, and a thread is a stream of the rank.  One more thread shows exposed
+waits: when the compute stream was idle, and for which action.  A counter shows device bytes over
+time.  Format: Trace Event Format, Google, 2016 (complete events X, counters C, metadata M;
+microseconds).
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +35,7 @@ class Recorded(Protocol):
 
 
 def write_timeline(run: Recorded, path: Path) -> None:
-    """Write a recorded run's timeline; the file appears whole or not at all."""
+    """Write a recorded run's timeline.  The file appears whole or not at all."""
     document = {
         "traceEvents": list(timeline_events(run.evaluation)),
         "displayTimeUnit": "ms",
@@ -46,8 +47,8 @@ def write_timeline(run: Recorded, path: Path) -> None:
 
 
 def timeline_events(evaluation: PlanEvaluation) -> Iterator[Event]:
-    """All timeline events of a recorded evaluation, by rank; ValueError where no intervals were
-    recorded."""
+    """Return all timeline events of a recorded evaluation, by rank.  Raise ValueError if no
+    intervals were recorded."""
     intervals = evaluation.simulation.intervals
     if not intervals:
         raise ValueError("the evaluation has no intervals: evaluate it with record=True")
@@ -102,8 +103,8 @@ def _span(rank: int, thread: int, start_s: float, end_s: float) -> Event:
 def exposed_waits(
     rank: int, items: Iterable[Interval], arrivals: dict[float, Interval]
 ) -> Iterator[Event]:
-    """Events of the gaps in the compute stream.  A gap is named after the action that ended when
-    compute went on: an action of the rank's own streams, else a message of another rank."""
+    """Return events of the gaps in the compute stream.  A gap is named after the action that ended
+    when compute went on: an action of the rank's own streams, or else a message of another rank."""
     own = {i.end_s: i for i in items if i.stream != "compute" and i.end_s > i.start_s}
     now = 0.0
     for item in items:

@@ -1,4 +1,4 @@
-"""Problems from plain inputs: names and files are loaded, the evaluator is bound."""
+"""Makes problems from plain inputs: loads names and files, and binds the evaluator."""
 
 from typing import Literal
 
@@ -18,10 +18,10 @@ Variant = Literal["compile", "async_tp"]
 
 
 def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Problem:
-    """A problem with the chunk-level evaluator bound; names and files are loaded. `attention` is
-    flash (the stack's kernel), unfused, or a kernel by name. Raises, each with one clear line:
-    ConfigError for names, LayoutError for layouts, RateError for a kernel that the GPUs cannot
-    run."""
+    """Load names and files, and return a problem with the chunk-level evaluator.  `attention` is
+    flash (the stack's kernel), unfused, or a kernel by name.  Raise, each with a clear message of
+    one line: ConfigError for names, LayoutError for layouts, RateError for a kernel that the GPUs
+    cannot run."""
     layout = spec.layout
     model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
     cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
@@ -41,15 +41,15 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
 
 
 def hosting(named: str | System, optimizer: Home | None) -> System:
-    """The stack, with optimizer states on the device or on the host where `optimizer` says so."""
+    """Return the stack with optimizer states on the device or on the host, as `optimizer` says."""
     system = named if isinstance(named, System) else load_system(named)
     return replace(system, optimizer_on_host=optimizer == "host") if optimizer else system
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
-    """A stack with some of its options switched on; Unsupported names an option that the stack
-    lacks. compile: torch.compile fuses SiLU with the product. async_tp: sequence-parallel
-    collectives run beside the GEMMs that they feed."""
+    """Return a stack with some of its options switched on.  Raise Unsupported for an option that
+    the stack lacks.  compile: torch.compile fuses SiLU with the product.  async_tp:
+    sequence-parallel collectives overlap the GEMMs that they feed."""
     for variant in variants:
         if variant not in system.features:
             return Unsupported(f"system {system.name} has no {variant}")

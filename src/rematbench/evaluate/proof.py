@@ -1,15 +1,14 @@
 """Proves a program sound before it runs: lifetimes of tensors, races of streams, deadlocks.
 
 Every stream has a vector clock: for each other stream, the tick up to which that stream is known to
-have run.  A tensor may be read on a stream only if the stream has waited for the end of the
-tensor's producer (for its start, if a collective and a kernel overlap piece by piece).  A tensor
-may be freed, and its memory reused by the compute stream, only when compute has waited for every
-reader.
+have run.  A stream may read a tensor only if it has waited for the end of the tensor's producer
+(for its start, if a collective and a kernel overlap piece by piece).  A tensor may be freed, and
+the compute stream may reuse its memory, only when compute has waited for every reader.
 
 Parameters and gradients are resident, and actions name only the unit (embedding, layer, head) that
-they work on.  That suffices to order kernels, gathers, reductions and updates of a unit within one
-step.  Which tensors of a unit they touch, and optimizer states, are checked against the runtime's
-storages by tests.
+they work on.  The unit suffices to order kernels, gathers, reductions and updates within a step.
+Tests check optimizer states, and the tensors of a unit that actions touch, against the runtime's
+storages.
 """
 
 from collections import defaultdict
@@ -47,7 +46,7 @@ EXCHANGED = ("gradients", "norm_gradients", "tied", GRADIENTS_DOWN)
 
 
 class CheckError(ValueError):
-    """A program that breaks a rule; the message names rank, action and tensor."""
+    """A program that breaks a rule.  The message names rank, action and tensor."""
 
 
 class Proof(Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""The result of one method on one problem: a row of a table in every case; its job, and the band of
-its speed."""
+"""The result of a method on a problem, which is a row of a table; its job, and the band of its
+speed."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ WORDS = tuple(name for name in Layout.__struct_fields__ if name != "sp")
 class Band(Struct, frozen=True, kw_only=True):
     """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
     the job that no published row covers, each with its description.  `sources` is the number of
-    sources behind the width; it is 0 for a stack that its user calibrated, whose width is
+    sources behind the width.  It is 0 for a stack that its user calibrated, whose width is
     `evidence.user_fit.band_of_rows`."""
 
     half_width: float
@@ -46,11 +46,11 @@ class Band(Struct, frozen=True, kw_only=True):
     sources: int
 
     def low(self, value: float) -> float:
-        """The lower end of the band around a predicted value."""
+        """Return the lower end of the band around a predicted value."""
         return value * math.exp(-self.half_width)
 
     def high(self, value: float) -> float:
-        """The upper end of the band around a predicted value."""
+        """Return the upper end of the band around a predicted value."""
         return value * math.exp(self.half_width)
 
     @property
@@ -62,7 +62,7 @@ class Band(Struct, frozen=True, kw_only=True):
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A problem with the plan that methods begin with. `words` are the command-line options of
+    """A problem with the plan from which methods start.  `words` are the command-line options of
     this problem (empty: no options can express it)."""
 
     problem: Problem
@@ -83,8 +83,8 @@ class Job(Struct, frozen=True, kw_only=True):
 
     def facts(self) -> dict[str, Any]:
         """The facts of the job under the column names of sheets, so that joined tables can be told
-        apart. Facts are model, cluster, stack, layout, sequence length, precision, attention, the
-        date of the calibration constants, and which of them and which kernels are assumed."""
+        apart: model, cluster, stack, layout, sequence length, precision, attention, the date of the
+        calibration constants, and which constants and kernels are assumed."""
         problem = self.problem
         lay, work = problem.layout, problem.workload
         return {
@@ -115,14 +115,14 @@ def _layers(base: Plan) -> str:
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """One method on one problem.
+    """The result of a method on a problem.
 
     `method` is the text that `simulate` takes; `family` has the names of its methods without their
     parameters, joined by `+`; `origin` says why a table has the row (`compare`'s candidates).  An
-    unsupported plan may have an evaluation: its bytes hold, its seconds do not (`not_timed` is the
-    reason).  The fields after `proof` are filled in where a table asks for them: `error_band` is
-    the error of the speed, `fit` a word for the headroom, `tied` whether the error of ratios of
-    speeds cannot tell the result from the fastest, `parts_s` the seconds of the step by part,
+    unsupported plan may have an evaluation: its bytes hold, but its seconds do not (`not_timed` is
+    the reason).  The fields after `proof` are filled in if a table asks for them: `error_band` is
+    the error of the speed, `fit` a word for the headroom, `tied` whether the result cannot be told
+    from the fastest given the error of ratios of speeds, `parts_s` the seconds of the step by part,
     `runs_on` the engines that can run the plan, `same_as` an earlier result with an equal plan,
     `bound_s` a lower bound of the step.
     """
@@ -147,14 +147,15 @@ class Result(Struct, frozen=True, kw_only=True):
     bound_s: float = 0.0
 
     def __repr__(self) -> str:
-        """A short line for notebooks: the fields of the problem and the plan would fill pages."""
+        """Return a short line for notebooks; all fields of the problem and the plan would fill
+        pages."""
         names = ("status", "reason", "step_s", "tokens_per_s_per_gpu", "headroom_bytes")
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"Result(method={self.method!r}, {values})"
 
     @property
     def problem(self) -> Problem:
-        """The problem that the method planned."""
+        """The problem for which the method planned."""
         return self.job.problem
 
     @property
@@ -169,12 +170,12 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of the step; where the plan does not fit, the seconds it would take."""
+        """Seconds of the step.  If the plan does not fit, the seconds that it would take."""
         return self.evaluation.step_s if self.evaluation else None
 
     @property
     def fitting_s(self) -> float:
-        """Seconds of the step; infinite where the plan does not fit."""
+        """Seconds of the step; infinite if the plan does not fit."""
         return self.evaluation.step_s if self.fits and self.evaluation else float("inf")
 
     @property
@@ -190,7 +191,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Usable minus needed bytes of the fullest device; negative where the plan does not fit."""
+        """Usable minus needed bytes of the fullest device; negative if the plan does not fit."""
         return self.verdict.headroom_bytes if self.verdict else None
 
     @property
@@ -206,7 +207,8 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """(low, high) tokens per second and GPU: 80 % of such predictions lie between the two."""
+        """(low, high) tokens per second and GPU, an interval that holds 80 % of such
+        predictions."""
         speed, band = self.tokens_per_s_per_gpu, self.error_band
         return (band.low(speed), band.high(speed)) if speed and band else None
 
@@ -222,7 +224,7 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def losses(self) -> str:
-        """The largest losses of the step, in words; empty where its parts have no seconds."""
+        """The largest losses of the step, in words; empty if its parts have no seconds."""
         if not self.parts_s:
             return ""
         step_s = self.step_s or 1.0
@@ -239,8 +241,8 @@ class Result(Struct, frozen=True, kw_only=True):
         return pd.DataFrame(rows, columns=[f"{n}_bytes" for n in (*names, *peaks)])
 
     def row(self) -> dict[str, Any]:
-        """Every number in base SI units and fractions, under the column names of all tables; None
-        where the result has no such number.  The speeds of a plan that does not fit are those that
+        """Return every number in base SI units and fractions, under the column names of all tables;
+        None if the result has no such number.  If the plan does not fit, the speeds are those that
         it would have if it did."""
         evaluation, (low, high) = self.evaluation, self.band or (None, None)
         notes = self.plan.fit if self.plan else {}
@@ -285,9 +287,9 @@ def evaluate_method(
     text: str = "",
     shared: Evaluator | None = None,
 ) -> Result:
-    """The result of a method on a problem; `checked` also proves the lowered program safe.
-    `words` are the options of the problem, `text` the method's name as the user typed it.  With an
-    evaluator that is `shared` by problems, a plan that does not fit has a verdict and no
+    """Return the result of a method on a problem.  `checked` also proves the lowered program safe.
+    `words` are the options of the problem, `text` the method's name as the user typed it.  If
+    problems share the evaluator (`shared`), a plan that does not fit has a verdict but no
     evaluation: its step is not simulated."""
     if shared is not None:
         problem = dataclasses.replace(problem, evaluator=shared.evaluate, weigher=shared.weigh)
@@ -315,13 +317,14 @@ def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
 
 
 def evaluate_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Result:
-    """The result of a plan without a method.  Raises PlanError if the plan cannot be lowered."""
+    """Return the result of a plan without a method.  Raise PlanError if the plan cannot be
+    lowered."""
     job = Job(problem=problem, base=problem.base_plan)
     return of_plan(Result(job=job, method="", family="", status="failed"), plan, checked=checked)
 
 
 def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
-    """The result of `blank`'s method, which decided `plan`."""
+    """Return the result of `blank`'s method, which decided `plan`."""
     problem, proof = blank.problem, None
     if checked:
         lowered = SINGLE_EVALUATOR.lowered(problem, plan)
@@ -351,8 +354,8 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
 
 
 def assumed(problem: Problem) -> str:
-    """The kernels and the fitted constants that a prediction assumes, in one line.  Kernels that
-    the model does not have (RoPE, a gated activation) are left out."""
+    """Return the kernels and the fitted constants that a prediction assumes, in one line.  Kernels
+    that the model lacks (RoPE, a gated activation) are left out."""
     generation, network, stack = problem.constants
     model, system = problem.workload.model, problem.system
     kernels = {
@@ -367,8 +370,8 @@ def assumed(problem: Problem) -> str:
 
 
 def faster_attention(problem: Problem) -> str:
-    """The attention kernels of the GPU generation with higher published rates than the kernel in
-    use, in one line; empty if there are none."""
+    """Return the attention kernels of the GPU generation with higher published rates than the
+    kernel in use, in one line; empty if there are none."""
     if problem.kernel == "unfused":
         return ""
     rates = problem.calibration.kernels.generation(problem.cluster.generation).attention

@@ -20,13 +20,13 @@ Fates = dict[tuple[int, int], dict[Site, Resolved]]
 
 
 class StageBytes(Struct, frozen=True, kw_only=True):
-    """Device bytes of one pipeline rank at its peak, in the order in which a bar stacks them.
+    """Device bytes of a pipeline rank at its peak, in the order in which a bar stacks them.
 
     `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
-    rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: what the caching
-    allocator reserves beyond what it hands out; `non_torch`: driver, context and NCCL; `free`:
-    unused bytes of the device (negative: the plan does not fit).  Workspaces of cuBLAS are in none:
-    torch takes them from its allocator, and they are not modelled.
+    rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: bytes that the caching
+    allocator reserves beyond the bytes that it hands out; `non_torch`: driver, context and NCCL;
+    `free`: unused bytes of the device (negative: the plan does not fit).  Workspaces of cuBLAS are
+    in no part: torch takes them from its allocator, and they are not modelled.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class StageBytes(Struct, frozen=True, kw_only=True):
 def stage_bytes(
     problem: Problem, plan: Plan, program: Program, evaluation: PlanEvaluation
 ) -> tuple[StageBytes, ...]:
-    """One bar per pipeline rank; its parts and `free` add up to the device memory."""
+    """Return a bar for each pipeline rank.  Its parts and `free` add up to the device memory."""
     bars = []
     for rank, ledger in enumerate(evaluation.ranks):
         live = live_at_peak(program.ranks[rank], ledger.peak_step)

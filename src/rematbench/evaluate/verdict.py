@@ -10,8 +10,8 @@ from rematbench.problem import Problem
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """Whether a plan fits.  `headroom_bytes` is usable less needed device bytes on the rank with
-    the least headroom (negative: out of memory); `binds` names the memory that is short, else
+    """Whether a plan fits.  `headroom_bytes` is usable minus needed device bytes on the rank with
+    the least headroom (negative: out of memory).  `binds` names the memory that is short, otherwise
     "nothing"."""
 
     fits: bool
@@ -21,22 +21,23 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     @property
     def short_bytes(self) -> dict[str, int]:
-        """Missing bytes by place (device, host); empty where the plan fits."""
+        """Missing bytes by place (device, host); empty if the plan fits."""
         rest = {"device": self.headroom_bytes, "host": self.host_headroom_bytes}
         return {place: -nbytes for place, nbytes in rest.items() if nbytes < 0}
 
 
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often cudaMalloc is retried in a training step; `fails`: the last retry failed too."""
+    """How often cudaMalloc is retried in a training step.  `fails`: whether the last retry failed
+    too."""
 
     per_step: int = 0
     fails: bool = False
 
 
 def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries | None:
-    """The allocator retries of the fullest rank in the second of two whole training steps. The
-    first step begins with an empty cache. None where no allocator was modelled.  The seconds
-    of a retry are not modelled."""
+    """Return the allocator retries of the fullest rank in the second of two whole training steps,
+    because the first step begins with an empty cache.  None if no allocator was modelled.  The
+    seconds of a retry are not modelled."""
     if evaluation.pressed is None:
         return None
     if not evaluation.pressed:
@@ -48,7 +49,7 @@ def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
-    """The verdict on device and host memory of a plan's evaluation."""
+    """Return the verdict on device and host memory for a plan's evaluation."""
     held, pinned = evaluation.reserved_bytes, evaluation.host_node_bytes
     return judged(problem, evaluation.ranks, held, pinned)
 
@@ -56,9 +57,9 @@ def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
 def judged(
     problem: Problem, ranks: tuple[RankBytes, ...], reserved_bytes: int, host_node_bytes: int
 ) -> Verdict:
-    """The verdict on device and host memory. The bytes that the fullest rank reserves are held
-    against the usable bytes of a device, and a node's pinned bytes against the host memory that the
-    system leaves."""
+    """Return the verdict on device and host memory.  The bytes that the fullest rank reserves are
+    compared with the usable bytes of a device, and a node's pinned bytes with the host memory that
+    the system leaves."""
     rank = fullest_rank(ranks)
     device = problem.usable_bytes - reserved_bytes
     host = problem.cost.host_room_bytes - host_node_bytes

@@ -1,1 +1,1 @@
-"""Plans to actions."""
+"""Lowering: from plans to actions."""

@@ -20,11 +20,11 @@ ChunkFates = tuple[dict[Site, Resolved], frozenset[int]]
 
 
 class RecentFates(dict[tuple[object, ...], ChunkFates]):
-    """A cache of the last fates that a problem's chunks resolved."""
+    """A cache of the fates that a problem's chunks resolved last."""
 
     @classmethod
     def of(cls, problem: Problem) -> "RecentFates":
-        """The cache of a problem."""
+        """Return the cache of a problem."""
         found = problem.chunks.get("recent_fates")
         if not isinstance(found, cls):
             found = problem.chunks["recent_fates"] = cls()
@@ -37,7 +37,7 @@ def _weak(problem: Problem) -> Problem:
 
 
 class Unit(NamedTuple):
-    """The embedding, one layer or the head of a chunk.  `prefix` is E, L<i> or H."""
+    """The embedding, a layer or the head of a chunk.  `prefix` is E, L<i> or H."""
 
     prefix: str
     table: OpTable
@@ -48,12 +48,12 @@ class Unit(NamedTuple):
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of norms, which sequence parallelism replicates."""
+        """The number of norm parameters, which sequence parallelism replicates."""
         return sum(op.parameters for op in self.table.ops if not op.has_weight)
 
 
 class ChunkOps:
-    """The units of a (stage, chunk), the storage name of each activation, the chunk's boundary."""
+    """A chunk of a stage: its units, the storage name of each activation, and its boundary."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ChunkOps:
         *,
         backward_next: bool = False,
     ) -> "ChunkOps":
-        """The chunk; all plans of the problem share it."""
+        """Return the chunk, which all plans of the problem share."""
         key = (stage, chunk, layers, mini_sequences, held, backward_next)
         found = problem.chunks.get(key)
         if not isinstance(found, cls):
@@ -111,7 +111,7 @@ class ChunkOps:
         return found
 
     def of_layers(self, places: Sequence[int]) -> "ChunkOps":
-        """The chunk with only its layers at some places."""
+        """Return the chunk with only the layers at the given places."""
         layers = tuple([self.layers[place] for place in places])
         pieces, held = self.mini_sequences, self.held
         where, after = (self.problem, self.stage, self.chunk), self.backward_next
@@ -119,23 +119,23 @@ class ChunkOps:
 
     @property
     def where(self) -> ChunkPlace:
-        """The chunk's place, by which rules select."""
+        """The place of the chunk, from which rules select."""
         return ChunkPlace(stage=self.stage, chunk=self.chunk, layers=self.layers)
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """The facts that decide the chunk's blocks: chunks of equal shape have equal blocks."""
+        """The facts that determine the chunk's blocks.  Chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
         return (self.first, self.last, self.backward_next, units)
 
     @property
     def input_name(self) -> str:
-        """The boundary activation entering the chunk's first layer."""
+        """The boundary activation that enters the chunk's first layer."""
         return "L0.layer_input"
 
     @property
     def output_name(self) -> str:
-        """The boundary activation leaving the chunk's last layer."""
+        """The boundary activation that leaves the chunk's last layer."""
         return f"L{len(self.layers)}.layer_input"
 
     @property
@@ -144,7 +144,8 @@ class ChunkOps:
         return self.problem.layer_kinds[0].activations["layer_input"]
 
     def storage(self, unit: Unit, activation: str) -> str:
-        """The local storage name of an activation; a layer's output is the next layer's input."""
+        """Return the local storage name of an activation.  A layer's output is the next layer's
+        input."""
         return self.names(unit)[activation]
 
     def names(self, unit: Unit) -> dict[str, str]:
@@ -183,8 +184,8 @@ class ChunkOps:
         )
 
     def fates(self, plan: Plan, phase: Phase, micro_batch: int) -> ChunkFates:
-        """The fates of the chunk's sites, as in `resolve`.  The last results are cached: methods,
-        bounds and lowering all need those of one plan."""
+        """Return the fates of the chunk's sites, as in `resolve`.  The last results are cached,
+        because methods, bounds and lowering all need the fates of the same plan."""
         rules, known = plan.rules, RecentFates.of(self.problem)
         windows = any(rule.select.micro_batches is not None for rule in rules)
         when = (phase if phased(rules) else "", micro_batch if windows else 0)
@@ -197,7 +198,7 @@ class ChunkOps:
         return found
 
     def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
-        """(activation, storage, site) of a unit's saved tensors."""
+        """Return (activation, storage, site) for each saved tensor of a unit."""
         return self._saved[unit.prefix]
 
     @cached_property
@@ -208,7 +209,7 @@ class ChunkOps:
         }
 
     def runs(self, unit: Unit) -> dict[str, MiniRun]:
-        """The unit's mini-sequence runs, by first operator."""
+        """Return the unit's mini-sequence runs, by first operator."""
         return self._runs[unit.table.part, unit.variant] if self.mini_sequences else {}
 
     @cached_property
@@ -218,7 +219,8 @@ class ChunkOps:
         return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
-        """The mini-sequence run inside which an activation exists only in pieces, or None."""
+        """Return the mini-sequence run inside which an activation exists only in pieces, or
+        None."""
         if not self.mini_sequences:
             return None
         return self._run_of[unit.table.part, unit.variant].get(activation)
@@ -234,9 +236,9 @@ class ChunkOps:
     def parts(
         self, unit: Unit, activation: str, storage: str, fate: Resolved
     ) -> list["StoredPart"]:
-        """The storages that a saved tensor leaves after the forward: whole, split by fate, or in
-        pieces.  PlanError for a tensor inside a mini-sequence that is not kept or recomputed as a
-        whole."""
+        """Return the storages that a saved tensor leaves after the forward: whole, split by fate,
+        or in pieces.  Raise PlanError if a tensor inside a mini-sequence is neither kept nor
+        recomputed as a whole."""
         run = self.run_of(unit, activation)
         if run is None:
             return stored_parts(storage, fate)
@@ -254,7 +256,7 @@ class ChunkOps:
         ]
 
     def stored(self, fates: Mapping[Site, Resolved]) -> dict[Site, list["StoredPart"]]:
-        """The storages of every saved tensor, as in `parts`; the last result is cached."""
+        """Return the storages of every saved tensor, as in `parts`.  The last result is cached."""
         if self._stored[0] is not fates:
             found = {
                 site: self.parts(unit, name, storage, fates[site])
@@ -266,17 +268,17 @@ class ChunkOps:
 
     @cached_property
     def layer_unit(self) -> dict[int, Unit]:
-        """Layer unit by index inside the chunk."""
+        """Return a layer's unit by its index inside the chunk."""
         return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 
 def is_captured(problem: Problem, unit: Unit) -> bool:
-    """Whether a unit's passes are CUDA graphs: true for layers, where the stack captures graphs."""
+    """Whether a unit's passes are CUDA graphs.  True for layers if the stack captures graphs."""
     return problem.system.cuda_graphs and unit.table.part == "layer"
 
 
 def graph_name(unit: Unit) -> str:
-    """The storage name of the memory that a layer's CUDA graph holds besides activations."""
+    """The storage name of the memory that a layer's CUDA graph holds in addition to activations."""
     return f"{unit.prefix}.graph"
 
 
@@ -289,7 +291,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
-    """The storages that a saved tensor leaves after the forward, by its fate."""
+    """Return the storages that a saved tensor leaves after the forward, given its fate."""
     if not fate.mixed:
         if fate.recompute_bytes:
             return []
@@ -303,10 +305,10 @@ def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
 
 
 def piece_bytes(tensor: Activation, fraction: float) -> int:
-    """Bytes of a share of a tensor's rows, rounded down to whole rows."""
+    """Return the bytes of a share of a tensor's rows, rounded down to whole rows."""
     return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
 
 
 def rows_of(fates: list[Resolved]) -> float:
-    """The share of rows to rebuild: the largest share over the given fates."""
+    """Return the share of rows to rebuild: the largest share over the given fates."""
     return max((f.recompute_bytes / f.nbytes for f in fates if f.nbytes), default=0.0)

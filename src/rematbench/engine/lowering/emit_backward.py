@@ -26,8 +26,8 @@ from rematbench.plan import Transfers
 
 
 class InputGradients(NamedTuple):
-    """`written`: storages that a kernel writes; `summed`: the part of them that a collective sums;
-    `reduced`: the collective's outputs."""
+    """The storages of an operator's input gradients.  `written`: storages that a kernel writes;
+    `summed`: the written storages that a collective sums; `reduced`: the collective's outputs."""
 
     written: list[Alloc]
     summed: list[Alloc]
@@ -67,8 +67,8 @@ class BackwardEmitter:
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
-        """Block B: from the gradient of the chunk's output to the gradient of its input; frees
-        all storages that the forward left."""
+        """Return block B, which computes the gradient of the chunk's input from the gradient of its
+        output and frees all storages that the forward left."""
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
@@ -109,8 +109,9 @@ class BackwardEmitter:
             self.arrivals.add(gradient)
 
     def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
-        """Declare parameters that the forward gathered and kept: all units with ZeRO-2 as FSDP's
-        shard-grad-op, or embedding and head where the plan keeps them (`keeps_ends`)."""
+        """Declare parameters that the forward gathered and kept.  These are all units under ZeRO-2
+        in the form of FSDP's shard-grad-op, or embedding and head if the plan keeps them
+        (`keeps_ends`)."""
         fate = gatherer.fate
         kept = [
             unit
@@ -202,8 +203,8 @@ class BackwardEmitter:
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
-        """Gather the saved input for the backward.  Returns the gather's end event if kernels need
-        not wait for it yet (else ""), and the gathered storages."""
+        """Gather the saved input for the backward.  Return the gathered storages, and the gather's
+        end event if kernels need not wait for it yet (otherwise "")."""
         if op.regather is None:
             return "", []
         full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
@@ -244,8 +245,8 @@ class BackwardEmitter:
     def _input_gradient(
         self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
     ) -> str:
-        """Emit the input-gradient kernels and their reduction; returns the event of a reduction
-        that may overlap the weight gradient, else ""."""
+        """Emit the input-gradient kernels and their reduction.  Return the event of a reduction
+        that may overlap the weight gradient, otherwise ""."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
         made = self._gradients(unit, op)

@@ -40,8 +40,8 @@ class ForwardEmitter:
         self.trails = False  # whether the trailing unit's copy, the last in flight, has started
 
     def block(self) -> Block:
-        """Block F: from the chunk's input to its output; keeps the storages that the backward
-        reads."""
+        """Return block F, which computes the chunk's output from its input and keeps the storages
+        that the backward reads."""
         chunk, w = self.chunk, self.w
         if not chunk.first:
             w.wait(COMPUTE, "recv_f")
@@ -115,8 +115,8 @@ class ForwardEmitter:
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """Allocate the memory that a layer's CUDA graph holds until the backward, besides the kept
-        tensors."""
+        """Allocate the memory that a layer's CUDA graph holds until the backward, in addition to
+        the kept tensors."""
         kept = (part.nbytes for _, _, site in self.chunk.saved(unit) for part in self.stored[site])
         share = self.chunk.problem.calibration.common.graph_bytes_share
         emit_alloc(self.w, graph_name(unit), int(share * sum(kept)))
@@ -155,9 +155,9 @@ class ForwardEmitter:
 
 
 def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """With layer granularity, the last unit that offloads a tensor.  Its copy runs during the
-    rank's next pass, so its tensors have separate memory, freed after that pass.  None if the next
-    pass is the chunk's own backward, which needs the rounding buffers from its start."""
+    """Return the last unit that offloads a tensor, with layer granularity.  Its copy runs during
+    the rank's next pass, so its tensors have separate memory, freed after that pass.  None if the
+    next pass is the chunk's own backward, which needs the rounding buffers from its start."""
     if transfers.granularity != "layer" or chunk.backward_next:
         return None
     leaves = (
@@ -169,8 +169,8 @@ def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit |
 
 
 def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
-    """The last layers of a chunk, whose kept tensors stay in the rounding buffers.  Empty unless
-    the chunk's backward is the pass after its forward, and neither these layers nor the head
+    """Return the last layers of a chunk, if their kept tensors stay in the rounding buffers.  Empty
+    unless the chunk's backward directly follows its forward, and neither these layers nor the head
     offload a tensor."""
     last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
     after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
@@ -179,7 +179,7 @@ def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
-    """Emit the forward of all pieces of a mini-sequence run; its outputs are written in slices."""
+    """Emit the forward of all pieces of a mini-sequence run.  Its outputs are written in slices."""
     for name in run.outputs:
         emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
 

@@ -11,9 +11,10 @@ from rematbench.engine.program.action import COMPUTE, HOST, Action, Alloc, Kind,
 
 
 class Names(NamedTuple):
-    """The storages of an operator's activations: `reads`; `writes`, which it allocates; `slices`,
-    which exist and of which it writes a slice.  `columns`: the share of output columns computed,
-    because some of several separate linears need not run."""
+    """The storages of an operator's activations.  `reads`: the inputs; `writes`: outputs to
+    allocate; `slices`: existing storages of which the operator writes a slice.  `columns`: the
+    share of output columns computed, less than 1 if some of several separate linears need not
+    run."""
 
     reads: dict[str, str]
     writes: dict[str, str]
@@ -65,7 +66,7 @@ def emit_op(
 
 
 def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) -> None:
-    """Emit an all-to-all without kernels, of the tensors that `names` writes only."""
+    """Emit an all-to-all without kernels, only of the tensors that `names` writes."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
@@ -164,8 +165,8 @@ def emit_copies_out(w: BlockWriter, storages: list[tuple[str, int]], event: str)
 def emit_copies_in(
     w: BlockWriter, storages: list[tuple[str, int]], event: str, slot: str = ""
 ) -> str:
-    """Emit H2D copies of the storages into a staging slot (or fresh memory: ""); the last copy
-    records the event `event`, which is returned."""
+    """Emit H2D copies of the storages into a staging slot, or into fresh memory if the slot is "".
+    The last copy records `event`, which is returned."""
     for position, (name, nbytes) in enumerate(storages):
         part, tensor = place(name)
         w.add(

@@ -1,4 +1,4 @@
-"""Decides when a backward block rebuilds saved tensors: by layer, by group, in windows."""
+"""Decides when a backward block rebuilds saved tensors: per layer, per group, or in windows."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from rematbench.plan import Group
 
 
 class Rebuilder:
-    """Rebuilds tensors at the points that the plan names, before their readers; `Recomputer` emits
+    """Rebuilds tensors before their readers, at the points that the plan names.  `Recomputer` emits
     the operators."""
 
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
@@ -22,7 +22,7 @@ class Rebuilder:
         self.stalls: list[Action] = []  # emitted when the collective of their window is done
 
     def scopes(self, unit: Unit) -> None:
-        """Rebuild the layer- and group-scoped tensors that are due before this unit's backward."""
+        """Rebuild the tensors of layer or group scope that are due before this unit's backward."""
         due = [unit]
         for group in self._groups(unit):
             due = [
@@ -40,8 +40,8 @@ class Rebuilder:
         return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
 
     def window(self, consumer: Unit, op: str, direction: str) -> None:
-        """Rebuild the tensors whose window is the collective just issued, `layer_offset` layers
-        before their use."""
+        """Rebuild the tensors whose window is the collective that was just issued, `layer_offset`
+        layers before their use."""
         if not self.windows:
             return
         maker = self.recomputer
@@ -66,7 +66,7 @@ class Rebuilder:
 
     def _note_stalls(self, issued: int) -> None:
         """Note a stall for each kernel recomputed during a collective.  The two share SMs and HBM,
-        so the longer of the two takes longer, and the lost time comes after both."""
+        so the longer of them takes more time, and the lost time comes after both."""
         actions = self.recomputer.w.actions
         comm = next((a.comm for a in reversed(actions[:issued]) if a.stream != COMPUTE), None)
         self.stalls += [
@@ -86,7 +86,7 @@ class Rebuilder:
         ]
 
     def settle(self) -> None:
-        """Emit the noted stalls; their collectives are done."""
+        """Emit the noted stalls, because their collectives are done."""
         for stall in self.stalls:
             self.recomputer.w.add(stall)
         self.stalls = []

@@ -1,4 +1,4 @@
-"""Recomputes saved tensors in a backward block, whole or by piece, and joins split tensors."""
+"""Recomputes saved tensors in a backward block, whole or in pieces, and joins split tensors."""
 
 from rematbench.costs.operators.ops import Op
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
@@ -14,10 +14,10 @@ from rematbench.problem import rebuild_ops
 
 
 class Recomputer:
-    """Tracks the saved tensors that are on the device and recomputes the others.
+    """Tracks the saved tensors that are on the device, and recomputes the missing tensors.
 
-    `piece` is the mini-sequence piece in progress, if any: interior tensors then have the
-    names of this piece.
+    `piece` is the mini-sequence piece in progress, if any.  Interior tensors then have the names of
+    this piece.
     """
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
@@ -45,11 +45,12 @@ class Recomputer:
 
     @property
     def tag(self) -> str:
-        """The name suffix of the piece in progress; empty outside of runs."""
+        """The name suffix of the piece in progress.  Empty outside of runs."""
         return self.piece.tag if self.piece else ""
 
     def names(self, unit: Unit) -> dict[str, str]:
-        """The storage names of a unit's activations, with the piece's suffix inside a run."""
+        """Return the storage names of a unit's activations, with the piece's suffix inside a
+        run."""
         run, piece, prefix = self.run, self.piece, unit.prefix
         if run is None or piece is None:
             return self._whole[prefix]
@@ -58,12 +59,12 @@ class Recomputer:
         return self._named[3]
 
     def fate(self, unit: Unit, activation: str) -> Resolved | None:
-        """The fate of a saved tensor; None for a tensor that no backward needs."""
+        """Return the fate of a saved tensor; None for a tensor that no backward needs."""
         return self._fates[unit.prefix].get(activation)
 
     def rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
-        """Rebuild while a piece may be in progress: of tensors inside the run only this piece, of
-        all further tensors all rows."""
+        """Rebuild tensors while a piece may be in progress.  Tensors inside the run are rebuilt for
+        this piece only, all further tensors for all rows."""
         at_work = self.run, self.piece
         pieces = missing & self.run.interior if self.run else set()
         if pieces:
@@ -74,7 +75,7 @@ class Recomputer:
         self.run, self.piece = at_work
 
     def rebuild(self, unit: Unit, missing: set[str]) -> None:
-        """Recompute the tensors `missing` by the operators that produce them."""
+        """Recompute the `missing` tensors with the operators that produce them."""
         if self.run is not None:
             self._whole_inputs(unit, self.run)
         available = frozenset([n for n in unit.table.activations if self._available(unit, n)])
@@ -120,8 +121,8 @@ class Recomputer:
 
     def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
         """The share of rows that each operator recomputes: the missing rows of its saved outputs.
-        For an output that is not saved: the rows that its readers among `ops` need (all rows if the
-        output itself is wanted)."""
+        An output that is not saved needs the rows that its readers among `ops` need, or all rows if
+        the output itself is wanted."""
         shares: dict[str, float] = {}
         for op in reversed(ops):
             fates = [self.fate(unit, name) for name in op.outputs]
@@ -183,16 +184,16 @@ class Recomputer:
         made |= writes
 
     def _columns(self, unit: Unit, op: Op, writes: dict[str, str]) -> float:
-        """The share of a linear's output columns to recompute: all where one GEMM makes all
-        outputs, else the columns of the outputs that are written."""
+        """The share of a linear's output columns to recompute: all if a single GEMM makes all
+        outputs, otherwise the columns of the outputs that are written."""
         if self.chunk.problem.system.fused_linears or not op.has_weight or not writes:
             return 1.0
         width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
         return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
-        """The storage that an operator reads: the rows in `made` if they suffice, else the whole
-        tensor."""
+        """The storage that an operator reads: the rows in `made` if they suffice, otherwise the
+        whole tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name, "")
         if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
@@ -226,8 +227,8 @@ class Recomputer:
         return writes
 
     def ensure(self, unit: Unit, name: str) -> str:
-        """The storage of a whole saved tensor on the device; rebuilt or joined first where
-        necessary.  PlanError for a tensor that is not saved or has no producer."""
+        """Return the storage of a whole saved tensor on the device, after rebuilding or joining it
+        if necessary.  Raise PlanError if the tensor is not saved or has no producer."""
         storage = self.names(unit)[name]
         if storage in self.on_device:
             return storage

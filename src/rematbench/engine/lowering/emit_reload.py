@@ -1,4 +1,4 @@
-"""Reloads, in a backward block, the tensors that the forward offloaded to the host."""
+"""Reloads the tensors that the forward offloaded to the host, in a backward block."""
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.emit_forward import Fates, stays_in_slots, trailing_unit
@@ -9,9 +9,9 @@ from rematbench.plan import Transfers
 
 
 class Reloader:
-    """The reloads of one chunk.  With chunk granularity all copies precede the block.  With layer
-    granularity each layer is reloaded ahead of its backward, into rounding buffers if the plan has
-    them; the first layer is reloaded during the rank's previous pass, into separate memory."""
+    """The reloads of a chunk.  With chunk granularity all copies precede the block.  With layer
+    granularity each layer is reloaded before its backward, into rounding buffers if the plan has
+    them.  The first layer is reloaded during the rank's previous pass, into separate memory."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.transfers, self.w = chunk, transfers, w
@@ -41,8 +41,8 @@ class Reloader:
         return table
 
     def start(self) -> set[str]:
-        """The storages that the forward left alive, on the device and on the host.  With chunk
-        granularity, compute first waits for all reloads."""
+        """Declare the storages that the forward left alive, on the device and on the host.  With
+        chunk granularity, compute first waits for all reloads."""
         arrivals: set[str] = set()
         for unit in self.chunk.units:
             for _, _, site in self.chunk.saved(unit):
@@ -57,8 +57,8 @@ class Reloader:
         return arrivals
 
     def before(self, order: list[Unit], position: int) -> None:
-        """With layer granularity: start the H2D copies that are due, and wait for this unit's
-        copies."""
+        """Start the H2D copies that are due, and wait for this unit's copies (layer granularity
+        only)."""
         if not self.layerwise:
             return
         for unit in order[: position + self.transfers.prefetch_layers + 1]:

@@ -21,12 +21,12 @@ from rematbench.spec.system import System
 class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream before their use.
 
-    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead; a
+    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead.  A
     step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
     memory is copied to the device before its gather.  `release`: whether a unit's gathered copy is
-    freed after its use (with `keeps_ends` not for embedding and head).  `tied`: the embedding whose
-    weight the head of the same rank uses; if its gather is gone, the head gathers the weight
-    again.
+    freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
+    embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
+    gathers the weight again.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ParameterGatherer:
         self.for_the_head = False
 
     def buffer(self, unit: Unit) -> str:
-        """The storage name of a unit's gathered parameters."""
+        """Return the storage name of a unit's gathered parameters."""
         return f"{unit.prefix}.parameters"
 
     def _read(self, unit: Unit) -> list[Unit]:
@@ -57,7 +57,7 @@ class ParameterGatherer:
         return [unit, shared] if shared else [unit]
 
     def buffers(self, unit: Unit) -> tuple[str, ...]:
-        """The storages from which a unit's kernels read weights."""
+        """Return the storages from which a unit's kernels read weights."""
         return tuple(map(self.buffer, self._read(unit)))
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
@@ -130,23 +130,23 @@ class ParameterGatherer:
 
 
 def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
-    """The all-reduce of norm gradients under sequence parallelism, where each rank has the
-    gradients of its own tokens only (Megatron's allreduce of layer-norm gradients).  Of `norms`
-    parameters a rank holds 1 / `shards`."""
+    """Return the all-reduce of norm gradients under sequence parallelism, where each rank only has
+    the gradients of its own tokens (Megatron's allreduce of layer-norm gradients).  A rank holds 1
+    / `shards` of `norms` parameters."""
     return Comm("all_reduce", "tp", system.grad_bytes * -(-norms // shards))
 
 
 class GradReducer:
-    """Reduces each unit's gradients on the dp stream when the unit's backward is done; with
+    """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced; resident gradients are
-    reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part that
-    this rank updates is copied to the host as soon as it is reduced, during the rest of the
-    backward, in every micro-batch.  The host sums these parts; DeepSpeed instead moves its sum to
+    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced.  Resident gradients
+    are reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part
+    that this rank updates is copied to the host as soon as it is reduced, during the rest of the
+    backward, in every micro-batch.  The host sums these parts.  DeepSpeed instead moves its sum to
     the device and back, which costs more.
-    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit where
-    the head of the same rank uses its weight; the head adds to that gradient first.
+    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit if the
+    head of the same rank uses its weight; the head adds to that gradient first.
     """
 
     def __init__(
@@ -168,12 +168,12 @@ class GradReducer:
         self.in_flight: list[tuple[str, str]] = []
 
     def buffer(self, unit: Unit) -> str:
-        """The storage name of a unit's full gradients."""
+        """Return the storage name of a unit's full gradients."""
         return gradient_buffer(unit.prefix)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Allocate the buffer of the unit's gradients; before the head also the tied embedding's
-        buffer."""
+        """Allocate the buffer of the unit's gradients; before the head, also the buffer of the tied
+        embedding."""
         if unit is not self.tied:
             self._allocate(w, unit)
         if self.tied and unit.table.part == "head":

@@ -1,4 +1,5 @@
-"""Resolves a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
+"""Resolves a plan's rules into one exact fate, in bytes, for each saved tensor of a chunk and
+phase."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -29,7 +30,7 @@ Site = tuple[Part, int, str]
 
 
 class Resolved(Struct, frozen=True, array_like=True, gc=False):
-    """The fate of one saved tensor: bytes that are kept, offloaded and rebuilt."""
+    """The fate of a saved tensor: the bytes that are kept, offloaded and rebuilt."""
 
     keep_bytes: int
     offload_bytes: int
@@ -45,17 +46,17 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def changed(self) -> bool:
-        """Whether any part of the tensor is not kept."""
+        """Whether any part of the tensor is offloaded or rebuilt."""
         return self.keep_bytes < self.nbytes
 
     @property
     def mixed(self) -> bool:
-        """Whether the tensor has more than one fate; its storage is then in parts."""
+        """Whether the tensor has more than one fate, so that its storage is in parts."""
         return (self.keep_bytes > 0) + (self.offload_bytes > 0) + (self.recompute_bytes > 0) > 1
 
 
 class ChunkPlace(Struct, frozen=True, kw_only=True):
-    """The place of one chunk: its stage, its number there, and its layers (global indices)."""
+    """The place of a chunk: its stage, its number in the stage, and its layers (global indices)."""
 
     stage: int
     chunk: int
@@ -63,7 +64,7 @@ class ChunkPlace(Struct, frozen=True, kw_only=True):
 
 
 class ChunkSites(ChunkPlace, frozen=True, kw_only=True):
-    """The saved tensors of one chunk, by their sites."""
+    """The saved tensors of a chunk, by site."""
 
     sites: dict[Site, Activation]
 
@@ -90,8 +91,8 @@ def _matched(select: Select, where: ChunkSites, phase: Phase, micro_batch: int) 
 def resolve(
     plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, Resolved], frozenset[int]]:
-    """The fates of a chunk's sites, and the indices of the rules that matched a site.  PlanError
-    for groups that overlap or do not contain their site."""
+    """Return the fates of a chunk's sites, and the indices of the rules that matched a site.  Raise
+    PlanError for groups that overlap or do not contain their site."""
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
     fates: list[Fate] = [*(rule.fate for rule in plan.rules), Keep()]
     shared = [isinstance(fate, ByteBudget) for fate in fates]
@@ -136,7 +137,7 @@ def _winners(
 
 
 def phased(rules: Sequence[Rule]) -> bool:
-    """Whether any rule selects phases; without such a rule, all phases have the same fates."""
+    """Whether any rule selects phases.  If none does, all phases have the same fates."""
     return any(rule.select.phases is not None for rule in rules)
 
 
@@ -150,8 +151,8 @@ def _reaches(select: Select, where: ChunkPlace) -> bool:
 
 
 def covered(rules: Sequence[Rule], where: ChunkPlace) -> tuple[tuple[int, ...] | None, ...]:
-    """For each rule, the layers inside the chunk that its stages, chunks and layers admit; (-1,)
-    where the rule does not select layers; None where the rule does not reach the chunk.
+    """Return, for each rule, the layers of the chunk that its stages, chunks and layers admit:
+    (-1,) if the rule does not select layers, None if the rule does not reach the chunk.
 
     Chunks of equal shape with equal results have equal fates in a phase.
     """
@@ -191,9 +192,9 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
-    """PlanError unless each grouped site is in its group and no groups overlap.  A group is rebuilt
-    once, before the backward of its last layer: a layer in two groups would be rebuilt too late for
-    one of them or too early for the other."""
+    """Raise PlanError unless each grouped site is in its group and no groups overlap.  A group is
+    rebuilt once, before the backward of its last layer.  A layer in two groups would be rebuilt too
+    late for one group or too early for the other."""
     groups: set[Group] = set()
     for (part, index, name), fate in table.items():
         if not (fate.recompute_bytes and isinstance(fate.scope, Group)):

@@ -1,4 +1,4 @@
-"""The tensors that a rank allocates between its activations: optimizer states and gradients."""
+"""The tensors that a rank allocates between activations: optimizer states and gradients."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,12 @@ MOMENTS = 2
 
 
 def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> Late | None:
-    """The late tensors of a rank; None if the stack allocates states and gradients before training.
+    """Return the late tensors of a rank; None if the stack allocates states and gradients before
+    training.
 
     Gradients are late if a pipeline of one rank accumulates them.  With one micro-batch the ledger
-    counts them from the start of the step, which is too many bytes, by at most their size.  Updates
-    in the backward free each unit's gradients directly.
+    counts them from the start of the step, which overestimates the bytes by at most their size.
+    Updates in the backward free each unit's gradients directly.
     """
     system, layout = problem.system, problem.layout
     state_bytes = system.late_state_bytes if plan.state("optimizer").home == "device" else 0
@@ -53,8 +54,8 @@ def _gradients(
 
 
 def _projections(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors, the last first, as in autograd: a tensor for each output
-    of a linear that the stack does not fuse."""
+    """Parameters of an operator's tensors, the last first, as in autograd.  Each output of a linear
+    that the stack does not fuse has its own tensor."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
     if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
         return [op.parameters]

@@ -1,4 +1,4 @@
-"""Where the tensors of a block are freed: after their last readers, on the compute stream."""
+"""Decides where a block frees its tensors: after the last reader, on the compute stream."""
 
 from collections.abc import Sequence, Set
 
@@ -10,7 +10,7 @@ FREE, WAIT = Kind.FREE, Kind.WAIT  # locals, because a lookup in an Enum is slow
 def frees_by_action(
     actions: Sequence[Action], survivors: Set[str], arrivals: Set[str]
 ) -> dict[int, list[str]]:
-    """The tensors that are freed after an action, by the action's index.
+    """Return the tensors that are freed after an action, by the action's index.
 
     `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor that
     another stream reads is freed after the compute stream has waited for that stream.  A temporary
@@ -23,7 +23,7 @@ def frees_by_action(
 
 
 def free_action(names: list[str]) -> Action:
-    """The FREE of some tensors."""
+    """Return the FREE of the given tensors."""
     if len(names) > 1:
         names.sort(key=by_number)
     return Action(kind=FREE, stream=COMPUTE, frees=tuple(names))

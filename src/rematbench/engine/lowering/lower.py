@@ -1,4 +1,5 @@
-"""Plan -> actions: the only code that expands a plan.  Simulator and runtime read only actions."""
+"""Expands plans into actions, here only.  The simulator and the runtime read nothing but
+actions."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
@@ -41,7 +42,7 @@ from rematbench.problem import Problem, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
-    """The class of equal (chunk, micro-batch) pairs: a number, the fates, and the storages whose
+    """A class of equal (chunk, micro-batch) pairs: its number, its fates, and the storages whose
     host copies outlive the forward."""
 
     number: int
@@ -50,8 +51,8 @@ class PassClass(NamedTuple):
 
 
 class BlockCache:
-    """The cache that all ranks of one lowering share: blocks by chunk shape, fates and flags, and
-    pass classes by the rules that cover a chunk."""
+    """The cache that all ranks of a lowering share.  Blocks are cached by chunk shape, fates and
+    flags, and pass classes by the rules that cover a chunk."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
@@ -59,15 +60,15 @@ class BlockCache:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def number(self, content: tuple[object, ...]) -> int:
-        """The number of a content; equal contents have equal numbers."""
+        """Return a number for `content`.  Equal contents have equal numbers."""
         return self._numbers.setdefault(content, len(self._numbers))
 
 
 def lower(
     plan: Plan, problem: Problem, only: Collection[int] | None = None, *, partly: bool = False
 ) -> Program:
-    """Expand a plan into the actions of every rank; PlanError for a plan that cannot be lowered.
-    `only`: the ranks whose passes are lowered, without the steps after the last pass; further
+    """Expand a plan into the actions of every rank.  Raise PlanError if the plan cannot be lowered.
+    `only`: the ranks whose passes are lowered, without the steps after the last pass; the remaining
     ranks stay empty.  `partly`: some rules may match no tensor on these ranks."""
     check_plan(plan, problem)
     shared = BlockCache()
@@ -91,7 +92,7 @@ def lower(
 
 
 def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of every rank, in issue order."""
+    """Return the passes of every rank, in issue order."""
     lay = problem.layout
     if plan.orders:
         return plan.orders
@@ -103,7 +104,7 @@ def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _apart(order: tuple[Pass, ...]) -> frozenset[int]:
-    """The chunks with a forward whose backward is not the next pass."""
+    """The chunks whose backward does not directly follow their forward."""
     return frozenset(
         item.chunk
         for item, after in zip(order, [*order[1:], None], strict=True)
@@ -138,7 +139,7 @@ class _RankLowering:
         self.layerwise = parameter.gather == "layer" and peers
 
     def run(self, *, whole: bool) -> RankProgram:
-        """The rank's program for one optimizer step; not `whole`: for the step's passes."""
+        """The rank's program for an optimizer step.  If not `whole`, only the step's passes."""
         found = rank_steps(self._facts())
         for key in found.keys:
             self._place(key, partial(self._block, key))
@@ -300,5 +301,5 @@ class _RankLowering:
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:
-        """The embedding's unit where the head of the same rank uses its weight; else None."""
+        """The embedding's unit if the head of the same rank uses its weight; otherwise None."""
         return chunk.units[0] if tied_on_one_rank(self.problem) else None

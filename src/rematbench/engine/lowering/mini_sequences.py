@@ -1,7 +1,8 @@
 """Mini-sequences: runs of row-local operators that are computed in pieces of rows.
 
 Tensors between the operators of a run exist one piece at a time (`X%j`).  The run's inputs are
-read, and its outputs written, as slices of whole storages.  Pieces differ by one row at most.
+read, and its outputs written, as slices of whole storages.  The sizes of pieces differ by at most
+one row.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from rematbench.plan import MiniSequence, PlanError
 
 
 class Piece(NamedTuple):
-    """One piece: its number, its share of the rows, and the share of rows before it."""
+    """A piece of a mini-sequence: its number, its share of the rows, and the share of rows before
+    it."""
 
     number: int
     fraction: float
@@ -25,8 +27,8 @@ class Piece(NamedTuple):
 
 
 class MiniRun(NamedTuple):
-    """Contiguous operators of one table, the interior tensors (which exist in pieces), the outputs,
-    and the pieces."""
+    """Contiguous operators of a table, with the interior tensors (which exist in pieces), the
+    outputs, and the pieces."""
 
     ops: tuple[Op, ...]
     interior: frozenset[str]
@@ -35,24 +37,24 @@ class MiniRun(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The tensors that the run reads from earlier operators, whole."""
+        """The whole tensors that the run reads from earlier operators."""
         made = {name for op in self.ops for name in op.outputs}
         read = [name for op in self.ops for name in op.inputs if name not in made]
         return tuple(dict.fromkeys(read))
 
     def piece_name(self, storage: str, piece: Piece) -> str:
-        """The storage name of one piece of an interior tensor."""
+        """Return the storage name of a piece of an interior tensor."""
         return storage + piece.tag
 
     def names(self, whole: dict[str, str], piece: Piece) -> dict[str, str]:
-        """The storage names of a unit's activations in a piece: interior tensors have the piece's
-        name, further tensors their name in `whole`."""
+        """Return the storage names of a unit's activations in a piece.  Interior tensors have the
+        piece's name, and the remaining tensors keep their name in `whole`."""
         return whole | {name: self.piece_name(whole[name], piece) for name in self.interior}
 
 
 def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:
-    """The runs of an operator table, by their first operator; PlanError for operators that cannot
-    run in pieces."""
+    """Return the runs of an operator table, by first operator.  Raise PlanError for operators that
+    cannot run in pieces."""
     runs: dict[str, MiniRun] = {}
     names = [op.name for op in table.ops]
     for sequence in sequences:
@@ -71,8 +73,8 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
 
 
 def _require_piecewise(op: Op, taken: list[Op]) -> None:
-    """PlanError for an operator that cannot be computed or differentiated in pieces, or that is in
-    two runs."""
+    """Raise PlanError for an operator that cannot be computed or differentiated in pieces, or that
+    is in two runs."""
     if not op.row_local:
         raise PlanError(f"mini-sequence: {op.name} is not row-local")
     if op.alias_inputs:

@@ -1,6 +1,6 @@
-"""Many pieces of a mini-sequence: the emitters write the first pieces, and one of them is repeated.
+"""Mini-sequences of many pieces: the emitters write the first pieces, and one piece is repeated.
 
-The first pieces may rebuild whole tensors.  After them, each piece has the actions of the piece
+The first pieces may rebuild whole tensors.  Each later piece has the same actions as the piece
 before, with the next number in the names of its storages, later events and the next rows.  So four
 pieces are written.  If the second and the third are alike, the third stands for all pieces up to
 the last, and the fourth becomes the last.  Tests compare the result with all pieces written.
@@ -28,8 +28,8 @@ def write_pieces(
     write: Callable[[Piece], None],
     tensor_sets: Sequence[set[str]] = (),
 ) -> None:
-    """Write the actions of all pieces.  `write`: writes the actions of one piece, and adds the
-    names of its tensors to sets in `tensor_sets`."""
+    """Write the actions of all pieces.  `write` writes the actions of a single piece, and adds the
+    names of its tensors to the sets in `tensor_sets`."""
     larger = sum(piece.fraction == pieces[0].fraction for piece in pieces)
     for alike in (pieces[:larger], pieces[larger:]):  # the first may have one row more
         many = len(alike) >= WRITTEN + MIN_SPARED

@@ -1,4 +1,4 @@
-"""Plans that cannot be lowered: each check raises PlanError with one line."""
+"""Checks that a plan can be lowered.  Each check raises PlanError with a message of one line."""
 
 from collections.abc import Collection
 
@@ -21,7 +21,7 @@ from rematbench.spec.configfile import closest
 
 
 def check_plan(plan: Plan, problem: Problem) -> None:
-    """PlanError for a plan that contradicts itself, the layout or the stack."""
+    """Raise PlanError if a plan contradicts itself, the layout or the stack."""
     lay = problem.layout
     shape = [len(chunks) for chunks in plan.partition]
     if shape != [lay.vpp] * lay.pp:
@@ -66,7 +66,8 @@ def _check_host_states(plan: Plan) -> None:
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
-    """The feature of a plan that CUDA graphs of layers do not support, as text; empty if none.
+    """Return the feature of a plan that CUDA graphs of layers do not support, as text; empty if
+    none.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
     and full recomputation needs the graph of a whole iteration.  Parameters gathered per layer are
@@ -107,10 +108,10 @@ def _whole(fate: Fate) -> bool:
 
 
 def check_rules(plan: Plan, problem: Problem, matched: Collection[int] | None) -> None:
-    """PlanError for a rule that matches no saved tensor of any rank (`matched`: the indices of the
-    rules that match; None: some ranks are not lowered, so this is not checked), and for an
-    activation name that no model has.  The second check finds a misspelt name next to names that
-    match.  Names of other models pass."""
+    """Raise PlanError for a rule that matches no saved tensor of any rank, and for an activation
+    name that no model has.  `matched`: the indices of the rules that match; None skips the first
+    check, because some ranks are not lowered.  The second check finds a misspelt name in a list
+    with names that match.  Names of other models pass."""
     tables = (problem.embedding, *problem.layer_kinds, problem.head)
     activations = {name for table in tables for name in table.activations}
     for index, rule in enumerate(plan.rules if matched is not None else ()):

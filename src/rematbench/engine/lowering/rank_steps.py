@@ -1,7 +1,7 @@
 """The order of a rank's steps (passes, messages, copies, releases), as keys of blocks.
 
-Plans of one layout often differ in the contents of blocks but rarely in their order, so the order
-is computed from the few facts it depends on, once for all plans with equal facts.
+Plans of one layout often differ in the contents of blocks but rarely in their order.  The order
+depends on few facts, so it is computed once for all plans with equal facts.
 """
 
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ Window = tuple[int, int]
 
 
 class PassKind(NamedTuple):
-    """The facts of a (micro-batch, chunk) that decide its fates."""
+    """The facts of a (micro-batch, chunk) that determine its fates."""
 
     chunk: int
     phase: Phase
@@ -28,9 +28,9 @@ class PassKind(NamedTuple):
 
 
 class PassFacts(NamedTuple):
-    """A class of passes with equal fates: its number; whether any D2H copy outlives the forward
-    (`leaves`); and whether these copies are of the whole chunk, in separate blocks
-    (`whole`)."""
+    """A class of passes with equal fates.  `number` identifies the class; `leaves`: whether any D2H
+    copy outlives the forward; `whole`: whether these copies are of the whole chunk, in separate
+    blocks."""
 
     number: int
     leaves: bool
@@ -46,7 +46,7 @@ class ChunkEnds(NamedTuple):
 
 
 class StepFacts(NamedTuple):
-    """All facts that decide the order of a rank's steps."""
+    """All facts that determine the order of a rank's steps."""
 
     order: tuple[Pass, ...]
     windows: tuple[Window, ...]
@@ -63,7 +63,7 @@ class StepFacts(NamedTuple):
 
 
 class RankSteps(NamedTuple):
-    """The keys of a rank's blocks, in order of first use, and its steps."""
+    """A rank's steps, and the keys of its blocks in order of first use."""
 
     keys: tuple[Key, ...]
     steps: tuple[Step, ...]
@@ -71,7 +71,7 @@ class RankSteps(NamedTuple):
 
 @lru_cache(maxsize=256)
 def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[PassKind, Pass]:
-    """The kinds of passes of a rank, each with its first pass."""
+    """Return the kinds of passes of a rank, each with its first pass."""
     found: dict[PassKind, Pass] = {}
     kinds = _kinds(order, windows)
     for item in order:
@@ -94,13 +94,13 @@ def _kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[tuple[i
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
-    """The last backward of each chunk, after which its gradients are complete."""
+    """Return the last backward of each chunk, after which its gradients are complete."""
     return {item.chunk: item for item in order if not item.forward}
 
 
 @lru_cache(maxsize=256)
 def rank_steps(facts: StepFacts) -> RankSteps:
-    """The steps of one rank's passes, and the releases that remain after the last pass."""
+    """Return the steps of a rank's passes, and the releases that remain after the last pass."""
     return _Walk(facts).run()
 
 

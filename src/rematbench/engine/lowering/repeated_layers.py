@@ -1,12 +1,12 @@
-"""Long chunks of equal layers: the emitters write a short chunk and repeat its middle layer.
+"""Long chunks of equal layers: the emitters write a short chunk, and its middle layer is repeated.
 
-Deep in a chunk of equal layers every layer has the actions of the layer before, with the next
+Deep in a chunk of equal layers, every layer has the same actions as the layer before, with the next
 number in each storage name and later events.  So the emitters write a chunk without most of the
 equal layers, and the actions of one *period* in its middle are repeated.  A period is one layer, or
 as many layers as there are rounding buffers, because layers take the buffers in turn.  Three
 neighbouring periods must be alike, and only storages of the chunk's ends, such as the residual's
-gradient, may cross the missing layers; else the whole chunk is written.  Tests compare the result
-with the block of the whole chunk.
+gradient, may cross the missing layers.  Otherwise the whole chunk is written.  Tests compare the
+result with the block of the whole chunk.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,20 +27,20 @@ MIN_SHARE = 0.5
 
 
 class Emitter(Protocol):
-    """Writes a chunk's block."""
+    """An emitter that writes a chunk's block."""
 
     w: BlockWriter
 
     def block(self) -> Block:
-        """The block."""
+        """Return the block."""
         ...
 
 
 class Short(NamedTuple):
     """A chunk without most of its equal layers, and its fates.  `first`: the number of the period's
-    first layer; `period`: layers of a period; `margin`: equal layers on each side of the period;
-    `reach`: layers by which copies and gathers run ahead or behind; `dropped`: layers that the
-    chunk lacks, a multiple of `period`."""
+    first layer; `period`: the number of layers in a period; `margin`: the number of equal layers on
+    each side of the period; `reach`: by how many layers copies and gathers run ahead or behind;
+    `dropped`: the number of missing layers, a multiple of `period`."""
 
     chunk: ChunkOps
     fates: Fates
@@ -61,8 +61,8 @@ class Short(NamedTuple):
         return self.first + self.period + self.margin
 
     def shift(self, layers: int, events: int, above: int) -> LayerShift:
-        """New names: adds `layers` to the numbers of layers near the period, `above` to those
-        above."""
+        """Return a renaming that adds `layers` to the numbers of layers near the period, and
+        `above` to the numbers of layers above."""
         return LayerShift(layers, events, self.low, self.high, above)
 
 
@@ -75,8 +75,8 @@ def block_of(
     *,
     forward: bool,
 ) -> Block:
-    """A chunk's block by its emitter, from a short chunk if the result is the same.  `ahead`:
-    layers by which gathers of parameters run ahead."""
+    """Return a chunk's block from its emitter, by way of a short chunk if the result is the same.
+    `ahead`: by how many layers gathers of parameters run ahead."""
     short = short_chunk(chunk, fates, transfers, ahead)
     if short is not None:
         writer = emitter(short.chunk, short.fates)
@@ -87,7 +87,8 @@ def block_of(
 
 
 def short_chunk(chunk: ChunkOps, fates: Fates, transfers: Transfers, ahead: int) -> Short | None:
-    """The short chunk to write in place of a long one; None where too few layers are equal."""
+    """Return the short chunk to write in place of a long chunk; None if too few layers are
+    equal."""
     slots = transfers.reload_slots if transfers.granularity == "layer" else 0
     period = max(1, slots)
     reach = 1 + max(transfers.release_lag, transfers.prefetch_layers, slots, ahead)
@@ -129,9 +130,9 @@ def _longest_equal(chunk: ChunkOps, fates: Fates) -> tuple[int, int]:
 def repeat_period(
     short: Short, block: Block, unit_starts: Sequence[Position], *, forward: bool
 ) -> Block | None:
-    """The whole chunk's block from the short chunk's block; None if the periods are not alike or
-    refer to distant layers.  `unit_starts`: where the actions of each unit begin, in the block's
-    order."""
+    """Return the whole chunk's block from the short chunk's block; None if the periods are not
+    alike or refer to distant layers.  `unit_starts`: where the actions of each unit begin, in the
+    block's order."""
     units = [unit.prefix for unit in short.chunk.units]
     order = units if forward else units[::-1]
     at = order.index(f"L{short.first if forward else short.first + short.period - 1}")

@@ -1,4 +1,4 @@
-"""A piece of a mini-sequence that stands for further pieces, in an unfinished block."""
+"""A mini-sequence piece that stands for further pieces, in an unfinished block."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
@@ -12,19 +12,19 @@ Frees = dict[int, list[str]]
 
 
 class Position(NamedTuple):
-    """A place in a block: the index of the next action, the number of the next event."""
+    """A place in a block: the index of the next action, and the number of the next event."""
 
     action: int
     event: int
 
     def after_insert(self, end: int, count: int) -> "Position":
-        """The position after `count` actions are inserted at index `end`."""
+        """Return the position after `count` actions are inserted at index `end`."""
         return Position(self.action + count, self.event) if self.action >= end else self
 
 
 class RepeatedPiece(NamedTuple):
     """The piece between `start` and `end`, which stands for `pieces`: itself and later pieces.
-    `before`: the start of the piece before it, which has the same actions apart from names and
+    `before`: the start of the previous piece, which has the same actions apart from names and
     rows."""
 
     pieces: PiecePeriods
@@ -34,26 +34,26 @@ class RepeatedPiece(NamedTuple):
 
     @property
     def starts(self) -> tuple[Position, Position, Position]:
-        """The starts of the piece before, of this piece, and of the next piece."""
+        """The starts of the previous piece, of this piece, and of the next piece."""
         return self.before, self.start, self.end
 
     @property
     def periods(self) -> Periods:
-        """The pieces as periods of the block as it is written so far, without FREEs."""
+        """The pieces as periods of the block as written so far, without FREEs."""
         (start, event), (end, last) = self.start, self.end
         times = len(self.pieces.offsets)
         return Periods(start, end - start, times, event, last - event, self.pieces)
 
     def after_insert(self, end: int, count: int) -> "RepeatedPiece":
-        """The piece after `count` actions are inserted at index `end`."""
+        """Return the piece after `count` actions are inserted at index `end`."""
         return RepeatedPiece(
             self.pieces, *(start.after_insert(end, count) for start in self.starts)
         )
 
     def frees_alike(self, actions: Sequence[Action], frees: Frees, outside: Set[str]) -> bool:
-        """Whether the piece frees the tensors of the piece before it, one piece later, and each
-        tensor that it allocates and does not free is in `outside`, so that its lifetime ends in the
-        same way for each piece."""
+        """Whether the lifetimes end in the same way for each piece.  The piece must free the
+        tensors of the previous piece, one piece later; and each tensor that it allocates but does
+        not free must be in `outside`."""
         first, start, end = (place.action for place in self.starts)
         new = self.periods.shift(1).name
         before = {at + start - first: {*map(new, frees[at])} for at in frees if first <= at < start}
@@ -61,7 +61,7 @@ class RepeatedPiece(NamedTuple):
         return before == here and self._born(actions) <= outside | self._gone(actions, frees)
 
     def deaths(self, actions: Sequence[Action], frees: Frees) -> set[str]:
-        """The tensors that the piece frees and does not allocate."""
+        """The tensors that the piece frees but does not allocate."""
         return self._gone(actions, frees) - self._born(actions)
 
     def remove_later_deaths(self, actions: Sequence[Action], frees: Frees) -> None:
@@ -77,7 +77,8 @@ class RepeatedPiece(NamedTuple):
                 del frees[at]
 
     def finished(self, moved: Callable[[Position], Position], frees: Frees) -> Periods:
-        """The periods of the finished block.  `moved`: maps a position to the finished block."""
+        """Return the periods of the finished block.  `moved` maps a position to the finished
+        block."""
         start, end = moved(self.start).action, moved(self.end).action
         works_on_piece: list[bool] = []
         for at, flag in enumerate(self.pieces.works_on_piece, self.start.action):

@@ -12,13 +12,13 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 def passes(
     schedule: ScheduleName, rank: int, pp: int, vpp: int, num_micro_batches: int
 ) -> tuple[Pass, ...]:
-    """All passes of one rank in issue order.
+    """Return all passes of a rank in issue order.
 
     Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): micro-batches go through the chunks
     in groups of pp; rank r runs (vpp - 1) pp + 2 (pp - r - 1) forwards before its first backward.
-    Plain 1F1B runs pp - r - 1 forwards first, GPipe all.  With a single group (num_micro_batches =
-    pp) interleaved 1F1B runs all forwards first, as Megatron did; megatron-core 0.16.1 has no such
-    rule (`interleaved`).
+    Plain 1F1B runs pp - r - 1 forwards first; GPipe runs all forwards first.  With a single group
+    (num_micro_batches = pp) interleaved 1F1B runs all forwards first, as Megatron did;
+    megatron-core 0.16.1 has no such rule (`interleaved`).
     """
     total = num_micro_batches * vpp
     if schedule == "interleaved_1f1b" and num_micro_batches != pp:
@@ -28,7 +28,7 @@ def passes(
 
 
 def interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Pass, ...]:
-    """Interleaved 1F1B with the warm-up rule alone, for any number of micro-batches
+    """Return interleaved 1F1B with only the warm-up rule, for any number of micro-batches
     (`get_pp_rank_microbatches` of megatron-core 0.16.1)."""
     total = num_micro_batches * vpp
     return _ordered(min((vpp - 1) * pp + 2 * (pp - rank - 1), total), total, pp, vpp)
@@ -55,9 +55,9 @@ def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
 
 @lru_cache(maxsize=256)
 def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
-    """The phase of each (micro-batch, chunk): warmup if its forward precedes the rank's first
-    backward (except the forward directly before that backward); cooldown if its backward follows
-    the backward of the last forward; else steady."""
+    """Return the phase of each (micro-batch, chunk).  Warmup: its forward precedes the rank's first
+    backward (except the forward directly before that backward).  Cooldown: its backward follows the
+    backward of the last forward.  Otherwise: steady."""
     first_backward = next((i for i, p in enumerate(order) if not p.forward), len(order))
     last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
     phase: dict[tuple[int, int], Phase] = {}

@@ -1,4 +1,5 @@
-"""Small blocks between passes: receives, sends, copies, releases, exchanges at the step's end."""
+"""Small blocks between passes: receives, sends, copies, releases, and exchanges at the step's
+end."""
 
 from rematbench.costs.operators.ops import Activation, Comm
 from rematbench.engine.lowering.emit_op import emit_copies_in, emit_copies_out
@@ -37,7 +38,8 @@ def tied_recv_block(nbytes: int) -> Block:
 
 
 def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
-    """Receive a boundary activation (or its gradient) into new memory; the event is its arrival."""
+    """Receive a boundary activation (or its gradient) into new memory.  The event is its
+    arrival."""
     action = Action(
         kind=Kind.RECV,
         stream="pp_recv",
@@ -99,7 +101,7 @@ def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
 
 
 def reduce_block(comm: Comm) -> Block:
-    """Reduce a chunk's gradients after its last backward, not overlapped."""
+    """Reduce a chunk's gradients after its last backward, without overlap."""
     w = BlockWriter()
     w.collective(comm, "", "gradients", [], [])
     w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
@@ -107,7 +109,7 @@ def reduce_block(comm: Comm) -> Block:
 
 
 def gather_block(comm: Comm) -> Block:
-    """Gather a chunk's parameters after the optimizer step, not overlapped."""
+    """Gather a chunk's parameters after the optimizer step, without overlap."""
     w = BlockWriter()
     w.wait(COMPUTE, w.collective(comm, "", "parameters", [], []))
     return Block("gather", tuple(w.actions))
@@ -121,8 +123,8 @@ def norm_block(comm: Comm) -> Block:
 
 
 def optimizer_block(nbytes: int, scratch: int) -> Block:
-    """Update the rank's share of the parameters on the device (`nbytes` of compute copies, with
-    `scratch` bytes during the update)."""
+    """Update the rank's share of the parameters on the device.  `nbytes`: bytes of the parameters
+    in compute precision; `scratch`: extra bytes during the update."""
     action = Action(
         kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
     )
@@ -130,8 +132,8 @@ def optimizer_block(nbytes: int, scratch: int) -> Block:
 
 
 def host_update_block(down: int, nbytes: int, up: int) -> Block:
-    """Update the rank's share of the parameters (`nbytes` of compute copies) on the host: first
-    copy `down` bytes of gradients that are still on the device, at the end copy `up` bytes of
+    """Update the rank's share of the parameters on the host (`nbytes` in compute precision).  First
+    copy `down` bytes of gradients that are still on the device; at the end copy `up` bytes of
     weights back.
 
     The three parts do not overlap, as in a stack that clips by the norm of all gradients, updates

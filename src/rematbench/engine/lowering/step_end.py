@@ -24,7 +24,7 @@ from rematbench.problem import Problem, rank_parameters
 
 
 class Steps(Protocol):
-    """The members of a rank's lowering that the end of a step uses."""
+    """The members of a rank's lowering that `emit_step_end` uses."""
 
     rank: int
     order: tuple[Pass, ...]
@@ -83,7 +83,8 @@ def _parameters(chunk: ChunkOps) -> int:
 
 
 def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
-    """A chunk's gradient reduction: reduce-scatter with a sharded optimizer, else all-reduce."""
+    """A chunk's gradient reduction: reduce-scatter with a sharded optimizer, otherwise
+    all-reduce."""
     kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
     return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
 

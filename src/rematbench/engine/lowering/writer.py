@@ -1,4 +1,4 @@
-"""Writes the actions of one block: events, waits, collectives, and frees derived from liveness."""
+"""Writes the actions of a block: events, waits, collectives, and frees derived from liveness."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -26,7 +26,7 @@ WAIT, UNTIMED, FORWARD_KINDS = Kind.WAIT, (Kind.FREE, Kind.ALLOC), (Kind.FORWARD
 
 
 class Share(NamedTuple):
-    """The rows an action works on, as shares of its operator's rows."""
+    """The rows on which an action works, as shares of its operator's rows."""
 
     fraction: float
     offset: float = 0.0
@@ -49,7 +49,7 @@ class BlockWriter:
         self._events = 0
 
     def add(self, action: Action) -> int:
-        """Append an action; returns its index."""
+        """Append an action and return its index."""
         slots, allocs = self.slots, action.allocs
         if slots and allocs and any([alloc.name in slots for alloc in allocs]):
             allocs = tuple([Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in allocs])
@@ -67,7 +67,8 @@ class BlockWriter:
         self.unit_starts.append(self.position)
 
     def rewrite(self, start: Position, actions: Sequence[Action], events: int) -> None:
-        """Replace all actions from `start` on by `actions`, which record `events` more events."""
+        """Replace all actions from `start` to the end by `actions`, which record `events` more
+        events."""
         self.actions[start.action :] = actions
         self._events += events
 
@@ -76,7 +77,7 @@ class BlockWriter:
         return local_event(self._events - 1)
 
     def mark(self, stream: str) -> str:
-        """An event that is recorded when all work issued so far on `stream` is done."""
+        """Return an event that is recorded when all work issued so far on `stream` is done."""
         for index in range(len(self.actions) - 1, -1, -1):
             action = self.actions[index]
             if action.stream == stream and action.kind not in UNTIMED:
@@ -89,7 +90,7 @@ class BlockWriter:
         return event
 
     def mark_begin(self, index: int) -> str:
-        """An event that is recorded when the action at `index` starts."""
+        """Return an event that is recorded when the action at `index` starts."""
         action = self.actions[index]
         if not action.begin:
             action = msgspec.structs.replace(action, begin=self.new_event())
@@ -111,7 +112,8 @@ class BlockWriter:
         share: Share = WHOLE,
         overlaps: str = "",
     ) -> int:
-        """Append a forward, backward or recomputation on the compute stream; returns its index."""
+        """Append a forward, backward or recomputation on the compute stream, and return its
+        index."""
         forward = kind in FORWARD_KINDS
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
@@ -133,7 +135,7 @@ class BlockWriter:
         )
 
     def stall(self, comm: Comm) -> None:
-        """Append a STALL: the time by which a collective slows compute (they share SMs)."""
+        """Append a STALL: the time by which a collective slows compute, because they share SMs."""
         self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, comm=comm))
 
     def state_copy(
@@ -146,8 +148,9 @@ class BlockWriter:
         after: str,
         reads: tuple[str, ...] = (),
     ) -> str:
-        """Append a copy of states between device and host that starts after event `after`; returns
-        its end event.  States have resident memory on both sides, so nothing is allocated."""
+        """Append a copy of states between device and host that starts after event `after`, and
+        return its end event.  States have resident memory on both sides, so nothing is
+        allocated."""
         stream = "d2h" if kind is Kind.D2H else "h2d"
         self.wait(stream, after)
         event = self.new_event()
@@ -170,7 +173,7 @@ class BlockWriter:
         after: str = "",
     ) -> str:
         """Append a collective on its group's stream, after the compute issued so far (or after
-        event `after`); returns its end event.  A share of the rows moves that share of the
+        event `after`), and return its end event.  A share of the rows moves the same share of the
         payload."""
         if share.fraction != 1.0:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
@@ -193,8 +196,8 @@ class BlockWriter:
         return event
 
     def repeat(self, piece: RepeatedPiece) -> None:
-        """Note a piece that stands for further pieces; unless the block is compact, write them
-        all."""
+        """Note a piece that stands for further pieces.  Write all pieces if the block is not
+        compact."""
         self._repeated.append(piece)
         if not self.compact:
             self._write_out(piece)
@@ -210,9 +213,9 @@ class BlockWriter:
         self.unit_starts = [each.after_insert(end, len(more)) for each in self.unit_starts]
 
     def finish(self, label: str, survivors: set[str], arrivals: set[str]) -> Block:
-        """The block: its actions with a FREE behind each tensor's last reader (`liveness.freed`).
-        `unit_starts` then count the FREEs too.  If a piece does not free as the piece before, all
-        its pieces are written."""
+        """Return the block: its actions with a FREE behind each tensor's last reader
+        (`liveness.freed`).  `unit_starts` then count the FREEs too.  If a piece does not free the
+        same tensors as the piece before it, all pieces are written."""
         frees = frees_by_action(self.actions, survivors, arrivals)
         ends: dict[int, set[str]] = defaultdict(
             set

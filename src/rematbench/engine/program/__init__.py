@@ -1,1 +1,1 @@
-"""Actions, the program of a rank, and its bytes."""
+"""Actions, the program of a rank, and the bytes of a program."""

@@ -1,6 +1,6 @@
-"""The actions of a lowered plan: each runs on one stream, and prints as one line.
+"""The actions of a lowered plan.  Each action runs on one stream and prints as one line.
 
-A storage name is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3;
+A storage name is local to a (micro-batch, chunk).  `L3.q` is activation q of the chunk's layer 3.
 `E.` marks a tensor of the embedding, `H.` of the head, `d:` a gradient, `.full` a gathered copy,
 `.part` an output before its reduction, `@host` host memory.  `#k`, `#o` and `#r` mark the kept,
 offloaded and rebuilt rows.
@@ -76,12 +76,12 @@ class Alloc(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Action(Struct, frozen=True, kw_only=True, gc=False):
-    """One action of a block, relative to the block's micro-batch and chunk.
+    """An action of a block, relative to the block's micro-batch and chunk.
 
     `part`: the action's unit (L<i>, E or H); `variant`: the index of its layer among the model's
     distinct layers; `op`: the operator or tensor.  `event` is recorded when the action ends,
     `begin` when the action starts; a WAIT holds its stream until the event `wait`.  `fraction`: the
-    share of rows worked on; `offset`: the share of rows before them; `columns`: the share of an
+    share of rows processed; `offset`: the share of rows before them; `columns`: the share of an
     operator's output columns computed.  `comm`: the collective; `nbytes`: a copy's payload;
     `overlaps`: the stream of a collective that runs during a compute action; `scratch`: bytes that
     only the action itself uses.
@@ -136,8 +136,8 @@ def _comm_text(comm: Comm | None) -> str:
 
 
 def to_text(action: Action, micro_batch: int, chunk: int) -> str:
-    """An action as one line: `F0.3 compute L1.qkv r=... a=...` (kind, micro-batch.chunk, stream,
-    operator, fields)."""
+    """Return an action as one line: `F0.3 compute L1.qkv r=... a=...` (kind, micro-batch.chunk,
+    stream, operator, fields)."""
     where = ".".join(word for word in (action.part, action.op) if word) or "-"
     head = f"{action.kind.value}{micro_batch}.{chunk} {action.stream} {where}"
     return " ".join([head, *_fields(action)])
@@ -149,7 +149,7 @@ _PLACE = re.compile(r"(?:(E|H|L\d+)\.)?(.*)")
 
 @lru_cache(maxsize=1 << 15)
 def place(storage: str) -> tuple[str, str]:
-    """(part, tensor) of a storage name; part is empty where the name has none."""
+    """Split a storage name into (part, tensor); part is empty if the name has none."""
     found = _PLACE.fullmatch(storage)
     return (found[1] or "", found[2]) if found else ("", storage)
 
@@ -160,7 +160,7 @@ _BUFFER = ".gradients"
 
 
 def identity(storage: str) -> str:
-    """The tensor of a storage name, without the marks of gradient, rows, copy and piece."""
+    """Return the tensor of a storage name, without the marks of gradient, rows, copy and piece."""
     return _FORM.sub("", storage.removeprefix(GRADIENT))
 
 
@@ -209,8 +209,8 @@ def event_number(event: str) -> int:
 
 
 def later_event(event: str, by: int) -> str:
-    """The event's name with its number higher by `by`; an event that other blocks wait for keeps
-    its name."""
+    """Return the event's name with its number raised by `by`.  An event that other blocks wait for
+    keeps its name."""
     return local_event(event_number(event) + by) if is_local(event) else event
 
 
@@ -219,8 +219,8 @@ _OF_LAYER = re.compile(rf"({GRADIENT}L|L)(\d+)(.*)")
 
 @lru_cache(maxsize=1 << 15)
 def in_layer(name: str) -> tuple[str, int, str] | None:
-    """The name of a storage or part of a layer, split around the layer's number: (`d:L`, 3, `.q`);
-    None for a name without a layer."""
+    """Split the name of a layer's storage or part around the layer's number: (`d:L`, 3, `.q`); None
+    for a name without a layer."""
     found = _OF_LAYER.fullmatch(name)
     return (found[1], int(found[2]), found[3]) if found else None
 
@@ -230,8 +230,8 @@ _OF_PIECE = re.compile(r"(.*%)(\d+)(.*)")
 
 @lru_cache(maxsize=1 << 15)
 def in_piece(name: str) -> tuple[str, int, str] | None:
-    """The name of a storage of a piece, split around the piece's number: (`L3.act%`, 2, ``); None
-    for a name without a piece."""
+    """Split the name of a piece's storage around the piece's number: (`L3.act%`, 2, ``); None for a
+    name without a piece."""
     found = _OF_PIECE.fullmatch(name) if "%" in name else None
     return (found[1], int(found[2]), found[3]) if found else None
 
@@ -241,8 +241,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 @lru_cache(maxsize=1 << 15)
 def by_number(name: str) -> list[str | int]:
-    """A sort key of names: numbers in them count by value, so that the storages of layers 9 and 10
-    are sorted like the storages of layers 8 and 9."""
+    """A sort key of names in which numbers count by value: layer 9 comes before layer 10."""
     words: list[str | int] = [*_NUMBER.split(name)]
     words[1::2] = map(int, words[1::2])
     return words
@@ -252,12 +251,13 @@ LAYER_SLOT = "slot/layer"
 
 
 def layer_slot(position: int, slots: int) -> str:
-    """The rounding buffer of the unit at a position in its chunk; units take the buffers in
+    """Return the rounding buffer of the unit at a position in its chunk.  Units take the buffers in
     turn."""
     return f"{LAYER_SLOT}{position % slots}"
 
 
 def tenant(alloc_name: str, slot: str) -> str:
-    """The key of the tensors that share a staging slot at one time: the part in a rounding buffer;
-    the empty text elsewhere, where all tensors of a (micro-batch, chunk) share it."""
+    """Return the key of the tensors that share a staging slot at the same time.  In a rounding
+    buffer the key is the part.  Elsewhere it is empty: all tensors of a (micro-batch, chunk) share
+    the slot."""
     return place(alloc_name)[0] if slot.startswith(LAYER_SLOT) else ""

@@ -1,13 +1,13 @@
-"""A model of PyTorch's caching allocator; replay.py gives it a rank's allocations and frees.
+"""A model of PyTorch's caching allocator; replay.py feeds it a rank's allocations and frees.
 
 Rules and constants are facts of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.0 to 2.8): sizes are
-multiples of 512 B; requests up to 1 MiB use the small pool (segments of 2 MiB), others the large
-pool (segments of 20 MiB for requests below 10 MiB, else of the size rounded up to 2 MiB); best fit;
-a remainder is split off when it has at least 512 B (small pool) or more than 1 MiB (large pool);
-neighbours inside a segment coalesce; when cudaMalloc fails, wholly free segments are given back and
-cudaMalloc is tried once more.  Mode `expandable` maps pages at the end of one growing segment per
-pool instead.  All streams count as one stream: a freed block can be reused at once, as in the
-issue-order ledger.
+multiples of 512 B; requests up to 1 MiB use the small pool (segments of 2 MiB), larger requests the
+large pool (segments of 20 MiB for requests below 10 MiB, otherwise of the size rounded up to 2
+MiB); best fit; a remainder is split off when it has at least 512 B (small pool) or more than 1 MiB
+(large pool); neighbours inside a segment coalesce; when cudaMalloc fails, wholly free segments are
+given back and cudaMalloc is tried once more.  Mode `expandable` instead maps pages at the end of
+one growing segment per pool.  All streams count as one stream: a freed block can be reused at once,
+as in the issue-order ledger.
 """
 
 import math
@@ -34,9 +34,9 @@ allocate, including plans that do not fit, because these are replayed too."""
 
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
     """Peaks of a replay.  `oom_at`: the index of the step that did not fit (None: all fit).
-    `retries`: how often, in the last pass, cudaMalloc failed and was tried again after cached
-    segments were given back (torch's num_alloc_retries).  `ended`: the replay stopped at the first
-    request that exceeded its `enough_bytes`; the peaks are those until then."""
+    `retries`: how often, in the last pass, cudaMalloc failed and was retried after cached segments
+    were given back (torch's num_alloc_retries).  `ended`: the replay stopped at the first request
+    that exceeded its `enough_bytes`; the peaks reached by then are kept."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -50,7 +50,7 @@ class OutOfMemory(Exception):
 
 
 class Exceeded(Exception):
-    """More than `enough_bytes` are reserved."""
+    """The allocator reserves more than `enough_bytes`."""
 
 
 class Pool:
@@ -83,16 +83,16 @@ class Pool:
         insort(self.keys, size << BITS | address)
 
     def remove(self, address: int) -> int:
-        """Remove a free block; returns its size."""
+        """Remove a free block and return its size."""
         size = self.starts.pop(address)
         del self.ends[address + size]
         del self.keys[bisect_left(self.keys, size << BITS | address)]
         return size
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """(address, size) of the free block that fits best; its remainder is split off where the
-        rules allow.  None if no block fits.  The block at the end of an expandable segment can
-        grow, so it is taken last."""
+        """Take the free block that fits best, as (address, size); None if no block fits.  Its
+        remainder is split off if the rules allow.  The block at the end of an expandable segment
+        can grow, so it is taken last."""
         at = bisect_left(self.keys, size << BITS)
         if self.expandable and at + 1 < len(self.keys) and self._last(self.keys[at]):
             at += 1
@@ -114,7 +114,7 @@ class Pool:
         return (key >> BITS) + (key & ADDRESS) == self.end
 
     def growth(self, size: int) -> int:
-        """Bytes to request from the device so that `size` fits."""
+        """Return the bytes to request from the device so that `size` fits."""
         if self.expandable:
             tail = self.end - self.ends[self.end] if self.end in self.ends else 0
             return -(-(size - tail) // self.page) * self.page
@@ -131,8 +131,8 @@ class Pool:
             self.end += GAP
 
     def give_back(self) -> int:
-        """Give wholly free segments (expandable: pages inside free blocks) back to the device;
-        returns their bytes."""
+        """Return wholly free segments (expandable: pages inside free blocks) to the device, and
+        return their bytes."""
         if self.expandable:
             return sum(self._unmap(address) for address in list(self.starts))
         whole = [a for a, size in self.starts.items() if self.segments.get(a) == size]
@@ -156,8 +156,8 @@ class Pool:
 
 
 class Allocator:
-    """The allocator of one device: a large and a small pool, and an optional capacity.  Exceeded is
-    raised once more than `enough_bytes` are reserved."""
+    """The allocator of a device: a large and a small pool, and an optional capacity.  It raises
+    Exceeded once it reserves more than `enough_bytes`."""
 
     def __init__(
         self, capacity_bytes: int | None, mode: Mode, enough_bytes: float = math.inf
@@ -170,12 +170,14 @@ class Allocator:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """The state that decides the next request, and the retries so far.  Two equal states mean
-        that the requests in between freed all that they allocated, and would do so again."""
+        """The state that determines the next request, and the number of retries so far.  If two
+        states are equal, the requests in between freed all that they allocated, and would do so
+        again."""
         return (self.reserved, self.retries, *(pool.keys.copy() for pool in self.pools))
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """(address, size) of a block for `size` bytes (a multiple of 512), or OutOfMemory."""
+        """Allocate `size` bytes (a multiple of 512) and return the block's (address, size).  Raise
+        OutOfMemory if no block can be made."""
         pool = self.pools[size <= SMALL]
         block = pool.take(size)
         if block is None:
@@ -220,5 +222,5 @@ class Allocator:
 
 @lru_cache(maxsize=4096)
 def rounded(nbytes: int) -> int:
-    """A request's bytes rounded up to a multiple of 512, at least 512."""
+    """Round a request's bytes up to a multiple of 512, at least 512."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)

@@ -1,7 +1,7 @@
 """Two ledgers of activation bytes: in issue order, as an allocator sees them, and on the timeline.
 
-The issue-order ledger needs no costs.  Each block has net bytes and a peak, so a step is a walk
-over blocks.  Tensors in staging slots count once, with their pool.
+The issue-order ledger needs no costs.  Each block has net bytes and a peak, so the ledger of a step
+is a walk over blocks.  Tensors in staging slots are counted once, with their pool.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ from rematbench.engine.program.template import LayerPeriods
 
 
 class RankLedger(Struct, frozen=True, kw_only=True):
-    """Peaks of one rank's activation bytes, the index of the step with the device peak, and the
-    bytes left at the end.  `pinned` counts host bytes in the blocks that torch pins for them."""
+    """Peaks of a rank's activation bytes, the index of the step with the device peak, and the bytes
+    left at the end.  `pinned` counts host bytes in the blocks that torch pins for them."""
 
     device_peak_bytes: int
     host_peak_bytes: int
@@ -34,7 +34,7 @@ SCRATCH = "scratch"
 
 
 class Interval(NamedTuple):
-    """One action on the timeline (seconds from the start of the step)."""
+    """An action on the timeline, in seconds from the start of the step."""
 
     rank: int
     stream: str
@@ -56,7 +56,7 @@ class Live(NamedTuple):
 
 
 def pool_bytes(rank: RankProgram) -> int:
-    """Bytes of a rank's staging pools: each slot is as large as its largest tenant."""
+    """Return the bytes of a rank's staging pools.  Each slot is as large as its largest tenant."""
     slots: dict[str, int] = {}
     for block in rank.blocks:
         here: dict[tuple[str, str], int] = {}
@@ -83,7 +83,7 @@ def _slotted(parts: Sequence[Part], pieces: int, layers: int) -> Iterator[tuple[
 
 
 def issue_order(program: Program) -> tuple[RankLedger, ...]:
-    """Peaks of every rank with each action applied in issue order."""
+    """Return the peaks of every rank, with all actions applied in issue order."""
     tables = program_profiles(program)
     return tuple(_walk(r, t) for r, t in zip(program.ranks, tables, strict=True))
 
@@ -110,8 +110,8 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
 
 
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
-    """(device, host) live bytes after each action in issue order; tests compare them with an
-    interpreter that allocates real memory."""
+    """Return the (device, host) live bytes after each action in issue order.  Tests compare them
+    with an interpreter that allocates real memory."""
     sizes: dict[tuple[str, int, int], int] = {}
     device = host = 0
     for action, micro_batch, chunk in actions:
@@ -129,8 +129,9 @@ def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
 
 
 def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
-    """All storages on the device at the rank's peak, for tables and stacked bars; the scratch of
-    the peak's action is one entry named `scratch`.  Staging slots are left out: they are a pool."""
+    """Return all storages on the device at the rank's peak, for tables and stacked bars.  The
+    scratch of the action at the peak is an entry named `scratch`.  Staging slots are left out,
+    because they are in a pool."""
     live: dict[tuple[str, int, int], int] = {}
     best: dict[tuple[str, int, int], int] = {}
     best_bytes, total = -1, 0
@@ -151,9 +152,9 @@ def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
 
 
 def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
-    """(seconds, live device bytes) of a rank at simulated times, for plots and for `active`.
-    Storages begin when the action starts and end when the stream reaches the free; changes at equal
-    times keep their issue order.  Staging slots count with their pool."""
+    """Return (seconds, live device bytes) of a rank at simulated times, for plots and for `active`.
+    A storage lives from the start of its action until the stream reaches the free.  Changes at
+    equal times keep their issue order.  Staging slots are counted with their pool."""
     sizes: dict[tuple[str, int, int], int] = {}
     deltas: list[tuple[float, int]] = []
     for item in intervals:

@@ -1,7 +1,7 @@
 """The effect of a block on bytes, and the storages that outlive it.
 
-Only the allocation of a storage has its size, so a block that frees a storage of another block is
-measured after that block.
+Only the allocation of a storage records its size.  So a block that frees a storage of another block
+is measured after that block.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from rematbench.engine.program.program import Block, Part, Program, RankProgram
 
 
 class Profile(NamedTuple):
-    """The effect of one block: net bytes, and peak bytes above the level at entry.  Both on the
-    device, on the host, and in the pinned blocks that hold the host bytes."""
+    """The effect of a block on bytes: net bytes, and peak bytes above the level at entry.  Both are
+    given for the device, for the host, and for the pinned blocks that hold the host bytes."""
 
     device_net: int
     device_high: int
@@ -25,27 +25,27 @@ class Profile(NamedTuple):
     pinned_high: int
 
     def then(self, after: "Profile") -> "Profile":
-        """The effect of this block followed by `after`."""
+        """Return the effect of this block followed by `after`."""
         pairs = zip(self[::2], self[1::2], after[::2], after[1::2], strict=True)
         found = ((net + more, max(high, net + higher)) for net, high, more, higher in pairs)
         return Profile._make(chain.from_iterable(found))
 
     def times(self, count: int) -> "Profile":
-        """The effect of `count` such blocks in a row."""
+        """Return the effect of `count` such blocks in a row."""
         pairs = zip(self[::2], self[1::2], strict=True)
         found = ((count * net, max(high, (count - 1) * net + high)) for net, high in pairs)
         return Profile._make(chain.from_iterable(found))
 
 
 class Lifetimes(NamedTuple):
-    """`births`: bytes of the storages that a block leaves alive; `deaths`: names of earlier
-    storages that the block frees."""
+    """Storages whose lifetimes cross a block's ends.  `births`: bytes of the storages that a block
+    leaves alive; `deaths`: names of earlier storages that the block frees."""
 
     births: dict[str, int]
     deaths: list[str]
 
     def renamed(self, name_of: Callable[[str], str]) -> "Lifetimes":
-        """The same storages under other names."""
+        """Return the same storages under other names."""
         births = {name_of(name): nbytes for name, nbytes in self.births.items()}
         return Lifetimes(births, [*map(name_of, self.deaths)])
 
@@ -55,8 +55,8 @@ class LedgerError(ValueError):
 
 
 def program_profiles(program: Program) -> list[list[Profile]]:
-    """The profiles of each rank's blocks.  The size of a tensor that a block only frees comes from
-    the block that allocated it."""
+    """Return the profiles of each rank's blocks.  If a block only frees a tensor, the tensor's size
+    comes from the block that allocated it."""
     profiler = _Profiler()
     return [profiler.rank(rank) for rank in program.ranks]
 
@@ -123,7 +123,7 @@ def _outlive(parts: Sequence[Part]) -> Lifetimes:
 
 
 def part_lifetimes(part: Part) -> Lifetimes:
-    """The storages that a part's first period leaves alive, and the earlier storages that it
+    """Return the storages that a part's first period leaves alive, and the earlier storages that it
     frees."""
     return _outlive(part.inside) if part.periods else _outlive_of(part.written)
 

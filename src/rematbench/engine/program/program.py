@@ -1,8 +1,8 @@
 """A lowered plan: for each rank, blocks of actions, and the order in which micro-batches run them.
 
-A rank's program is the list of its actions in the host's issue order, stored compressed: a step
-names a block (actions that all micro-batches of one kind share) and the micro-batch and chunk that
-the block runs for; `actions()` expands the steps.
+A rank's program is the list of its actions in the host's issue order, stored compressed.  A step
+names a block, and the micro-batch and chunk for which the block runs.  All micro-batches of one
+kind share a block.  `actions()` expands the steps.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from rematbench.engine.program.template import LayerPeriods, LayerShift, PiecePe
 
 
 class Step(NamedTuple):
-    """Run one block for one (micro-batch, chunk)."""
+    """A run of a block for a (micro-batch, chunk)."""
 
     block: int
     micro_batch: int
@@ -30,9 +30,10 @@ class Step(NamedTuple):
 
 class Periods(NamedTuple):
     """Equal periods inside a block: `times` periods of `length` actions from `start`.  All periods
-    have the same seconds and bytes.  The first period records events from number `event` on; each
-    further period raises the numbers of events by `events`, and of layers or pieces as `naming`
-    says.  `inside`: periods inside the first period; their `start` counts from its start."""
+    have the same seconds and bytes.  The first period records events from number `event` on.  Each
+    further period raises the numbers of events by `events`, and the numbers of layers or pieces as
+    `naming` says.  `inside`: periods inside the first period; their `start` counts from its
+    start."""
 
     start: int
     length: int
@@ -43,22 +44,23 @@ class Periods(NamedTuple):
     inside: tuple["Periods", ...] = ()
 
     def later(self, events: int) -> "Periods":
-        """The same periods with the numbers of events raised by `events`."""
+        """Return the same periods with the numbers of events raised by `events`."""
         inside = tuple([each.later(events) for each in self.inside])
         return self._replace(event=self.event + events, inside=inside)
 
     def shift(self, number: int) -> LayerShift | PieceShift:
-        """The renaming from period 0 to period `number`."""
+        """Return the renaming from period 0 to period `number`."""
         return self.naming.shift(number, number * self.events)
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """The renaming from period 0 to each further period."""
+        """Return the renaming from period 0 to each further period."""
         return [self.shift(number) for number in range(1, self.times)]
 
 
 class Part(NamedTuple):
-    """Actions of a block in issue order; of `periods`, the actions of the first period."""
+    """Actions of a block in issue order.  If the part has `periods`, the actions of the first
+    period."""
 
     written: tuple[Action, ...]
     periods: Periods | None
@@ -70,17 +72,17 @@ class Part(NamedTuple):
 
     @property
     def shifts(self) -> list[LayerShift | PieceShift]:
-        """The names of each further period."""
+        """The renaming to each further period."""
         return self.periods.shifts if self.periods else []
 
     @property
     def inside(self) -> tuple["Part", ...]:
-        """The parts of the first of the periods."""
+        """The parts of the first period."""
         return parted(self.written, self.periods.inside) if self.periods else ()
 
 
 def parted(written: tuple[Action, ...], periods: tuple[Periods, ...]) -> tuple[Part, ...]:
-    """A block's parts: the actions before the periods, in the first period of each, and after."""
+    """Return a block's parts: the first period of each `periods`, and the actions around them."""
     found, done = [], 0
     for each in periods:
         end = each.start + each.length
@@ -108,8 +110,8 @@ def _counted(parts: tuple[Part, ...], times: int) -> Iterator[tuple[Action, int]
 
 
 class Block(Struct, frozen=True, dict=True):
-    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
-    actions, but only the first of each of `periods`."""
+    """Actions issued together.  `label` names their purpose (F, B, D2H, RECV, ...).  `written`: all
+    actions, but of `periods` only the first period."""
 
     label: str
     written: tuple[Action, ...]
@@ -117,7 +119,7 @@ class Block(Struct, frozen=True, dict=True):
 
     @cached_property
     def copies(self) -> tuple[tuple[Action, int], ...]:
-        """The copies of activations (not of states), and how often each occurs."""
+        """The copies of activations (not of states), and how often each copy occurs."""
         kinds = (Kind.D2H, Kind.H2D)
         return tuple(pair for pair in self.counted() if pair[0].kind in kinds and pair[0].part)
 
@@ -137,15 +139,16 @@ class Block(Struct, frozen=True, dict=True):
         return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Action, int]]:
-        """The written actions, and how often each occurs, apart from the numbers in its names."""
+        """Return the written actions with how often each occurs, apart from the numbers in its
+        names."""
         return _counted(self.parts, 1) if self.periods else zip(self.written, repeat(1))
 
 
 class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
-    """The late tensors of one unit, each in bytes.  `states`: optimizer states, allocated by the
-    unit's first update and never freed.  `gradients`: by operator, allocated by the first backward
-    of its weights in a step (of the unit, for weights without such a kernel) and freed after the
-    step.  `scratch`: alive only during an update of the unit."""
+    """The late tensors of a unit, in bytes.  `states`: optimizer states, allocated by the unit's
+    first update and never freed.  `gradients`: by operator, allocated by the first backward of the
+    operator's weights in a step (of the unit, for weights without such a kernel) and freed after
+    the step.  `scratch`: alive only during an update of the unit."""
 
     states: tuple[int, ...] = ()
     gradients: dict[str, tuple[int, ...]] = {}
@@ -153,8 +156,8 @@ class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Late(Struct, frozen=True, kw_only=True):
-    """The late tensors of one rank, by (chunk, unit): allocated between activations, where the
-    allocator has room.  A unit is E, L<i> or H."""
+    """The late tensors of a rank, by (chunk, unit).  They are allocated between activations, where
+    the allocator has room.  A unit is E, L<i> or H."""
 
     units: dict[tuple[int, str], LateUnit]
 
@@ -171,7 +174,7 @@ class Late(Struct, frozen=True, kw_only=True):
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
-    """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank allocates
+    """All actions of a pipeline rank in issue order.  `late`: the tensors that the rank allocates
     between its activations, if the stack does so."""
 
     rank: int
@@ -203,7 +206,8 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
                 yield action, step.micro_batch, step.chunk
 
     def text(self) -> str:
-        """The rank's program as lines (to compare and to parse): `block F`, then its actions."""
+        """Return the rank's program as lines (to compare and to parse): `block F`, then its
+        actions."""
         lines: list[str] = []
         for index, micro_batch, chunk in self.steps:
             block = self.blocks[index]
@@ -213,9 +217,9 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Program(Struct, frozen=True, kw_only=True, dict=True):
-    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
+    """A program for each pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
     addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
-    expandable segments (`expandable`) or without."""
+    or without expandable segments (`expandable`)."""
 
     ranks: tuple[RankProgram, ...]
     planned: bool = False
@@ -223,7 +227,7 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline ranks."""
         return len(self.ranks)
 
     @property
@@ -238,7 +242,7 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def block_runs(self) -> tuple[tuple[Block, int], ...]:
-        """Every distinct block of all ranks, and how often the ranks run it."""
+        """Every distinct block of all ranks, with how often the ranks run it."""
         found: dict[int, tuple[Block, int]] = {}
         for rank in self.ranks:
             for block, runs in zip(rank.blocks, rank.runs, strict=True):
@@ -246,7 +250,7 @@ class Program(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(found.values())
 
     def text(self) -> str:
-        """The programs of all ranks, each after a line `rank N`."""
+        """Return the programs of all ranks, each after a line `rank N`."""
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
 
 
@@ -255,8 +259,9 @@ RECEIVED = "recv_"
 
 
 def without_neighbours(program: Program) -> Program:
-    """The program of the first rank alone, as one GPU can run it: messages take no time.  It serves
-    for seconds only.  Messages have no bytes in it, so bytes come from the whole program."""
+    """Return the program of the first rank alone, as a single GPU can run it: messages take no
+    time.  Use it for seconds only.  Its messages have no bytes, so bytes come from the whole
+    program."""
     first = program.ranks[0]
     return replace(
         program, ranks=(replace(first, blocks=tuple(map(_without_messages, first.blocks))),)

@@ -35,9 +35,9 @@ class RepeatedRequests(NamedTuple):
 
 
 def requests(block: Block, *, late: bool = False) -> Iterator[RepeatedRequests]:
-    """The device allocations and frees of a block in issue order, without staging slots, which are
-    resident.  With `late`, also the points where weights get a gradient, where units are updated
-    and where their backward ends."""
+    """Return the device allocations and frees of a block in issue order, without staging slots,
+    which are resident.  With `late`, also the points at which weights get a gradient, units are
+    updated, and the backward of units ends."""
     if late or not block.periods:
         yield RepeatedRequests(_requests(block.actions, _ends(block) if late else None), 1)
     else:
@@ -63,8 +63,8 @@ def _of_parts(parts: Sequence[Part]) -> Iterator[RepeatedRequests]:
 
 
 class CachedRequests:
-    """The requests of a block, each computed when a replay first needs it: many replays end
-    early."""
+    """The requests of a block.  They are computed when a replay first needs them, because many
+    replays end early."""
 
     def __init__(self, requests: Iterator[RepeatedRequests]) -> None:
         self._made: list[RepeatedRequests] = []
@@ -171,8 +171,8 @@ class _Run:
         self.done = 0
 
     def step(self, steps: Sequence[Step]) -> None:
-        """One training step, or its beginning; first frees the gradients and activations of the
-        last step."""
+        """A training step, or its beginning.  It first frees the gradients and activations of the
+        previous step."""
         for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
             self._free(blocks)
         self.gradients, self.alive, self.done = {}, {}, 0

@@ -1,4 +1,4 @@
-"""Actions under other names: the next layer's or the next piece's."""
+"""Renames actions for the next layer or the next piece."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from rematbench.engine.program.action import (
 
 
 class Renaming(dict[str, str]):
-    """New names of storages, parts and events by the old names; `new` computes them."""
+    """New names of storages, parts and events, by old name.  `new` computes them."""
 
     def __init__(self, new: Callable[[str], str]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Renaming(dict[str, str]):
         return found
 
     def of(self, actions: Iterable[Action]) -> list[Action]:
-        """The actions with the new names."""
+        """Return the actions with the new names."""
         return [self._of(action) for action in actions]
 
     def _of(self, action: Action) -> Action:
@@ -52,8 +52,9 @@ class Renaming(dict[str, str]):
 
 
 class LayerShift(NamedTuple):
-    """New names: adds `events` to the numbers of the block's events, `layers` to the numbers of
-    layers between `low` and `high` (both excluded), and `above` to those from `high` on."""
+    """A renaming that adds `events` to the numbers of the block's events, `layers` to the numbers
+    of layers between `low` and `high` (both excluded), and `above` to the numbers of layers from
+    `high` on."""
 
     layers: int
     events: int
@@ -62,11 +63,11 @@ class LayerShift(NamedTuple):
     above: int
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
-        """The actions with the new names."""
+        """Return the actions with the new names."""
         return Renaming(self.name).of(actions)
 
     def name(self, name: str) -> str:
-        """The new name of a storage, a part or an event."""
+        """Return the new name of a storage, a part or an event."""
         if is_local(name):
             return later_event(name, self.events)
         words = in_layer(name)
@@ -77,9 +78,9 @@ class LayerShift(NamedTuple):
 
 
 class PieceShift(NamedTuple):
-    """New names: adds `pieces` to the numbers of pieces, and `events` to the numbers of the block's
-    events.  `offset`: the share of rows before the piece; `works_on_piece`: for each action whether
-    it works on the piece's rows."""
+    """A renaming that adds `pieces` to the numbers of pieces, and `events` to the numbers of the
+    block's events.  `offset`: the share of rows before the piece; `works_on_piece`: for each
+    action, whether it works on the piece's rows."""
 
     pieces: int
     events: int
@@ -87,7 +88,7 @@ class PieceShift(NamedTuple):
     works_on_piece: Sequence[bool]
 
     def of(self, actions: Sequence[Action]) -> list[Action]:
-        """The actions with the new names and rows."""
+        """Return the actions with the new names and rows."""
         again = Renaming(self.name).of(actions)
         return [
             replace(action, offset=self.offset) if works_on_piece else action
@@ -95,7 +96,7 @@ class PieceShift(NamedTuple):
         ]
 
     def name(self, name: str) -> str:
-        """The new name of a storage or an event."""
+        """Return the new name of a storage or an event."""
         if is_local(name):
             return later_event(name, self.events)
         words = in_piece(name)
@@ -103,26 +104,26 @@ class PieceShift(NamedTuple):
 
 
 class LayerPeriods(NamedTuple):
-    """Periods of one or a few equal layers.  Each period adds `layers` to the numbers of the layers
+    """Periods of one or more equal layers.  Each period adds `layers` to the numbers of the layers
     between the two numbers of `near`."""
 
     layers: int
     near: tuple[int, int]
 
     def shift(self, number: int, events: int) -> LayerShift:
-        """The renaming from period 0 to period `number`."""
+        """Return the renaming from period 0 to period `number`."""
         return LayerShift(number * self.layers, events, *self.near, 0)
 
 
 class PiecePeriods(NamedTuple):
-    """Periods of one piece of a mini-sequence.  `offsets`: of each piece, the share of rows before
-    it; `works_on_piece`: for each action whether it works on the piece's rows."""
+    """Periods of a single mini-sequence piece.  `offsets`: for each piece, the share of rows before
+    it; `works_on_piece`: for each action, whether it works on the piece's rows."""
 
     offsets: tuple[float, ...]
     works_on_piece: tuple[bool, ...]
 
     def shift(self, number: int, events: int) -> PieceShift:
-        """The renaming from piece 0 to piece `number`."""
+        """Return the renaming from piece 0 to piece `number`."""
         return PieceShift(number, events, self.offsets[number], self.works_on_piece)
 
 

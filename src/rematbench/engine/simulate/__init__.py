@@ -1,1 +1,1 @@
-"""Actions and costs to times."""
+"""Simulation: from actions and costs to times."""

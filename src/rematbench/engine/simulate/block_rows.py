@@ -1,10 +1,10 @@
-"""Blocks compiled for the chunk level: kernels in a row on one stream become one row.
+"""Blocks compiled for the chunk level: consecutive kernels on a stream become one row.
 
-Only the first action of a row waits for an event, and only the last action records one, so no other
-action can run between them.  Let the kernels of a row take d1, d2, ... and their issues by the host
-h1, h2, ...  Then the row ends d1 + d2 + ... after its start.  Kernel j starts no earlier than the
-host's clock before the row + h1 + ... + hj; so the row starts no earlier than that clock + the
-largest (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its single actions.
+Only the first action of a row waits for an event, and only the last action records an event, so no
+other action can run between them.  Let the kernels of a row take d1, d2, ... and their issues by
+the host h1, h2, ...  Then the row ends d1 + d2 + ... after its start.  Kernel j starts no earlier
+than the host's clock before the row + h1 + ... + hj.  So the row starts no earlier than that clock
++ the largest (h1 + ... + hj) - (d1 + ... + d(j-1)).  The row is as exact as its single actions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,11 +29,11 @@ NEVER = float("-inf")
 
 
 class Row(NamedTuple):
-    """Actions in a row on one stream.  `seconds`: on the stream; `issue`: of the host; `late`:
-    seconds from the host's clock before the row to the earliest start that the host allows, as if
-    all waits for the host came first.  `held`: whether the host waits for the row's end.  `wait`,
-    `begin`, `event`: the event that the row waits for, and the events of its start and of its end.
-    `send`: the direction of a message."""
+    """Consecutive actions on a stream.  `seconds`: time on the stream; `issue`: time of the host;
+    `late`: seconds from the host's clock before the row to the earliest start that the host allows,
+    as if all waits for the host came first.  `held`: whether the host waits for the row's end.
+    `wait`, `begin`, `event`: the event that the row waits for, and the events of its start and of
+    its end.  `send`: the direction of a message."""
 
     stream: int
     seconds: float
@@ -68,13 +68,13 @@ class RowPart(NamedTuple):
             yield from part.old_names()
 
     def renamed(self, seen: Mapping[str, Time]) -> dict[str, Time]:
-        """The renamed events of `seen`, by their new names."""
+        """Return the renamed events of `seen`, by new name."""
         return {name: seen[before] for name, before in self.carried}
 
 
 class RowBlock(NamedTuple):
-    """A compiled block: its rows in parts, the events of messages that it waits for, the events
-    that another block may wait for, and the seconds in which it keeps each stream busy."""
+    """A compiled block: its rows in parts, the events of messages for which it waits, the events
+    for which another block may wait, and the seconds during which it keeps each stream busy."""
 
     parts: tuple[RowPart, ...]
     receives: tuple[str, ...]
@@ -88,8 +88,8 @@ def rows_with(
     timing: Callable[[Action, int], Timing],
     timed: list[Timing] | None = None,
 ) -> RowBlock:
-    """Compile a block into rows with the timings of its actions; appends these timings to `timed`.
-    Each period is compiled once."""
+    """Compile a block into rows with the timings of its actions, and append these timings to
+    `timed`.  Each period is compiled once."""
     timed = [] if timed is None else timed
     if block.periods:
         parts, busy = _parts(block.parts, rank, timing, timed)

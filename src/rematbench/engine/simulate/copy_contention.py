@@ -1,7 +1,7 @@
-"""Contention of a program's copies with other work: copies in the opposite direction, NICs, HBM.
+"""Contention of a program's copies with opposite copies, NIC traffic and HBM traffic.
 
-The factors are constant for a whole program and follow from its actions: a copy's cost depends on
-the work that overlaps copies on average, not on the work at its own time.
+The factors are constant for a whole program and follow from its actions.  A copy's cost depends on
+the average work that overlaps copies, not on the work at the time of the copy.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ PASSES = ("F", "B")
 def copy_traffic(
     problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]
 ) -> CopyTraffic:
-    """The work that overlaps a program's copies; `kernel_s`: seconds of a kernel that overlaps
-    none.
+    """Return the work that overlaps a program's copies.  `kernel_s`: seconds of a kernel that
+    overlaps no copy.
 
     Traffic to another node crosses the GPU's x16 link as copies do, because the NIC is on the same
-    PCIe switch.  This traffic is pipeline messages, and collectives of the passes that copies
-    overlap.  Collectives at the end of a step overlap no copies and do not count.
+    PCIe switch.  This traffic consists of pipeline messages, and of collectives in the passes that
+    copies overlap.  Collectives at the end of a step overlap no copies and do not count.
     """
     moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
     total = sum(moved.values())
@@ -89,7 +89,7 @@ def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
 
 
 def collectives(block: Block) -> Counter[Comm]:
-    """The collectives of a block, and how often each occurs."""
+    """Return the collectives of a block, and how often each occurs."""
     found: Counter[Comm] = Counter()
     for action, count in block.counted():
         if action.comm is not None and action.kind in COLLECTIVES:
@@ -127,10 +127,11 @@ def _moved(program: Program, kind: Kind) -> int:
 def _both(program: Program, total: int) -> float:
     """The share of copied bytes that overlap a copy in the opposite direction.
 
-    Of whole-chunk copies: the copies issued next to a copy of the opposite direction and of a
-    different pass, because both then overlap the same pass.  Of copies by layer: a forward's last
+    Whole-chunk copies: the copies issued next to a copy of the opposite direction and of a
+    different pass, because both then overlap the same pass.  Copies per layer: a forward's last
     copy, if the rank's next pass is a backward with reloads, and as many bytes of these reloads.
-    All further copies by layer stay in their pass: offloads in forwards, reloads in backwards."""
+    All further copies per layer stay in their pass: offloads in forwards, reloads in backwards.
+    """
     overlapping = 0
     for rank in program.ranks:
         overlapping += _trailing_copies_bytes(rank)
@@ -171,14 +172,14 @@ def _trailing_copies_bytes(rank: RankProgram) -> int:
 
 
 def trailing_bytes(block: Block) -> int:
-    """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
+    """Return the bytes of D2H copies in the part whose copies outlive the forward (event `d2h`)."""
     copies = _copies(block, Kind.D2H)
     parts = {action.part for action, _ in copies if action.event == "d2h"}
     return sum(action.nbytes * n for action, n in copies if action.part in parts)
 
 
 def copied_bytes(block: Block, kind: Kind) -> int:
-    """Bytes of a block's copies of activations of a kind."""
+    """Return the bytes that a block's activation copies of a kind move."""
     return sum([action.nbytes * n for action, n in _copies(block, kind)])
 
 

@@ -1,9 +1,9 @@
-"""A block as one macro, exact in (max, +) algebra.
+"""A block as a macro, exact in (max, +) algebra.
 
-Inside a block every end time is a maximum of (input time + constant).  Inputs are the times at
-which the streams and the host are free at entry, and the times of outside events that the block
-waits for.  So a block is a small (max, +) matrix, computed once.  (Baccelli, Cohen, Olsder, Quadrat
-1992, Synchronization and Linearity, for the algebra.)
+Inside a block every end time is a maximum of (input time + constant).  The inputs are the times at
+which the streams and the host are free at entry, and the times of outside events for which the
+block waits.  So a block is a small (max, +) matrix, computed once.  For the algebra, see Baccelli,
+Cohen, Olsder, Quadrat 1992, Synchronization and Linearity.
 """
 
 from collections.abc import Container, Sequence, Set
@@ -35,7 +35,8 @@ class Terms(NamedTuple):
 
 class Macro(NamedTuple):
     """A block as a (max, +) map: the ends of streams, the times of events and messages (by
-    direction), the external events that it waits for, and the messages among these."""
+    direction), the external events for which the block waits, and the messages among these
+    events."""
 
     streams: tuple[Terms, ...]
     events: tuple[tuple[str, AffineTerms], ...]
@@ -74,7 +75,8 @@ def _latest(row: Matrix, times: Sequence[Shifted | None]) -> Shifted | None:
 
 
 def power(ends: Sequence[Shifted], times: int) -> Matrix:
-    """The (max, +) power of the square matrix whose rows are `ends`; `times` is 1 or more."""
+    """Return the (max, +) power of the square matrix whose rows are `ends`; `times` is 1 or
+    more."""
     base: Matrix = np.full((len(ends), len(ends)), NEVER)
     for row, (terms, shift) in zip(base, ends, strict=True):
         for at, constant in terms.items():
@@ -195,7 +197,7 @@ class _Run:
 
 
 def macro_of(*blocks: RowBlock, inputs: Container[int | str] | None = None) -> Macro:
-    """The macro of blocks that are issued in sequence.  Local events are known only inside
+    """Return the macro of blocks that are issued in sequence.  Local events are known only inside
     their block.  `inputs`: the streams and outside events whose times at entry count (None:
     all)."""
     run = _Run(inputs)
@@ -215,12 +217,13 @@ def macro_of(*blocks: RowBlock, inputs: Container[int | str] | None = None) -> M
 
 
 def prune(macros: Sequence[Macro]) -> list[Macro]:
-    """The macros without terms that can never be the maximum, and without streams' ends that no
-    macro reads and that are never the last of their rank.
+    """Drop terms that can never be the maximum, and streams' ends that no macro reads and that are
+    never the last of their rank.
 
     If every block leaves a stream free no later than the compute stream, the stream's free time
-    never exceeds the compute stream's.  A term of that stream is then dominated by a compute term
-    with an equal or larger constant.  The host runs ahead of compute, so its terms are kept.
+    never exceeds the compute stream's free time.  A term of that stream is then dominated by a
+    compute term with an equal or larger constant.  The host runs ahead of compute, so its terms are
+    kept.
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}

@@ -1,8 +1,8 @@
 """Chunk-level simulation: a rank's step is a walk over the macros of its blocks.
 
-A macro (macro.py) is a block's exact (max, +) map.  Running a block then costs a few additions
-instead of one per action.  The result equals the op-level simulation up to rounding for every plan,
-with no restriction on overlap.
+A macro (macro.py) is the exact (max, +) map of a block.  Running a block then costs a few
+additions, not one per action.  The result equals the op-level simulation up to rounding for every
+plan, with no restriction on overlap.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,19 @@ Times = dict[int, float]
 
 
 class Runs(NamedTuple):
-    """A rank's steps as runs: a run joins neighbouring steps of one (micro-batch, chunk).  `keys`:
-    the blocks of each distinct run; `steps`: (index into `keys`, `pass_number`) in order."""
+    """A rank's steps as runs.  A run joins neighbouring steps of the same (micro-batch, chunk).
+    `keys`: the blocks of each distinct run; `steps`: (index into `keys`, `pass_number`) in
+    order."""
 
     keys: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[int, int], ...]
 
 
 class Motion(NamedTuple):
-    """A macro of one rank for the inner loop: every distinct end time once, and the streams, events
-    and messages that take each (by index into `ends`).  The times of an event are by the number of
-    the pass, and so are messages, by scale and offset (`Clock`).  `gate`: the event, if all that
-    the macro does is to hold compute until then."""
+    """A rank's macro in the form of the inner loop: every distinct end time once, and the streams,
+    events and messages that take each end time (by index into `ends`).  The times of an event are
+    keyed by the number of the pass, and so are messages, by scale and offset (`Clock`).  `gate`:
+    the event, if the macro only holds compute until then."""
 
     ends: tuple[AffineTerms, ...]
     streams: tuple[tuple[int, int], ...]  # stream, index into ends
@@ -79,9 +80,10 @@ def _motion(macro: Macro, events: dict[str, Times], clock: Clock) -> Motion:
 def rank_macros(
     rank: RankProgram, clock: Clock, code: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
-    """A rank's steps as motions, without events for which no macro waits.
+    """Return a rank's steps as motions, without events for which no macro waits.
 
-    `cache`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
+    `cache`: macros by the compiled blocks that they fuse, shared by the ranks of a program.
+    """
     runs = _runs(rank.steps, tuple([_role(block) for block in code]), clock.pp)
     macros = prune([_fused([code[i] for i in key], cache) for key in runs.keys])
     awaited: dict[str, Times] = {name: {} for macro in macros for name in macro.waits}
@@ -133,7 +135,7 @@ def _fused(blocks: Sequence[RowBlock], cache: dict[tuple[int, ...], Macro]) -> M
 
 
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
-    """Chunk-level times of a program (equal to `simulate` up to rounding)."""
+    """Return the chunk-level times of a program, equal to `simulate` up to rounding."""
     timing = timings(seconds)
     code = compile_program(program, seconds, lambda b, rank: rows_with(b, rank, timing))
     cache: dict[tuple[int, ...], Macro] = {}

@@ -1,10 +1,10 @@
-"""Op-level simulation: actions and their costs -> times.  No plan, method or fate is read.
+"""Op-level simulation, from actions and their costs to times.  It reads no plan, method or fate.
 
 Streams are in-order queues.  An action starts when its stream is free and its host has issued it.
 A WAIT holds its stream until an event.  Sends are buffered: a send ends one transfer after it
 starts, whether or not the receiver has posted, so a RECV costs nothing and its event is the
-message's arrival.  The host is another clock of a rank: it issues the rank's actions in order,
-runs ahead of the device, and waits for the device only where the stack makes it wait.
+message's arrival.  The host is another clock of a rank.  It issues the rank's actions in order,
+runs ahead of the device, and waits for the device only if the stack requires it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +27,7 @@ Seconds = Callable[[Action, int], float]
 
 
 class Timing(NamedTuple):
-    """The duration of an action on its stream, and the host's time to issue it, both in seconds;
+    """The duration of an action on its stream, and the host's time to issue it, both in seconds.
     `held`: whether the host then waits until the action has ended."""
 
     seconds: float
@@ -40,24 +40,25 @@ NO_TIME = Timing(0.0, 0.0, held=False)
 
 @runtime_checkable
 class RankedSeconds(Protocol):
-    """Costs of actions with the host's time, and with a key by which ranks of equal costs share
-    compiled blocks."""
+    """Costs of actions, with the host's time and a key of ranks.  Ranks of equal costs have equal
+    keys and share compiled blocks."""
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Seconds of the action on its stream."""
+        """Return the seconds of the action on its stream."""
         ...
 
     def alike(self, rank: int) -> Hashable:
-        """A key that is equal for ranks on which every action takes the same time."""
+        """Return a key that is equal for ranks on which every action takes the same time."""
         ...
 
     def timing(self, action: Action, rank: int) -> Timing:
-        """The action's timing; an action that only orders streams (ORDERING) takes no time."""
+        """Return the action's timing.  An action that only orders streams (ORDERING) takes no
+        time."""
         ...
 
 
 def timings(seconds: Seconds) -> Callable[[Action, int], Timing]:
-    """The timings of actions by their costs; plain seconds have a host that takes no time."""
+    """Return a function for the timings of actions.  With plain seconds the host takes no time."""
     if isinstance(seconds, RankedSeconds):
         return seconds.timing
     return lambda action, rank: Timing(
@@ -76,12 +77,12 @@ HOST = len(STREAMS)
 
 
 class DeadlockError(RuntimeError):
-    """No rank can continue; the text names the message that each rank waits for."""
+    """No rank can continue.  The text names the message for which each rank waits."""
 
 
 class Simulation(Struct, frozen=True, kw_only=True):
     """A simulated step: seconds of the step, the end of each rank, the busy seconds of each stream
-    (by rank, then stream), and the intervals of all actions where they were recorded."""
+    (by rank, then stream), and the intervals of all actions if they were recorded."""
 
     step_s: float
     rank_end_s: tuple[float, ...]
@@ -89,7 +90,7 @@ class Simulation(Struct, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...] = ()
 
     def busy_s(self, rank: int, stream: str) -> float:
-        """Busy seconds of a rank's stream."""
+        """Return the busy seconds of a rank's stream."""
         return self.stream_busy_s[rank][STREAM_INDEX[stream]]
 
 
@@ -99,17 +100,18 @@ pipeline."""
 
 
 def pass_number(micro_batch: int, chunk: int, pp: int) -> int:
-    """The number of a (micro-batch, chunk): the chunk's virtual stage on rank 0, plus APART for
-    each micro-batch."""
+    """Return the number of a (micro-batch, chunk): the chunk's virtual stage on rank 0, plus APART
+    for each micro-batch."""
     return micro_batch * APART + chunk * pp
 
 
 class Clock:
-    """The clocks of one rank: when each stream and the host are free, and when each event happened.
-    `position`: the next step; `awaiting`: the message that the rank waits for.
+    """The clocks of a rank: when each stream and the host are free, and when each event happened.
+    `position`: the next step; `awaiting`: the message for which the rank waits.
 
-    A message has twice the number of its pass and stage, plus 1 for backward messages.  Messages
-    of tied embeddings have negative numbers, by sender."""
+    A message's number is twice the number of its pass and stage, plus 1 for backward messages.
+    Messages of tied embeddings have negative numbers, by sender.
+    """
 
     def __init__(self, rank: int, pp: int) -> None:
         self.rank, self.pp = rank, pp
@@ -119,14 +121,14 @@ class Clock:
         self.awaiting: int | None = None
 
     def incoming(self, event: str) -> MessageNumber:
-        """The message whose arrival is the event of a RECV."""
+        """Return the message whose arrival is the event of a RECV."""
         if event == "recv_e":
             return 0, self.rank - self.pp
         return 2, 2 * self.rank + (event == "recv_b")
 
     def outgoing(self, op: str) -> MessageNumber:
-        """The message of a SEND: to the next (forward) or previous (backward) stage, or, for a tied
-        embedding, from this rank to the opposite end of the pipeline."""
+        """Return the message of a SEND.  It goes to the next (forward) or previous (backward) stage
+        or, for a tied embedding, from this rank to the opposite end of the pipeline."""
         if op == "tied":
             return 0, -1 - self.rank
         return (2, 2 * self.rank + 2) if op == "f" else (2, 2 * self.rank - 1)
@@ -154,8 +156,8 @@ class Timed(NamedTuple):
 
 
 class TimedBlock(NamedTuple):
-    """A compiled block: its timed actions, the events of messages that it waits for, and the
-    seconds in which it keeps each stream busy."""
+    """A compiled block: its timed actions, the events of messages for which it waits, and the
+    seconds during which it keeps each stream busy."""
 
     items: tuple[Timed, ...]
     receives: tuple[str, ...]
@@ -164,8 +166,8 @@ class TimedBlock(NamedTuple):
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
-    """Compile a block: its actions with their timings.  `record` also keeps the actions
-    that only allocate or free, as items of the compute stream that take no time."""
+    """Compile a block into its actions with their timings.  `record` also keeps the actions that
+    only allocate or free, as items of the compute stream that take no time."""
     timing = timings(seconds)
     items = []
     busy = [0.0] * len(STREAMS)
@@ -186,7 +188,7 @@ def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = Fals
 def compile_program(
     program: Program, seconds: Seconds, compile_one: Callable[[Block, int], Compiled]
 ) -> list[list[Compiled]]:
-    """Every rank's blocks compiled by `compile_one` (block, rank); ranks of equal costs share the
+    """Compile every rank's blocks with `compile_one` (block, rank).  Ranks of equal costs share the
     compiled object of a shared block."""
     known: dict[tuple[int, Hashable], Compiled] = {}
     code: list[list[Compiled]] = []
@@ -202,7 +204,7 @@ def compile_program(
 
 
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
-    """The op-level simulation of a program.  DeadlockError if ranks wait for each other for
+    """Simulate a program at the op level.  Raise DeadlockError if ranks wait for each other for
     ever.  `record` keeps the intervals."""
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     code = compile_program(
@@ -224,7 +226,7 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
 
 
 class Busy(Protocol):
-    """A compiled block that knows the seconds in which it keeps each stream busy."""
+    """A compiled block that knows the seconds during which it keeps each stream busy."""
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -233,7 +235,7 @@ class Busy(Protocol):
 
 
 def busy(program: Program, code: Sequence[Sequence[Busy]]) -> tuple[tuple[float, ...], ...]:
-    """Busy seconds by rank and stream."""
+    """Return the busy seconds by rank and stream."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)
@@ -250,8 +252,8 @@ def drive(
     messages: dict[int, float],
     advance: Callable[[RankProgram, Clock], bool],
 ) -> None:
-    """Run every rank until it needs a message that is not sent yet; repeat until all ranks end.
-    DeadlockError if no rank can continue."""
+    """Run every rank until it needs a message that is not sent yet, and repeat until all ranks end.
+    Raise DeadlockError if no rank can continue."""
     waiting: dict[int, int] = {}
     ready = list(reversed(range(program.pp)))
     done = 0

@@ -1,4 +1,4 @@
-"""Seconds of actions: the only module that applies the cost formulas to actions."""
+"""Seconds of actions.  Only this module applies the cost formulas to actions."""
 
 from collections.abc import Hashable
 from math import fsum
@@ -22,8 +22,8 @@ DIRECTION: dict[Kind, Direction] = {
 
 
 class ActionCosts:
-    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  Copies
-    and kernels are slowed by `crowd`; with a program, by the copies and messages of that
+    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  `crowd`
+    slows copies and kernels.  With a program, it comes from the copies and messages of that
     program."""
 
     def __init__(
@@ -45,7 +45,7 @@ class ActionCosts:
                 self._kernels.clear()
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Seconds of the action on its stream."""
+        """Return the seconds of the action on its stream."""
         if action.kind in DIRECTION:
             return self._kernels_s(action, rank)
         if action.kind is Kind.STALL:
@@ -55,9 +55,9 @@ class ActionCosts:
         return _OTHERS[action.kind](self, action, rank)
 
     def timing(self, action: Action, rank: int) -> Timing:
-        """The timing of an action.  A kernel's timing is cached for all layers and micro-batches,
-        and for all ranks unless a collective overlaps the kernel; the timing of a copy or a
-        collective is cached for its rank."""
+        """Return the timing of an action.  A kernel's timing is cached for all layers and
+        micro-batches, and for all ranks unless a collective overlaps the kernel.  The timing of a
+        copy or a collective is cached for its rank."""
         kind = action.kind
         if kind not in DIRECTION:
             held = self._holds and self.held(action)
@@ -79,10 +79,10 @@ class ActionCosts:
         return found
 
     def issue_s(self, action: Action, rank: int) -> float:
-        """Seconds that the host takes to issue an action: a launch for each kernel, or one for a
-        collective, a message or a copy.  A STALL is not a launch.  A layer's CUDA graph is one
-        launch, at its first action, and so is a compiled region, the kernels between two
-        collectives."""
+        """Return the seconds that the host takes to issue an action: a launch per kernel, or a
+        single launch for a collective, a message or a copy.  A STALL has no launch.  A layer's CUDA
+        graph is one launch, at its first action, and so is a compiled region, the kernels between
+        two collectives."""
         if action.kind is Kind.STALL or self._inside(action):
             return 0.0
         if action.kind not in DIRECTION:
@@ -106,15 +106,15 @@ class ActionCosts:
         return action.op not in first or (graphs and action.offset > 0)
 
     def held(self, action: Action) -> bool:
-        """Whether the host waits for the action: for a message to arrive where the stack makes
-        messages synchronous, for a copy of activations to end where its copies block."""
+        """Whether the host waits for the action: for a message to arrive if the stack makes
+        messages synchronous, or for a copy of activations to end if its copies block."""
         if action.kind in (Kind.D2H, Kind.H2D):
             return self.problem.system.blocking_copies and action.op not in STATE_COPIES
         return self._waits_for_messages and action.wait.startswith("recv_")
 
     def alike(self, rank: int) -> Hashable:
-        """A key that is equal for ranks with equal costs: their groups use the same kinds of links,
-        and so do their messages to other stages."""
+        """Return a key that is equal for ranks with equal costs: the same kinds of links in their
+        groups and for their messages to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
         peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
         groups = tuple(cost.group(group, rank) for group in get_args(Group))
@@ -239,5 +239,5 @@ def _overlapping(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
 
 
 def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
-    """The costs of a problem's actions; with a program, slowed by its copies and messages."""
+    """Return the costs of a problem's actions, with a program slowed by its copies and messages."""
     return ActionCosts(problem, program)
