@@ -74,9 +74,9 @@ class Offload(Struct, frozen=True, tag="offload"):
 
 
 class Split(Struct, frozen=True, tag="split"):
-    """Divide the rows of one site: floor(rows x offload) rows are offloaded to the host, floor(rows
-    x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's shard, the
-    same before and after a gather."""
+    """Divide the rows of one site.  floor(rows x offload) rows are offloaded to the host,
+    floor(rows x recompute) rows are rebuilt, and the rest is kept.  A row is a token of the rank's
+    shard, the same before and after a gather."""
 
     offload: Fraction = 0.0
     recompute: Fraction = 0.0
@@ -152,8 +152,8 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copy is freed after its forward or after its backward (never: a state gathered per step is
     gathered in place).
     `keeps_ends`: embedding and head are released only after their backward, not after their forward
-    (the root group of FSDP).  `update` (optimizer): once per step, or for each layer as soon as its
-    gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
+    (the root group of FSDP).  `update` (optimizer): once per step, or per layer as soon as the
+    layer's gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
     """
 
     kind: StateKind

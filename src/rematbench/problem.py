@@ -80,7 +80,8 @@ class Problem:
         check_layout(self.layout, self.workload, self.cluster, self.system)
 
     def __getstate__(self) -> dict[str, object]:
-        """The problem for another process, without cached chunks, costs and evaluations."""
+        """The state to pickle for another process: the problem without cached chunks, costs and
+        evaluations."""
         cached = ("chunks", "_costs")
         state = {key: value for key, value in self.__dict__.items() if key not in cached}
         return {**state, "_memo": {}, "_weights": {}}
@@ -249,8 +250,9 @@ def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ..
 
 
 def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
-    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards
-    the optimizer, 2 the gradients too, 3 the parameters too, gathered per layer before each use."""
+    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
+    optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
+    before each use."""
     shards = layout.state_shards
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
@@ -277,8 +279,8 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
 
 
 class CostFacade(CostModel):
-    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes`:
-    those of the problem's CostModel, which all facades of the problem share."""
+    """The cost formulas of a problem, and evaluations of whole plans for methods.  `attributes` are
+    the attributes of the problem's CostModel, which all facades of the problem share."""
 
     __slots__ = ("_problem",)
 
@@ -308,7 +310,7 @@ class CostFacade(CostModel):
         return weights[key]
 
     def peak_bytes(self, plan: Plan) -> int:
-        """Largest device ledger peak over ranks, bytes."""
+        """The largest device peak of the ledger over all ranks, in bytes."""
         return max(self.weigh(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:

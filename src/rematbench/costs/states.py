@@ -2,7 +2,8 @@
 device memory outside the framework's allocator (driver, context, communicators).
 
 ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the optimizer over data-parallel
-(and context-parallel) ranks, 2 the gradients too, 3 the parameters too.  FSDP full shard is 3.
+(and context-parallel) ranks, stage 2 also the gradients, stage 3 also the parameters.  FSDP full
+shard is stage 3.
 """
 
 import numpy as np

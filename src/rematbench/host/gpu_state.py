@@ -30,12 +30,12 @@ class GpuState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
 
 def gpu_state(name: str) -> GpuState:
-    """The state of a GPU, by its UUID or number; empty where nvidia-smi is missing or fails."""
+    """The state of a GPU, by its UUID or number; empty if nvidia-smi is missing or fails."""
     return read_state(query_smi(list(FIELDS.values()), "-i", name, timeout_s=TIMEOUT_S))
 
 
 def query_smi(fields: Sequence[str], *options: str, timeout_s: float) -> str:
-    """The output of nvidia-smi, a CSV line for each GPU; empty where it is missing or fails."""
+    """The output of nvidia-smi, a CSV line for each GPU; empty if it is missing or fails."""
     query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(

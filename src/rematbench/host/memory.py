@@ -50,7 +50,7 @@ def _limit(path: Path) -> int:
 
 def free_bytes() -> int:
     """Bytes that this process and its children may still use: the host's available memory, at most
-    the control groups' limit; -1 where the kernel does not report it."""
+    the control groups' limit; -1 if the kernel does not report it."""
     try:
         found = meminfo().get("MemAvailable", -1)
     except OSError:

@@ -1,6 +1,6 @@
 """The processes of one job's ranks on this machine, and the errors that failing ranks write.
 
-A rank writes its error beside the record, because the rank that writes the record may know only
+A rank writes its error next to the record, because the rank that writes the record may know only
 that another rank has ended, and no exit code tells which rank failed first.
 """
 
@@ -69,8 +69,8 @@ def error_of_job(error_files: Iterable[Path], failure: RankError) -> RankError:
 
 
 def record_status(status: str, reason: str) -> tuple[RecordStatus, str]:
-    """(status, reason) for a record, which has fewer statuses than a rank: `nan` and `timeout`
-    become `failed`, and the reason then starts with their name."""
+    """Return (status, reason) for a record.  A record has fewer statuses than a rank: `nan` and
+    `timeout` become `failed`, and the reason then starts with their name."""
     if status in ("nan", "timeout"):
         return "failed", f"{status}: {reason}"
     return msgspec.convert(status, RecordStatus), reason
@@ -83,7 +83,7 @@ def error_of_record(status: str, reason: str) -> RankError:
 
 
 def write_error(record: Path, rank: int, error: RankError) -> None:
-    """Write a rank's error beside the record of its run."""
+    """Write a rank's error next to the record of its run."""
     text = f"{error.status}\n{' '.join(error.reason.split())}\n"
     write_atomically(_path(record, str(rank)), text.encode())
 
@@ -100,8 +100,7 @@ def _read(paths: Iterable[Path]) -> list[RankError]:
 
 
 def first_cause(errors: Iterable[RankError]) -> RankError | None:
-    """The error that was most probably first: an error that does not report the end of another
-    rank."""
+    """The error that probably came first: an error that does not report the end of another rank."""
     return min(errors, key=lambda error: error.is_secondhand, default=None)
 
 
@@ -116,8 +115,8 @@ def run_ranks(
     folder: Path,
     timeout_s: float,
 ) -> RankError:
-    """Run `target` in a process for each rank, and end all processes.  The result is the error of a
-    rank whose result is missing.  Ranks write results (`*.pt`) and errors (`*.error`) into
+    """Run `target` in a process for each rank, and end all processes.  Return the error for
+    any rank whose result is missing.  Ranks write results (`*.pt`) and errors (`*.error`) into
     `folder`."""
     context = mp.get_context(start)
     processes: list[Any] = []

@@ -132,7 +132,7 @@ def sheet(name: str, rows: Sequence[Cells]) -> Table:
 
 
 def repeats(row: Sequence[str], above: Sequence[str], column: int) -> bool:
-    """Whether a cell is prose and equals the cell above, as do all cells to its left."""
+    """Whether a cell is prose and it and all cells to its left equal the cells above."""
     return len(row[column]) > LONG and row[: column + 1] == above[: column + 1]
 
 

@@ -58,7 +58,7 @@ class _Worker(Generic[T]):
 
     def end(self) -> NoAnswer:
         """End the process if it still runs.  The result is `late` if the kernel ended it at its CPU
-        limit, else `died`."""
+        limit, otherwise `died`."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -162,6 +162,6 @@ class Pool(Generic[T, R]):
 
 
 def collect_rarely() -> None:
-    """Make garbage collections rare.  Programs are large and have no cycles; to scan them would
+    """Make garbage collections rare.  Programs are large and have no cycles; scanning them would
     take a quarter to a half of a command's time and free nothing."""
     gc.set_threshold(10_000_000, 50, 50)

@@ -1,8 +1,8 @@
 """Find methods and baselines: files of `methods/`, entry points, files of `--methods DIR`, and
 folders of `baselines/`.
 
-This module has no names of methods.  If a file cannot be loaded, only its methods are unavailable,
-and the registry has the reason.
+This module contains no names of methods.  If a file cannot be loaded, only its methods are
+unavailable, and the registry has the reason.
 """
 
 import importlib.util
@@ -66,9 +66,9 @@ def load_file(
     foreign: bool = False,
     load: Callable[[Path], ModuleType] | None = None,
 ) -> None:
-    """Add the methods of one file to `methods`, or the reason why it has none to `broken`.  A
-    `foreign` file must also pass the checks that need no plan (tests run all checks on shipped
-    files)."""
+    """Add the methods of one file to `methods`, or add the reason why the file has no method to
+    `broken`.  A `foreign` file must also pass the checks that need no plan (tests run all checks on
+    shipped files)."""
     try:
         module = (load or load_module)(path)
         classes = [

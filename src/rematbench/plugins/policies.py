@@ -39,7 +39,7 @@ def shipped_policies() -> dict[str, Policy]:
 
 
 def applicable_settings(settings: dict[str, Any], problem: Problem) -> dict[str, Any]:
-    """A policy's settings without the operators (`ops`) that no layer of the problem has."""
+    """A policy's settings, minus the operators (`ops`) that no layer of the problem has."""
     ops = settings.get("ops")
     if not isinstance(ops, list):
         return settings

@@ -32,7 +32,7 @@ class Method(Protocol):
 
     Four class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
     the fastest first.  `planner` (True): planning takes seconds, so `compare` does not wait for the
-    plan and `search` omits the method.  `share`: the name of a parameter from 0 to 1, and the
+    plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
     and frees more transient bytes.  If a method is Unsupported for the same `reason` at one value
@@ -68,7 +68,7 @@ class MethodEntry(Struct, frozen=True):
 
     @property
     def grid(self) -> tuple[Settings, ...]:
-        """Settings that `compare` and `search` try beside the defaults (see Method)."""
+        """Settings that `compare` and `search` try in addition to the defaults (see Method)."""
         return tuple(getattr(self.cls, "grid", ()))
 
     @property
@@ -114,7 +114,7 @@ class Composition(Struct, frozen=True):
 
 
 def changed_settings(method: Method) -> dict[str, str]:
-    """The settings of a method that are not its defaults, as words of a method's text."""
+    """The non-default settings of a method, as words of a method's text."""
     kind = type(method)
     assert issubclass(kind, Struct)
     values, defaults = (
@@ -181,11 +181,10 @@ class Registry(Struct, frozen=True):
         settings: Mapping[str, Value] | None = None,
         problem: Problem | None = None,
     ) -> Composition:
-        """The composition of a text `a+b`.  `settings` are named `key` (where only one method has
-        this parameter) or `a.key`; settings may also be inside the text, as
-        `a:key=value,key=value+b`.  A part may be a policy's name (`full_recompute:block 3`);
-        operators of a policy that `problem` lacks are left out.  MethodError for an unknown name or
-        setting."""
+        """The composition of a text `a+b`.  `settings` are named `key` (if only one method has this
+        parameter) or `a.key`; settings may also be inside the text, as `a:key=value,key=value+b`.
+        A part may be a policy's name (`full_recompute:block 3`); operators of a policy that
+        `problem` lacks are left out.  MethodError for an unknown name or setting."""
         parts = [self._part(part.strip(), spec) for part in self._parts(spec)]
         entries = [entry for entry, _ in parts]
         if len({e.name for e in entries}) < len(entries):
@@ -225,8 +224,8 @@ class Registry(Struct, frozen=True):
         return self._entry(policy.method), {**policy.settings, **amount}
 
     def _parts(self, spec: str) -> list[str]:
-        """The parts of a text such as `a:key=x+y+b`: a plus belongs to a value unless a method's
-        name follows it."""
+        """The parts of a text such as `a:key=x+y+b`: a plus sign belongs to a value unless the name
+        of a method follows."""
         found: list[str] = []
         for word in spec.split("+"):
             known = word.partition(":")[0].strip() in self.methods
@@ -277,7 +276,8 @@ def _parameters(cls: Any) -> dict[str, Any]:
 
 
 def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
-    """The name of the method that has the parameter; MethodError where none or several have it."""
+    """The name of the method that has the parameter; MethodError if no method or several methods
+    have this parameter."""
     allowed = [f"{e.name}.{p}" for e in entries for p in e.parameters]
     listing = f" (allowed: {', '.join(allowed) or 'none'})"
     if owner and owner not in [e.name for e in entries]:

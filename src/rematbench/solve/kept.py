@@ -30,7 +30,7 @@ def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> froz
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
     """The saved activations of a part that the plan offloads, or rebuilds in part, at some site.
-    Pieces of mini-sequences cannot be treated so."""
+    Pieces of mini-sequences can be neither offloaded nor partly rebuilt."""
     return _activations(problem, plan, part, _parted)
 
 
@@ -53,8 +53,8 @@ def _activations(
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
     """The name of a layer's activation for which `plan` overrides a fate of its `base`; empty if
-    there is none, and `rules` if `plan` changes the rules of its base.  Embedding and head are
-    exempt, because pieces of the head rebuild the loss with every base."""
+    there is no such activation, `rules` if `plan` changes the rules of its base.  Embedding and
+    head are exempt, because pieces of the head rebuild the loss with every base."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):

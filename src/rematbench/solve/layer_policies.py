@@ -58,7 +58,7 @@ class LayerGroup(Struct, frozen=True, kw_only=True):
 
 
 def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[StagePolicy, ...]:
-    """The policies that no other policy beats in bytes and seconds, from keep-all down.  The
+    """The policies that no other policy beats in both bytes and seconds, from keep-all down.  The
     candidates are one greedy policy for each set of dropped jobs."""
     found = [
         greedy_policy(layer, dropped, layers_per_chunk)
@@ -76,7 +76,7 @@ def greedy_policy(
     layer: LayerWindows, dropped: Sequence[WindowJob], layers_per_chunk: int
 ) -> StagePolicy:
     """The policy that places dropped jobs in dataflow order.  Each job goes where it adds the
-    fewest exposed seconds; of equal windows the latest is chosen."""
+    fewest exposed seconds; among equal windows, the latest is chosen."""
     room = dict(layer.idle_s)
     placements: dict[str, Placement] = {}
     for job in dropped:

@@ -67,7 +67,7 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
 
 
 def is_placeable(rank: RankProgram) -> bool:
-    """Whether a rank has so few tensors that best fit places them quickly."""
+    """Whether a rank has few enough tensors for best fit to place them quickly."""
     made = sum(
         runs * n * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
         for block, runs in zip(rank.blocks, rank.runs, strict=True)

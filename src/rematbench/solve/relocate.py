@@ -87,7 +87,7 @@ class _Limit:
 
 
 class Relocation:
-    """Plans for one problem and base.  `exact`: the MILP chooses a policy for each group of a
+    """Plans for one problem and base.  With `exact` the MILP chooses a policy for each group of a
     stage; otherwise all layers of a stage share one policy."""
 
     def __init__(self, problem: Problem, base: Plan, *, exact: bool) -> None:
@@ -115,7 +115,7 @@ class Relocation:
         return [Stage(self.problem, base, rank, exact=self.exact) for rank in ranks]
 
     def smallest_plan(self, base: Plan) -> Plan:
-        """The plan that drops on every rank all tensors that can be rebuilt."""
+        """The plan in which every rank drops all tensors that can be rebuilt."""
         stages = self.stages(base)
         return self.assemble(
             base, stages, [(self.smallest_policy,) * len(s.groups) for s in stages]

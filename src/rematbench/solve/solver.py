@@ -23,7 +23,7 @@ def minimum(
     gap: float,
 ) -> NDArray[np.float64] | None:
     """The variables of the best solution; None if the node limit is reached without a solution.
-    scipy.optimize.milp solves the programme and stops at this relative `gap` of the objective."""
+    scipy.optimize.milp stops when the relative gap of the objective is at most `gap`."""
     # The imports take half a second, which every start of Snakemake and of a job would pay.
     from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
     from scipy.sparse import csr_array  # noqa: PLC0415

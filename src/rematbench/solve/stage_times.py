@@ -1,4 +1,5 @@
-"""Seconds of a pipeline stage with a given number of layers, with the recomputation it needs."""
+"""Seconds of a pipeline stage with a given number of layers, with the recomputation that the stage
+needs."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -24,8 +24,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     one H200 (results/measured/gpu).
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
     `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
-    where AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with
-    an optimizer in host memory then have bytes but no time).
+    if AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with an
+    optimizer in host memory then have bytes but no time).
     `constants`: names of entries of config/calibration.yaml for this cluster, of which the first
     existing entry applies (load.py sets the field).
     """

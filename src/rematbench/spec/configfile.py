@@ -64,7 +64,7 @@ for each in (_Loader, _ShippedLoader):
 
 
 def closest(word: str, allowed: Iterable[str]) -> str:
-    """A did-you-mean clause for `word`; empty where no allowed word is similar."""
+    """A did-you-mean clause for `word`; empty if no allowed word is similar."""
     match = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
 
@@ -186,7 +186,7 @@ def _has_number(value: object) -> bool:
 
 def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
     """The struct of type `kind` with these plain values; ConfigError for an unknown key or a wrong
-    type, with the key and what is allowed."""
+    type, with the key and the allowed values."""
     fields = [field.encode_name for field in msgspec.structs.fields(kind)]
     for key in data:
         if key not in fields:

@@ -54,7 +54,8 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Shares of the link rates that collectives reach inside a node and between nodes.
 
     `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
-    a node are linked pairwise, without a switch, so that a small group uses only its own links.
+    a node are linked pairwise, without a switch, so a small group uses only the links between its
+    own GPUs.
     `kernel_scale` multiplies the seconds of all kernels where a GPU runs below its generation's
     power limit.  `host_ranks` is the number of ranks that can issue kernels at the same time on the
     cores of a node (as those of a tensor-parallel group do) without slowing each other.
@@ -88,7 +89,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
     between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
     NCCL communicator inside a node, or between nodes.  `graph_bytes_share`: the bytes that a
-    layer's CUDA graph holds in addition to the layer's kept activations, as a share of these.
+    layer's CUDA graph holds in addition to the layer's kept activations, as a share of these
+    activations.
     """
 
     nccl_base_s: tuple[float, ...]

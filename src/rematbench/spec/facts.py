@@ -1,7 +1,7 @@
 """Checks of the facts of a model, cluster or stack; each error is one line.
 
-Only impossible and contradictory facts are errors.  A fact without an effect is allowed, for
-example `repeats_kv` with unfused attention, because a run may choose fused attention.
+Only impossible or contradictory facts are errors.  A fact without an effect is allowed, for example
+`repeats_kv` with unfused attention, because a run may choose fused attention.
 """
 
 import re

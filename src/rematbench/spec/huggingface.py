@@ -108,7 +108,8 @@ class Unmodelled(Exception):
 
 def _unmodelled(kind: str, data: Config) -> str:
     """The reason why an architecture is not modelled, from the features in its keys.  No similar
-    architecture is suggested: to read the config as another architecture would drop features."""
+    architecture is suggested, because reading the config as another architecture would drop
+    features."""
     known = sorted(_ARCHITECTURES)
     has = dict.fromkeys(words for key, words in _FEATURES.items() if data.get(key))
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"

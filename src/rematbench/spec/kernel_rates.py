@@ -39,8 +39,8 @@ class Outlier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The evidence for an entry's numbers: the `fitted` fields were fitted to `rows` rows of
-    `sources` documents; `source` is the source of the other fields."""
+    """The evidence for an entry's numbers.  The `fitted` fields were fitted to `rows` rows of
+    `sources` documents; the other fields come from `source`."""
 
     fitted: tuple[str, ...] = ()
     rows: int = 0
@@ -50,7 +50,8 @@ class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
 
 class AttentionPass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One direction of a fused kernel: share of the peak, rows and waves of tiles at half of it."""
+    """One direction of a fused kernel: share of the peak, and the numbers of rows and of waves of
+    tiles that reach half of this share."""
 
     efficiency: float
     half_rows: float

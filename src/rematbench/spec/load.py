@@ -47,8 +47,8 @@ def load_system(name_or_path: str | Path) -> System:
 
 
 def calibration(path: Path | None = None) -> Calibration:
-    """The calibration constants: the shipped file's, or those of `path`.  Each file is read once.
-    The keys of `gpus` are the GPU generations."""
+    """The calibration constants: read from the shipped file or from `path`.  Each file is read
+    once.  The keys of `gpus` are the GPU generations."""
     return _calibration(path or data_dir("config") / "calibration.yaml")
 
 

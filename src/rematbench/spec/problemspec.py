@@ -76,7 +76,7 @@ class ProblemSpec(
 
     @property
     def layout(self) -> Layout:
-        """The layout; LayoutError where tp x cp x pp does not divide `gpus`."""
+        """The layout; LayoutError if tp x cp x pp does not divide `gpus`."""
         ranks = self.tp * self.cp * self.pp
         dp, rest = divmod(self.gpus, ranks)
         if rest:
@@ -91,7 +91,7 @@ class ProblemSpec(
     def to_arguments(self) -> list[str]:
         """The command-line options of this problem; options at their default are left out.
 
-        ConfigError where the model, cluster or system is an object without a name.
+        ConfigError if the model, cluster or system is an object without a name.
         """
         words = []
         for field in fields(ProblemSpec):

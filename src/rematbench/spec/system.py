@@ -64,13 +64,14 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `step_scratch_bytes`: bytes per updated parameter that the optimizer step holds and frees.
     `norm`, `rope`: the kernels that run, by their names in config/kernels/operators.yaml (a
     LayerNorm is `fused` in every stack; `compiled` fuses both).
-    `attention`: the kernel that runs where a run requests `flash`, by its name in config/kernels
+    `attention`: the kernel that runs when a run requests `flash`, by its name in config/kernels
     (`unfused`: the stack has no fused kernel).
     `constants`: names of entries of config/calibration.yaml, of which the first existing entry
     applies: the name of a shipped stack, then those of its bases (load.py sets the field).
-    `norm_keeps_steps`: an eager RMSNorm saves, instead of its input, the input in fp32, the
+    `norm_keeps_steps`: an eager RMSNorm does not save its input but the input in fp32, the
     reciprocal root mean square and the normalised input (in fp32 where 1 is added to the weight).
-    `repeats_kv`: fused attention receives keys and values once per query head, and saves these.
+    `repeats_kv`: fused attention receives keys and values once per query head, and saves the
+    repeated tensors.
     `eager_operators`: unfused attention and soft caps are eager torch operators, which save keys
     and values once per query head, the softmax both in fp32 and as a copy, and the tanh of a cap.
     `held_logit_bytes`: bytes per logit that stay alive during the loss's backward because the
@@ -78,12 +79,12 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     no output exists.
     `p2p_overlap`: the schedules with which a pipeline send overlaps with the next pass; with other
     schedules a rank waits for each send at once.
-    `p2p_synchronous`: where sends do not overlap with passes, the host waits until a pipeline
-    message has arrived before it issues further actions.
+    `p2p_synchronous`: if sends do not overlap with passes, the host waits until a pipeline message
+    has arrived before it issues further actions.
     `late_state_bytes`: bytes per parameter of the optimizer states that the first update allocates,
-    in gaps between activations that the first step has freed; the other states exist before
-    training.  (Adam of torch and of TransformerEngine allocates both moments at its first step;
-    DeepSpeed's ZeRO allocates them at its start.)
+    in gaps left by activations of the first step; the other states exist before training.  (Adam of
+    torch and of TransformerEngine allocates both moments at its first step; DeepSpeed's ZeRO
+    allocates them at its start.)
     `fresh_gradients`: the first backward of a step allocates each gradient when the kernel of its
     weight runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise
     gradients are alive throughout.
@@ -99,7 +100,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
     `model_parallel`: the degrees that the stack can raise above 1, besides context parallelism
-    (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that it has where states can be sharded.
+    (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that the stack supports if states can be
+    sharded.
     `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
     `reported_peak`: the definition of peak device bytes in publications about this stack: the
     allocator's allocated or reserved bytes, or only the layers of the first stage (their states,

@@ -1,7 +1,7 @@
 """Losses and gradient norms of three engines on the same weights and batches.
 
-The executor runs one layout; the baselines run layouts that differ in degrees only.  All runs have
-one batch and one seed, so every row is compared with the executor's row of the same precision.
+The executor runs one layout; the layouts of the baselines differ only in their degrees.  All runs
+have one batch and one seed, so every row is compared with the executor's row of the same precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,8 +66,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 
 def problem(layout: dict[str, Any], precision: Precision) -> Problem:
-    """tiny-llama with 64 tokens and, unless `layout` says otherwise, four sequences a step, on
-    nodes with one GPU."""
+    """The problem of a run: tiny-llama, 64 tokens, nodes with one GPU, four sequences per step
+    (unless `layout` sets another number)."""
     spec = ProblemSpec.at(
         Layout(**{"global_batch": 4, **layout}),
         model="tiny-llama",
@@ -80,10 +80,10 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
 
 
 def agreement_records(device: Device = "cpu", gpus: int = 0) -> Iterator[tuple[str, Record]]:
-    """The records of every engine in every precision, with their file names without suffix, an
-    engine as soon as it has ended; on CUDA all rows run at once.  Needs torch and the packages.
-    On CUDA, layouts that need more than `gpus` GPUs are left out.  An engine without records raises
-    its BaselineError; on CUDA after the records of the others."""
+    """Yield the records of every engine in every precision, with their file names (no suffix), as
+    soon as an engine has ended.  On CUDA all rows run at the same time.  This needs torch and the
+    packages.  On CUDA, layouts that need more than `gpus` GPUs are left out.  An engine without
+    records raises its BaselineError, on CUDA after the records of the other engines."""
     if device == "cpu":
         for precision in PRECISIONS:
             for engine, rows in ROWS.items():
@@ -116,7 +116,7 @@ def _rows(engine: str, device: Device, gpus: int) -> list[Row]:
 def _engine(
     engine: str, precision: Precision, rows: Sequence[Row], device: Device
 ) -> dict[str, Record]:
-    """The records of rows of one engine in one precision, by file name."""
+    """The records of one engine in one precision, by file name."""
     if engine == EXECUTOR:
         records = [executor_record(problem({}, precision), device)]
     else:
@@ -138,9 +138,9 @@ def record_name(engine: str, row: Row, precision: Precision) -> str:
 
 
 def disagreements(records: dict[str, Record]) -> dict[str, str]:
-    """Why records disagree with the executor's record of the same precision, by record name: a
-    status other than ok, or a first loss or a first norm of the whole gradient beyond the bound.
-    KeyError where the executor's record is missing."""
+    """The reason why each record disagrees with the executor's record of the same precision, by
+    record name: the status is not ok, or the first loss or the first norm of the whole gradient is
+    beyond the bound.  KeyError if the executor's record is missing."""
     wrong = {}
     for precision in PRECISIONS:
         base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].measured

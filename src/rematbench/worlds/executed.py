@@ -32,8 +32,8 @@ class How(msgspec.Struct, frozen=True, kw_only=True):
     """How cells are executed.  `compare`: each cell is compared with another cell on the same
     batches, so gradients are kept and kernels are deterministic.  `norms`: gradient norms are
     recorded.  `timed_steps`: steps that are timed after the observed `steps`.  `device_weights`:
-    the device draws the weights (fast), with bits of its own.  `linear`: an update is linear in the
-    gradient, so that later steps stay comparable."""
+    the device draws the weights, which is fast but gives values specific to the device.  `linear`:
+    an update is linear in the gradient, so that later steps stay comparable."""
 
     device: str = "cpu"
     steps: int = 3
@@ -53,8 +53,8 @@ def run(
     place: "LauncherPlace | None" = None,
     out: Path | None = None,
 ) -> Record | None:
-    """The record of a cell, compared with the losses and gradients of `reference` if one is given.
-    If only `reference` fails, the cell's record carries that failure.
+    """The record of a cell, compared with the losses and gradients of `reference` if given.  If
+    only `reference` fails, the cell's record carries that failure.
 
     `place`: set when this process is a rank that a launcher started.  The record is then written to
     `out`; a rank without a record returns None.
@@ -77,8 +77,8 @@ def run(
 
 
 def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
-    """The record of a new run of an executed record, in processes of this machine, with the
-    record's number of steps and compared with the method that the record names."""
+    """The record of a new run of an executed record, in processes of this machine.  The run has the
+    same number of steps and is compared with the method that the record names."""
     found = record.measured or Measured()
     against = found.comparison.against if found.comparison else ""
     how = How(
@@ -100,9 +100,9 @@ def rerun(record: Record, cell: Cell, registry: Registry) -> Record:
 def run_cells(
     cells: Sequence[Cell], timeout_s: float, how: How | None = None
 ) -> Iterator[tuple[Cell, Record]]:
-    """Every cell with its record, in one launch per world size.  With `how.compare` each cell is
-    compared with keep_all on the same problem and batches; where keep_all fails, the cell's record
-    has no comparison."""
+    """Yield every cell with its record; each world size has one launch.  With `how.compare` each
+    cell is compared with keep_all on the same problem and batches; if keep_all fails, the cell's
+    record has no comparison."""
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
     how = how or How()
@@ -131,7 +131,8 @@ def _keep_all(cell: Cell) -> Cell:
 
 
 def _case(cell: Cell, how: How) -> "Case":
-    """The case that torch runs.  Lowers the plan too, so a PlanError comes before any process."""
+    """The case that torch runs.  The plan is lowered here, so a PlanError comes before any process
+    starts."""
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.parameters import LINEAR, AdamW  # noqa: PLC0415
 
@@ -184,8 +185,8 @@ def _as_rank(
 def _strictly(
     cells: list[Cell], results: "list[Result]", hosts: tuple[int, ...], how: How
 ) -> Record:
-    """The record of the first of `cells`, compared with the second where given; with the
-    failure of the first result that failed."""
+    """The record of the first cell, compared with the second cell if given.  If results failed, the
+    record has the first failure."""
     broken = next((result for result in results if result.status != "ok"), results[0])
     reference = results[1] if len(cells) > 1 else None
     outcome = _outcome(cells[0], broken, reference, cells[-1].name)
@@ -195,7 +196,7 @@ def _strictly(
 def _outcome(
     cell: Cell, result: "Result | None", reference: "Result | None", against: str
 ) -> tuple[Status, str, Measured | None]:
-    """The status, reason and numbers of a cell, compared with `reference` where given."""
+    """The status, reason and numbers of a cell, compared with `reference` if given."""
     if isinstance(cell.plan, Unsupported):
         return "unsupported", cell.plan.reason, None
     assert result is not None
@@ -210,8 +211,8 @@ def _outcome(
 def compared_outcome(
     measured_run: Measured, comparison: Comparison
 ) -> tuple[Status, str, Measured | None]:
-    """The status, reason and numbers of a compared run.  A NaN or infinite error fails the run, as
-    such a loss does."""
+    """The status, reason and numbers of a compared run.  A NaN or infinite error fails the run,
+    like a NaN or infinite loss."""
     if comparison.not_finite:
         return (*record_status("nan", comparison.not_finite), None)
     return "ok", "", msgspec.structs.replace(measured_run, comparison=comparison)

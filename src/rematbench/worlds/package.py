@@ -26,8 +26,8 @@ def run(
 
 
 def rerun(record: Record) -> Record:
-    """The record of a new run of a baseline's record: the job is made from the record alone.
-    (`--options` of a run are in no record.)"""
+    """The record of a new run of a baseline's record.  The job is made from the record alone, which
+    does not contain the `--options` of a run."""
     seen, engine = record.measured or Measured(), record.engine
     asked = PackageJob(
         run=record.spec,
@@ -43,7 +43,7 @@ def rerun(record: Record) -> Record:
 
 
 def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | None) -> Record:
-    """The record of a traced rank, the first of the pipeline rank `stage` (None: the pipeline rank
+    """The record of a trace of the first rank of the pipeline rank `stage` (None: the pipeline rank
     with the largest simulated peak under the baseline's plan)."""
     if stage is None:
         plan = method.plan(problem, base)
@@ -55,9 +55,8 @@ def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | No
 def run_as_rank(
     problem: Problem, method: Composition, rank: int, out: Path | None, **options: Option
 ) -> Record | None:
-    """Execute a job as a rank that a launcher started.  Returns rank 0's record, or the record of
-    this rank's failure, whose error is then written next to `out`; None on another rank that ended
-    well."""
+    """Execute a job as a rank that a launcher started.  Return the record on rank 0, None on other
+    ranks.  A failed rank returns the record of its failure and writes its error next to `out`."""
     started = time.time()
     record = run_rank(method.name, _job(problem, method, "executed", **options))
     return write_rank_record(record, out, rank, started) if record and out is not None else record

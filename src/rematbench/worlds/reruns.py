@@ -1,12 +1,12 @@
 """Whether a new run of a committed record gives the committed numbers, for our executor and for
 baselines.
 
-Fields that depend on shapes, plans and versions only (status, plan, kernels, every count and every
-byte of every rank, every number of a simulated run) must be equal.  Losses and gradients come from
-a CPU's arithmetic, and another CPU adds in another order: they must agree within a bound on
-rounding.  The verdict *lossless* must be equal.  Dates, hosts and seconds are not compared.  Nor
-are the peaks of a package's ranks that exchange over gloo: gloo's threads may hold a collective's
-buffer for a moment.
+Fields that depend only on shapes, plans and versions must be equal: status, plan, kernels, all
+counts and bytes of every rank, and all numbers of a simulated run.  Losses and gradients must agree
+within a bound on rounding, because different CPUs add in different orders.  The verdict *lossless*
+must be equal.  Dates, hosts and seconds are not compared.  Peaks of a package's ranks that
+communicate over gloo are not compared either, because gloo's threads may hold a collective's buffer
+for a moment.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,9 +37,9 @@ RAN = ("label", "shim", "kernels", "backend")
 
 
 def verify(path: Path, rerun: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
-    """The record of a new run of a record file's job, and its differences from the file's record.
-    `rerun` makes the new record of a (name, record): it runs the job, or reads a record that was
-    made before.  For a loss curve it is also called for keep_all's curve, where that file exists
+    """Return the record of a new run of a record file's job, and its differences from the file's
+    record.  `rerun` makes the new record from (name, record): it runs the job, or reads an earlier
+    new record.  For a loss curve, `rerun` is also called for keep_all's curve, if that file exists
     in the curve's folder."""
     old = read_record(path)
     new, base = rerun(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
@@ -58,9 +58,9 @@ def is_curve(record: Record) -> bool:
 def differences(
     rerun: Record, committed: Record, bases: tuple[Record, Record] | None = None
 ) -> list[str]:
-    """A line for each difference: the field, its new value, its committed value.  Where there is
-    any, a last line names the inputs of the run that have changed.  `bases`: keep_all's new and
-    committed curves, to compare loss curves with."""
+    """A line for each difference: the field, its new value, its committed value.  If there are
+    differences, a last line names the changed inputs of the run.  `bases`: the new and committed
+    curves of keep_all, with which loss curves are compared."""
     found = list(_scalars(rerun, committed, ("status", "reason", "plan_hash", *SIMULATED)))
     found += _of_ranks(rerun.ranks, committed.ranks)
     found += _of_engine(rerun.engine, committed.engine)
@@ -96,8 +96,8 @@ def _of_curve(
     rerun: Record, committed: Record, bases: tuple[Record, Record] | None
 ) -> Iterator[str]:
     """Differences of two loss curves: the number of steps, whether the curve equals keep_all's bit
-    by bit, its distance from keep_all's, and, where both runs read the same text, from the
-    committed curve."""
+    by bit, its distance from keep_all's, and, if both runs read the same text, its distance from
+    the committed curve."""
     a, b = _losses(rerun), _losses(committed)
     now, then = map(_losses, bases) if bases else (a, b)
     if not len(a) == len(b) == len(now) == len(then):
@@ -126,7 +126,7 @@ def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
 
 
 def _difference(now: object, then: object) -> str:
-    """A new value and the committed value in words.  Of two structs, mappings or sequences of one
+    """A new value and the committed value in words.  For structs, mappings or sequences of equal
     length, the text has the first place that differs and the number of such places."""
     if isinstance(now, Struct) and isinstance(then, Struct):
         now, then = (msgspec.structs.asdict(value) for value in (now, then))
@@ -178,8 +178,8 @@ def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
 
 
 def rerun_record(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
-    """The record of a new run.  `cell_of` makes the record's cell where our executor or simulator
-    runs it.  RecordError for a published record."""
+    """The record of a new run.  `cell_of` makes the record's cell if our executor or simulator runs
+    it.  RecordError for a published record."""
     if record.spec.method in baselines():
         return package.rerun(record)
     if record.world == "published":

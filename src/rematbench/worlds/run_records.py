@@ -1,5 +1,5 @@
-"""Records of runs: the numbers of a result of the torch runtime with the ledger's, and the record
-of a rank that torchrun or srun started, with the error of the rank that failed first.
+"""Records of runs: measured numbers of the torch runtime with the numbers of the ledger, and
+records of ranks that torchrun or srun started, with the error of the rank that failed first.
 """
 
 import time
@@ -60,8 +60,8 @@ stack's activations."""
 
 
 def as_executed(problem: Problem) -> Problem:
-    """The problem whose simulated totals a run of the torch runtime is compared with: the
-    activations of the problem's stack, the states and kernels of the torch runtime."""
+    """The problem for comparing simulated totals with a run of the torch runtime: activations of
+    the problem's stack, states and kernels of the torch runtime."""
     own = load_system(RUNTIME)
     system = replace(problem.system, **{name: getattr(own, name) for name in RUNTIME_FIELDS})
     if system == problem.system:
@@ -79,7 +79,7 @@ def as_executed(problem: Problem) -> Problem:
 
 def activation_bytes(problem: Problem, plan: Plan) -> int:
     """Bytes of activations in all processes of the pipeline rank with the largest ledger peak
-    (device or host): the processes of a pipeline rank are alike and reach their peak together."""
+    (device or host).  These processes are alike and reach their peak at the same time."""
     stages = program_bytes(problem, plan, lower(plan, problem))
     peak = max(max(stage.activation_peak, stage.host_activation_peak) for stage in stages)
     return peak * (problem.layout.gpus // len(stages))
@@ -88,8 +88,8 @@ def activation_bytes(problem: Problem, plan: Plan) -> int:
 def measured_rank(
     rank: int, result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
 ) -> RankMeasured:
-    """The measured bytes of one process and the ledger of its pipeline rank; `offload_bytes` and
-    `recompute_flop` of a result are divided by `steps`."""
+    """The measured bytes of one process, with the ledger bytes of its pipeline rank.
+    `offload_bytes` and `recompute_flop` of the result are divided by `steps`."""
     stage = result.place.pp
     expected = list(live_bytes(program.ranks[stage].actions()))
     bytes_of = simulated[stage]
@@ -121,7 +121,7 @@ def measured_rank(
 def measured_ranks(
     problem: Problem, plan: Plan, results: list["RankResult"], steps: int, first: int = 0
 ) -> tuple[RankMeasured, ...]:
-    """The measured numbers of processes in rank order, the first of them rank `first`."""
+    """The measured numbers of processes in rank order, starting with rank `first`."""
     program = lower(plan, problem)
     run = as_executed(problem)
     simulated = program_bytes(run, plan, program if run is problem else lower(plan, run))
@@ -141,8 +141,8 @@ def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
 
 
 def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
-    """The errors of a run's losses and gradients against `other`, a run of the method `against` on
-    the same batches."""
+    """The errors of a run's losses and gradients relative to `other`, a run of the method `against`
+    on the same batches."""
     pairs = list(zip(result.gradients, other.gradients, strict=True))
     zero = without_gradient(problem.workload.model)
     errors = [norm_error(got, want, zero) for got, want in pairs]
@@ -211,14 +211,14 @@ PATIENCE_S = 2.0
 
 
 def write_rank_record(record: Record, out: Path, rank: int, started: float) -> Record:
-    """Write a rank's record to `out` and return it.  A record that is not a failure is written as
-    it is (rank 0 alone has one).  A failed rank writes its error next to `out`; its record gets the
-    error of the rank that failed first, among the errors written since `started` (seconds of the
-    epoch).
+    """Write a rank's record to `out` and return it.  A record that is not a failure is written
+    unchanged (only rank 0 has such a record).  A failed rank writes its error next to `out`; its
+    record gets the error of the rank that failed first, among the errors written since `started`
+    (seconds of the epoch).
 
-    Of failed ranks, rank 0 writes the record; so does the rank that failed first, because rank 0
-    may see only a broken connection; and so does any rank where `out` is missing or older than
-    `started`, because rank 0 may have been killed.  Another rank only returns its record.
+    Three kinds of failed ranks write the record: rank 0; the rank that failed first, because rank 0
+    may see only a broken connection; and any rank if `out` is missing or older than `started`,
+    because rank 0 may have been killed.  Other ranks only return their record.
     """
     if record.status not in ("failed", "oom"):
         write_record(record, out)
@@ -237,8 +237,8 @@ def write_rank_record(record: Record, out: Path, rank: int, started: float) -> R
 
 
 def _cause(error: RankError, out: Path, started: float, patience_s: float) -> RankError:
-    """The first cause among the errors of the ranks.  Waits up to `patience_s` while every known
-    error is only that a peer has gone."""
+    """The first cause among the errors of the ranks.  Wait up to `patience_s` while all known
+    errors only report the end of a peer."""
     until = time.monotonic() + patience_s
     while True:
         cause = first_cause([error, *read_errors(out, started)]) or error

@@ -17,7 +17,7 @@ def rerun(record: Record, cell: Cell) -> Record:
 
 
 def run(cell: Cell, stage: int | None = None) -> Record:
-    """The record of the traced pipeline rank `stage` (None: the one with the largest simulated
+    """The record of a trace of the pipeline rank `stage` (None: the rank with the largest simulated
     peak)."""
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.rank_model import NotExecutable  # noqa: PLC0415

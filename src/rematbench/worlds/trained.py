@@ -24,8 +24,8 @@ def rerun(record: Record, cell: Cell) -> Record:
 
 def select_cells(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
     """The cells to train: keep_all on every problem, and every other method and variant on the
-    first problem where its program is not keep_all's.  Beside them a line per problem that names
-    the cells left out and why."""
+    first problem where its program is not keep_all's.  Also return a line for each problem, with
+    the omitted cells and the reasons."""
     trained: list[Cell] = []
     where: dict[str, str] = {}
     left_out: dict[str, dict[str, list[str]]] = {}
@@ -46,7 +46,7 @@ def select_cells(cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
 
 
 def _without_work(cell: Cell) -> str:
-    """Why a cell has no loss curve of its own; empty where it has one."""
+    """The reason why a cell has no loss curve of its own; empty if the cell has a loss curve."""
     if not isinstance(cell.plan, Plan):
         return cell.plan.reason.removeprefix(f"{cell.method.name}: ")
     base = cell.problem.base_plan
@@ -56,8 +56,8 @@ def _without_work(cell: Cell) -> str:
 
 
 def run(cell: Cell, steps: int) -> Record:
-    """The record of a training run of `steps` steps, in its own processes; the record stores
-    losses alone."""
+    """The record of a training run of `steps` steps, in its own processes; the record stores only
+    losses."""
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.batch import standard_library  # noqa: PLC0415
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415

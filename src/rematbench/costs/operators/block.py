@@ -67,8 +67,8 @@ def layer_table(
 
 
 def _is_normed(b: Builder, name: str) -> bool:
-    """Whether the output of a projection is normalised head by head (the rotation after it saves
-    none of its inputs)."""
+    """Whether the output of a projection is normalised head by head (the rotation after the norm
+    saves none of its inputs)."""
     return b.model.qk_norm and name[0] in "qk"
 
 

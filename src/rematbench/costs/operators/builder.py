@@ -219,12 +219,12 @@ class Builder:
     def attention(self, window: int) -> None:
         """Add the attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
 
-        Under Ulysses the qkv projection and the output projection process the rank's part of the
-        sequence with all its heads (row order).  The kernel processes whole sequences with a part
-        of the heads (head order).  The kernel's backward reads q, k, v and its output in head
-        order; the weight gradient of the output projection reads the output in row order.  So the
-        output is saved in both orders.  q, k and v in row order are not saved, because RoPE's
-        backward reads only angles.
+        Under Ulysses the qkv and output projections process the rank's part of the sequence with
+        all heads (row order).  The kernel processes whole sequences with a part of the heads (head
+        order).  The kernel's backward reads q, k, v and its output in head order; the weight
+        gradient of the output projection reads the output in row order.  So the output is saved in
+        both orders.  q, k and v in row order are not saved, because RoPE's backward reads only
+        angles.
         """
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:

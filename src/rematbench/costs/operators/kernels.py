@@ -19,9 +19,9 @@ class Gemm(Struct, frozen=True, tag="gemm"):
 class Attention(Struct, frozen=True, tag="attention"):
     """Causal attention of one rank: `q_rows` query rows against `kv_rows` prefix rows.
 
-    `heads` and `head_dim` are the rank's; `pairs` is the number of (query, key) pairs per sequence
-    and head under the causal mask (and window), summed over the rank's query rows; `fused`: a flash
-    kernel, not materialised scores.
+    `heads` and `head_dim` are values of one rank; `pairs` is the number of (query, key) pairs per
+    sequence and head under the causal mask (and window), summed over the rank's query rows;
+    `fused`: a flash kernel, not materialised scores.
     """
 
     batch: int

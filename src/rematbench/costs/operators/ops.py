@@ -113,11 +113,11 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
         return sum(op.parameters for op in self.ops)
 
     def op(self, name: str) -> Op:
-        """The operator with this name; StopIteration if the table has none."""
+        """The operator with this name; StopIteration if the table has no such operator."""
         return next(op for op in self.ops if op.name == name)
 
     def producer(self, name: str) -> Op | None:
-        """The operator that writes an activation; None for the part's input."""
+        """The operator that writes an activation; None if it is the input of the part."""
         return next((op for op in self.ops if name in op.outputs), None)
 
 

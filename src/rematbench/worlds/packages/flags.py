@@ -27,8 +27,9 @@ KINDS = ("partition", "schedule", "orders", "states", "mini_sequences", "held")
 
 class FlagsAnswer(Struct, frozen=True, kw_only=True):
     """A baseline's options for a wanted plan: `settings` and `flags` of its equal or nearest
-    policy, and the `plan` of that policy.  `missing` names what the policy's plan does differently
-    and what the baseline cannot express of the problem; empty where the plans are equal."""
+    policy, and the `plan` of that policy.  `missing` names the differences of the policy's plan,
+    and the features of the problem that the baseline cannot express; empty if the plans are
+    equal."""
 
     baseline: str
     settings: dict[str, Any] = {}
@@ -38,9 +39,9 @@ class FlagsAnswer(Struct, frozen=True, kw_only=True):
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What a plan costs against another: the difference of the largest device peaks in bytes, the
-    relative difference of the steps, and the device bytes that the plan leaves free on the rank
-    with the fewest (negative: out of memory)."""
+    """The costs of a plan relative to another plan: the difference of the largest device peaks in
+    bytes, the relative difference of the step times, and the free device bytes of the fullest rank
+    (negative: out of memory)."""
 
     peak_bytes: int
     step_share: float
@@ -48,7 +49,7 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
-    """What the plan `other` costs against `plan`; None where either cannot be lowered."""
+    """The costs of the plan `other` relative to `plan`; None if either plan cannot be lowered."""
     try:
         wanted, alternative = evaluate_plan(problem, plan), evaluate_plan(problem, other)
     except PlanError:
@@ -65,9 +66,9 @@ def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
 
 
 def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
-    """The answer of a baseline's policy with a plan equal to `plan`; else of the nearest policy,
-    the one with the fewest bytes of another fate.  `missing` of the answer also names what the
-    baseline cannot express of the problem, whatever the policy."""
+    """The answer for a baseline's policy with a plan equal to `plan`.  Without an equal plan, it is
+    the answer for the nearest policy, whose plan has the fewest bytes with a different fate.
+    `missing` also names the features of the problem that no policy of the baseline can express."""
     wanted = fates(problem, plan)
     inexpressible: tuple[str, ...] = baselines()[baseline].cls.inexpressible(problem)
     nearest: tuple[int, FlagsAnswer] | None = None
@@ -90,7 +91,7 @@ def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
 
 
 def candidate_plans(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
-    """Every policy of a baseline that has a plan for the problem, with the plan."""
+    """The policies of a baseline that have a plan for the problem, with their plans."""
     for candidate in baselines()[baseline].cls.candidates(problem):
         made = candidate.plan(problem, problem.base_plan)
         if not isinstance(made, Unsupported):
@@ -116,8 +117,8 @@ def _chunk_fates(problem: Problem, plan: Plan, rank: int, chunk: int) -> Table:
 
 
 def _plain(fate: Resolved) -> Resolved:
-    """A fate without `scope`, `whole` and `window` where no byte is rebuilt: they mean nothing
-    there."""
+    """The fate; if no byte is rebuilt, without `scope`, `whole` and `window`, which then have no
+    meaning."""
     if fate.recompute_bytes:
         return fate
     return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
@@ -125,7 +126,7 @@ def _plain(fate: Resolved) -> Resolved:
 
 class Offers:
     """The plans of a package's policies with the fates of their first chunk.  Each plan is computed
-    at the first request and kept."""
+    at the first request and cached."""
 
     def __init__(self, problem: Problem, name: str) -> None:
         self._problem = problem
@@ -144,8 +145,9 @@ class Offers:
 
 
 class Engines:
-    """Which engines can run plans of one problem: packages with options for an equal plan, and
-    `ours`, the torch executor.  `only`: the name of the single engine to look at (empty: all)."""
+    """The engines that can run plans of one problem: packages with options for an equal plan, and
+    `ours`, the torch executor.  `only`: the name of the only engine to check (empty: all
+    engines)."""
 
     def __init__(self, problem: Problem, only: str = "") -> None:
         self.problem, self.only = problem, only
@@ -193,13 +195,13 @@ class Engines:
 
 
 def _first(problem: Problem, plan: Plan) -> Table:
-    """The fates of rank 0's first chunk, by which most pairs of plans already differ."""
+    """The fates of rank 0's first chunk; most pairs of plans already differ there."""
     return _chunk_fates(problem, plan, 0, 0)
 
 
 def _apart_bytes(fate: Resolved, counterpart: Resolved | None) -> int:
-    """Bytes of a site that have another fate in another plan; 1 where only the way of rebuilding
-    (`scope`, `whole`, `window`) differs."""
+    """Bytes of a site that have a different fate in the other plan; 1 if only `scope`, `whole` or
+    `window` of a recomputation differs."""
     if counterpart is None:
         return fate.nbytes
     parts = ("keep_bytes", "offload_bytes", "recompute_bytes")
@@ -213,7 +215,7 @@ def offloads_any(table: Table) -> bool:
 
 
 def _sites(wanted: Table, offered: Table) -> list[str]:
-    """A line per activation that has different fates at some site, with the fates of one such
+    """A line for each activation whose fates differ at some site, with the fates of one such
     site."""
     lines: dict[str, str] = {}
     for site, fate in wanted.items():
@@ -240,8 +242,8 @@ def _words(fate: Resolved) -> str:
 
 
 def _rest(plan: Plan, candidate: Plan, moved: bool) -> list[str]:
-    """A line for each difference of two plans outside their tables of fates; `moved`: whether
-    transfers count, because some bytes are offloaded."""
+    """A line for each difference of two plans apart from fates.  `moved`: whether some bytes are
+    offloaded, so that transfers count."""
     lines = [
         f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)
     ]

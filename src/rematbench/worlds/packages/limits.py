@@ -1,4 +1,4 @@
-"""Reasons why a baseline does not run a job, shared by its plan, its guards and its flags."""
+"""The reasons why a baseline does not run a job; its plan, its guards and its flags share them."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Reason = tuple[bool, str]
 
 
 class Setup(NamedTuple):
-    """The facts that reasons depend on, for a problem to plan as for a run to start."""
+    """The facts on which reasons depend, for a problem to plan or a run to start."""
 
     model: Model
     layout: Layout
@@ -38,8 +38,8 @@ def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:
 
 
 def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
-    """The settings, among `names`, that `policy` sets and `options` gives another value,
-    in words; empty where there are none.  A setting at its default counts as not set."""
+    """The settings among `names` that `policy` sets and `options` overrides, in words; empty if
+    there are none.  A setting at its default counts as not set."""
     defaults = {field.name: field.default for field in fields(policy)}
     words = [
         f"{name} {getattr(policy, name)} is set, the options say {getattr(options, name)}"

@@ -1,8 +1,8 @@
 """Baselines: real training packages, run in separate processes and never imported here.
 
 A baseline is a folder `baselines/NAME/`.  Its `plan.py` states the package's policy as a method
-that returns a plan, its `stack.py` the tensors that the package keeps, its `run.py` is the code of
-the process.  The process reads jobs as JSON and writes records as JSON.
+that returns a plan.  Its `stack.py` names the tensors that the package keeps.  Its `run.py` is the
+code of the process.  The process reads jobs as JSON and writes records as JSON.
 """
 
 import shutil
@@ -51,12 +51,12 @@ class ProcessTimeout(BaselineError):
 class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run for a baseline's process.
 
-    In `steps` steps losses, gradients and bytes are observed.  On GPUs `warmup` more steps follow,
-    then `timed_steps` steps for their seconds alone, without any observation.  `rank` is the rank
-    whose bytes a traced run follows.  `gradients`: the first step's whole gradients are written
-    next to the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` is for
-    the job with all its ranks.  `options`: text that `flags` printed; it configures the package
-    in place of the policy.
+    Losses, gradients and bytes are observed in `steps` steps.  On GPUs `warmup` more steps follow,
+    then `timed_steps` steps, of which only the seconds are recorded.  `rank` is the rank whose
+    bytes a traced run follows.  `gradients`: the first step's whole gradients are written next to
+    the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` limits the
+    whole job with all its ranks.  `options`: text that `flags` printed; this text configures the
+    package in place of the policy.
     """
 
     run: RunSpec
@@ -101,7 +101,8 @@ def policy(name: str, settings: Mapping[str, Value] | None = None) -> Compositio
 
 
 def package_system(name: str, default: str) -> str:
-    """The stack of a baseline's package where it names one (`system`), else `default`."""
+    """The stack of a baseline's package if the baseline names one (`system`), otherwise
+    `default`."""
     entry = baselines().get(name)
     return getattr(entry.cls, "system", default) if entry else default
 
@@ -112,7 +113,8 @@ def job(
     world: Literal["executed", "traced"] = "executed",
     **options: int | float | bool | str,
 ) -> PackageJob:
-    """The job of a problem under a policy; BaselineError for a stack that no baseline here runs."""
+    """The job of a problem under a policy; BaselineError for a stack that no available baseline
+    runs."""
     if problem.system.cuda_graphs:
         raise BaselineError(f"system {problem.system.name}: baselines run without CUDA graphs here")
     run = run_spec(problem, method, world)
@@ -122,8 +124,8 @@ def job(
 def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) -> list[Record]:
     """The records of jobs that the baseline's own process runs, one per job.
 
-    `folder` keeps the records (`<number>.json`) and the gradients where a job asks for them.
-    BaselineError where the process wrote no record for a job or did not end in time.
+    `folder` keeps the records (`<number>.json`) and, if a job requests them, the gradients.
+    BaselineError if the process wrote no record for a job or did not end in time.
     """
     with scratch() as own:
         place = folder or own
@@ -139,9 +141,9 @@ def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) 
 
 
 def run_rank(name: str, job: PackageJob) -> Record | None:
-    """Run a job as the rank that a launcher started as this process.  Returns rank 0's record, or
-    the record of this rank's failure; None on another rank where the job ended well or was
-    refused."""
+    """Run a job as a rank; a launcher started this process.  Return the record on rank 0, and None
+    on other ranks if the job ended well or was refused.  A failed rank returns the record of its
+    failure."""
     with scratch() as place:
         try:
             done = _run(name, [job], place)
@@ -192,15 +194,15 @@ def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.Comp
 
 
 def _show_failure(text: str, records: Sequence[Record]) -> None:
-    """Print the end of a process's standard error where one of its records is a failure that does
-    not come from another rank: the record has only one line of the error."""
+    """Print the end of a process's standard error if one of its records is a failure that does not
+    come from another rank, because the record has only one line of the error."""
     failures = [error_of_record(record.status, record.reason) for record in records]
     if any(one.status == "failed" and not one.is_secondhand for one in failures):
         sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
 
 
 def _empty(place: Path) -> None:
-    """Remove the files of an earlier call, which would pass for answers of this call."""
+    """Remove the files of an earlier call, which would look like answers of this call."""
     for path in place.glob("[0-9]*"):
         if path.suffix in (".json", ".pt"):
             path.unlink()

@@ -1,9 +1,9 @@
 """Tensors that a baseline's stack keeps beyond the operator table, sized from shapes.
 
-A prediction is of the problem's system (the authors' fused kernels).  A trace is of the package as
-installed on this machine.  Where the two keep different tensors, the baseline's stack.py names
-them, and the same plan is sized with them.  A difference that is then left is an error of the
-prediction or of the trace.
+A prediction describes the problem's system (the authors' fused kernels).  A trace describes the
+package as installed on this machine.  If the two keep different tensors, the baseline's stack.py
+names these tensors, and the same plan is sized with them.  Any remaining difference is an error of
+the prediction or of the trace.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,9 @@ class Extra(Struct, frozen=True, kw_only=True):
     table does not have.
 
     The tensor lives from the forward of `producer` to the backward of `saved_by`.  Without
-    `saved_by` it lives only inside the backward of `producer`, or with `forward` only inside its
-    forward.  Bytes are rows x row_bytes.  `why` says what makes the package hold the tensor.
+    `saved_by` the tensor lives only inside the backward of `producer`, or, with `forward`, only
+    inside the forward of `producer`.  Bytes are rows x row_bytes.  `why` is the reason why the
+    package holds the tensor.
     """
 
     name: str
@@ -61,9 +62,9 @@ class Extra(Struct, frozen=True, kw_only=True):
 class Stack(Struct, frozen=True, kw_only=True):
     """A baseline's stack under its settings.  `fused_swiglu`: whether gate and product are one
     function (None: as in the problem's system).  `shares_gathers`: gathered inputs share one
-    buffer.  `loss_over_logits`: the loss works in place on the logits.  `once`: bytes by name of
-    tensors that are allocated once and alive at every peak.  `system`: fields of the system with
-    another value (bytes of an element of states)."""
+    buffer.  `loss_over_logits`: the loss works in place on the logits.  `once`: bytes, by name, of
+    tensors that are allocated once and are alive at every peak.  `system`: fields of the system
+    with another value (bytes of an element of states)."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None
@@ -160,8 +161,7 @@ def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
 
 def package_problem(method: Composition, problem: Problem) -> Problem:
     """The problem with the tensors of the package's stack, evaluated with the package's activation
-    peaks; the problem unchanged where the baseline has no `stack.py` or the policy gives no
-    plan."""
+    peaks; the unchanged problem if the baseline has no `stack.py` or the policy gives no plan."""
     policy = method.methods[0]
     if isinstance(method.plan(problem), Unsupported):
         return problem
@@ -171,9 +171,9 @@ def package_problem(method: Composition, problem: Problem) -> Problem:
 
 def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
     """The evaluation of a packaged problem.  For the allocator's replay, bytes that the package
-    holds beyond the plan's ledger are resident (in `pools`).  Bytes that it holds less than the
-    ledger are gradients that the plan counts as a state and the package makes in the backward, so
-    they are taken off the resident gradients."""
+    holds beyond the plan's ledger are resident (in `pools`).  If the package holds fewer bytes than
+    the ledger, it makes gradients in the backward that the plan counts as a state; these bytes are
+    subtracted from the resident gradients."""
     assert isinstance(problem, StackProblem)
     program = lower(plan, problem)
     planned = program_bytes(problem, plan, program)
@@ -193,9 +193,9 @@ def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
 def activation_peak(
     policy: Method, problem: StackProblem, rank: RankProgram, planned: RankBytes
 ) -> int:
-    """Peak bytes of a rank's activations in the package: the peak that the baseline's `stack.py`
-    computes from the rank's program, or else the peak of `planned` (the ledger of the plan lowered
-    for `problem`), plus the tensors that are allocated once."""
+    """Peak bytes of a rank's activations in the package, with the tensors that are allocated
+    once.  The baseline's `stack.py` may compute the peak from the rank's program; otherwise it is
+    the peak of `planned` (the ledger of the plan lowered for `problem`)."""
     walk = getattr(_module(policy.name), "activation_peak", None)
     peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
     return peak + sum(problem.stack.once.values())
@@ -220,8 +220,8 @@ def _dtype(name: str, precision: str) -> str:
 
 
 def layer_tensors(problem: Problem, stack: Stack) -> Iterator[LayerTensor]:
-    """The tensors that one layer saves for one micro-batch, by the operator table and in the stack;
-    then the extra tensors that live only inside a forward or backward."""
+    """The tensors that one layer saves for one micro-batch, in the operator table and in the stack.
+    The extra tensors that live only inside a forward or backward follow."""
     plain, here = problem.layer(0), stack.problem(problem).layer(0)
     extras = {extra.name: extra for extra in stack.extras if extra.part == "layer"}
     for name in dict.fromkeys((*plain.saved, *here.saved)):

@@ -1,7 +1,8 @@
-"""Digests of the code that can change a result: modules reached by imports, hashed together.
+"""Digests of the code that can change a result: modules found through imports, hashed together.
 
 A cell stays finished while the code behind it is unchanged.  A digest must cover every file that
-the cell may load, and should cover no other file: a change of a table must not cost GPU-hours.
+the cell may load.  It should cover no other file, so that a change of a table does not cost
+GPU-hours.
 """
 
 import ast

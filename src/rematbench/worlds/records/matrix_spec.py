@@ -22,11 +22,11 @@ class Work(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Arm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of a cell: a composed method with settings, under a name for the tables.
+    """One row of a cell: a composed method with settings, and a name for the tables.
 
     `of`: the origin of the method (a paper, or a stack whose policy is simulated).  `seq_lens`: the
-    lengths at which the arm runs (none: all).  Planners, whose plan no bound knows before it is
-    solved, are tried at the cell's one layout only.
+    lengths at which the arm runs (none: all).  Planners are tried only at the cell's one layout,
+    because no bound on their plan is known before it is solved.
     """
 
     name: str
@@ -46,7 +46,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The fastest layout of the arm `baseline` is the one layout of a cell in the *same layout* table.
     Layouts with at least `same_layout_pp` pipeline ranks go first (`best.Answers.one_layout`).
-    `within`: the gap that its searches prove, a share of the best step.
+    `within`: the gap that the searches prove, as a share of the best step.
     """
 
     system: str

@@ -28,8 +28,8 @@ OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")
 
 class Engine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The package that ran instead of rematbench's executor.  `label`: its name in tables; `stack`:
-    its packages by version; `shim`: the active parts of rematbench's shim; `kernels`: the kernels
-    used where the package offers a choice; `backend`: the backend of torch.distributed."""
+    its packages by version; `shim`: the active parts of rematbench's shim; `kernels`: the chosen
+    kernels, if the package offers a choice; `backend`: the backend of torch.distributed."""
 
     label: str
     stack: dict[str, str]
@@ -47,13 +47,13 @@ class RankMeasured(
     `activation_peak_bytes`: the peak of live storages that are not states, also inside operators;
     `state_bytes`: parameters, gradients, optimizer states.  On GPUs only: `step_s` of the timed
     steps, the allocator's `allocated_bytes` and `reserved_bytes`, and `pinned_bytes` (host memory
-    that torch holds pinned, which may be more than was requested).
+    that torch holds pinned, which may exceed the requested memory).
 
     For rematbench's executor only, because a package has no actions: activation bytes at action
-    boundaries and those of the issue-order ledger (`differing_actions` of `actions` disagree; the
-    twin law requires none), and the simulated peak of the same saved tensors with the states and
-    kernels of the torch runtime, whatever the problem's stack.  `offload_bytes` and
-    `recompute_flop` are of one step.
+    boundaries, measured and from the issue-order ledger (`differing_actions` of `actions` disagree;
+    the twin law allows none), and the simulated peak of the same saved tensors with the states
+    and kernels of the torch runtime, whatever the problem's stack.  `offload_bytes` and
+    `recompute_flop` are for one step.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class RankMeasured(
 
 
 def relative(error: float, size: float) -> float:
-    """`error` / `size`; infinite where the size is zero and the error is not."""
+    """`error` / `size`; infinite if only the size is zero."""
     return error / size if size else math.inf if error else 0.0
 
 
@@ -110,9 +110,9 @@ def whole_norms(norms: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The comparison with another method on the same problem and batches.  Lossless means: bitwise
     equal, or the losses and every parameter's gradient (norm-wise) differ by at most `bound` over
-    all steps.  In bf16 (`first_only`) only the first step's gradients count: AdamW turns the
-    rounding of a small gradient into a change of its weight, so later gradients belong to other
-    weights (they are reported all the same); in fp32 too, unless updates are linear."""
+    all steps.  In bf16 (`first_only`) only the first step's gradients count, and in fp32 too,
+    unless updates are linear.  AdamW turns the rounding of a small gradient into a change of its
+    weight, so later gradients belong to different weights (they are still reported)."""
 
     against: str
     bitwise: bool
@@ -189,17 +189,17 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
     def first_errors(self, other: "Measured") -> tuple[float, float]:
         """The differences of the first loss and of the first gradient norm from another run's, as
-        fractions of the other run's values.  Later steps are left out: AdamW turns the rounding of
-        a small gradient into a change of its weight."""
+        fractions of the other run's values.  Later steps are left out, because AdamW turns the
+        rounding of a small gradient into a change of its weight."""
         pairs = ((self.losses, other.losses), (self.gradient_norms, other.gradient_norms))
         loss, norm = (relative(abs(own[0] - its[0]), abs(its[0])) for own, its in pairs)
         return loss, norm
 
 
 class MeasuredSpeed(Struct, frozen=True, kw_only=True):
-    """The speed of a run: `step_s` is the median of its timed `steps`, and the rates are of that
-    median.  MFU are fractions of the cluster's dense bf16 peak (`peak` names the peak); they are
-    None, with the reason in `no_mfu`, where the GPU of the run is not the cluster's."""
+    """The speed of a run: `step_s` is the median of its timed `steps`, and the rates follow from
+    this median.  MFU are fractions of the cluster's dense bf16 peak (`peak` names the peak); they
+    are None, with the reason in `no_mfu`, if the run used a different GPU than the cluster has."""
 
     steps: int
     step_s: float

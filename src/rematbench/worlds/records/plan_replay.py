@@ -1,4 +1,4 @@
-"""Replays a record: evaluates its problem and plan again, for stages and the timeline."""
+"""Replay a record: evaluate its problem and plan again, for stages and the timeline."""
 
 from msgspec import Struct
 
@@ -28,8 +28,8 @@ class Replay(Struct, frozen=True, kw_only=True):
 
 
 def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Replay:
-    """Evaluate a record's plan; RecordError where the record has no plan or its inputs have
-    changed.  `cluster` is the file of a cluster that config/ does not have."""
+    """Evaluate a record's plan; RecordError if the record has no plan or its inputs have changed.
+    `cluster` is the file of a cluster that config/ does not have."""
     if record.plan is None:
         raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
     problem = recorded_problem(record, cluster)
@@ -37,7 +37,7 @@ def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Repl
 
 
 def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
-    """Lower and evaluate a plan; with `timeline` at op level, with intervals."""
+    """Lower and evaluate a plan; with `timeline` at the level of operators, with intervals."""
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")

@@ -114,7 +114,7 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of a run.  Out of memory and unsupported are results too, so no record is missing.
-    Without an `engine` the run is of the simulator or of rematbench's executor."""
+    Without an `engine`, the simulator or rematbench's executor made the run."""
 
     run_id: str
     spec: RunSpec
@@ -146,8 +146,8 @@ def content_hash(value: object) -> str:
 
 
 def same_content(value: object, stored: str) -> bool:
-    """Whether a stored hash is the value's: by `content_hash`, or by all its fields, as records
-    had it that were written before defaults were left out."""
+    """Whether a stored hash belongs to the value: by `content_hash`, or by all fields of the value
+    (older records did not leave out defaults)."""
     return stored in (content_hash(value), _hash(value))
 
 
@@ -176,8 +176,8 @@ def _is_default(value: Struct, one: msgspec.structs.FieldInfo) -> bool:
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
     """The hash of the resolved plan: the fate of every site in bytes, partition, order, states and
-    transfers.  Plans that differ only in their rules' wording have equal hashes, and so do plans
-    that differ only in addresses: no executor of rematbench sets addresses."""
+    transfers.  Plans that differ only in the wording of rules have equal hashes.  So do plans that
+    differ only in addresses, because no executor of rematbench sets addresses."""
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk, layers in enumerate(chunks):
@@ -195,8 +195,8 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
 def run_spec(
     problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
 ) -> RunSpec:
-    """The spec of a run.  Where the method plans from a base other than the problem's, the base's
-    own values are parameters too."""
+    """The spec of a run.  If the method starts from another base plan than the problem's, the
+    values that differ in this base are parameters too."""
     work, usual = problem.workload, problem.base_plan
     own = {key: getattr(base or usual, key) for key in OF_A_BASE}
     own = {key: value for key, value in own.items() if value != getattr(usual, key)}
@@ -232,7 +232,7 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
 
 
 def make_record(result: Result, method: Composition, asked: Problem | None = None) -> Record:
-    """The record of a simulated run.  `asked`: the requested problem, where a package's own problem
+    """The record of a simulated run.  `asked`: the requested problem, if a package's own problem
     (worlds/packages/stack.py) was simulated in its place."""
     problem, plan, base = result.problem, result.plan, None if asked else result.base
     spec = run_spec(asked or problem, method, base=base)
@@ -264,7 +264,7 @@ def make_record(result: Result, method: Composition, asked: Problem | None = Non
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write a record atomically: no reader sees half a file."""
+    """Write a record atomically, so that no reader sees a partial file."""
     write_atomically(path, encode_record(record))
 
 
@@ -297,7 +297,8 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(paths: Iterable[Path]) -> list[tuple[str, Record]]:
-    """(problem name, record) of every record file, of a folder of all below it, in sorted order."""
+    """Yield (problem name, record) of every record file in sorted order; a folder stands for all
+    files below it."""
     files = sorted(
         file for path in paths for file in ([path] if path.is_file() else path.rglob("*.json"))
     )

@@ -1,4 +1,4 @@
-"""The features that the torch runtime does not execute, known without importing torch."""
+"""The features that the torch runtime does not execute, found without importing torch."""
 
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -45,8 +45,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refuse optimizer-in-backward where the stack's gradients and the runtime's gradient sums
-    differ in width."""
+    """Refuse optimizer-in-backward if the stack's gradients and the runtime's gradient sums differ
+    in width."""
     asked = plan.state("optimizer").update == "backward"
     width = SUM_BYTES.get(problem.workload.precision, 4)
     given = problem.system.grad_bytes

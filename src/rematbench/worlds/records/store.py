@@ -1,6 +1,6 @@
-"""The store of finished cells by key, safe against kills and against two jobs on one cell.
+"""The store of finished cells by key, safe if processes are killed or two jobs run one cell.
 
-A process writes a record to a temporary name and renames it, so a record is whole or absent.  A
+A process writes a record to a temporary name and renames it, so a record is complete or absent.  A
 process creates KEY.lease.N (O_EXCL) before it runs a cell; N counts the attempts.  The process
 touches its lease.  A lease is dead when its process is gone (seen on the same machine), its batch
 job has left the queue, or its file is untouched for STALE_S.  A dead lease is never reused: the

@@ -48,7 +48,7 @@ class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields
     system: str
 
     def problem(self) -> Problem:
-        """The problem; ConfigError where its layout breaks a rule."""
+        """The problem; ConfigError if the layout breaks a rule."""
         try:
             return make_problem(self)
         except (LayoutError, RateError) as error:
@@ -80,7 +80,7 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems and variants.  Every discovered method and every variant runs on every problem.
-    `matrix`: the table of models x lengths x clusters, where a suite has one."""
+    `matrix`: the table of models x lengths x clusters, if the suite declares it."""
 
     problems: tuple[NamedProblem, ...]
     variants: tuple[Variant, ...] = ()
@@ -111,7 +111,7 @@ def load_matrix(path: Path) -> MatrixSpec:
 
 
 def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
-    """A suite of a kind that has keys of its own; as `load_suite`."""
+    """Like `load_suite`, for a kind of suite with additional keys."""
     label = str(path)
     suite = convert(read_mapping(path, label), kind, label)
     check_names([problem.name for problem in suite.problems], suite.variants, label)
@@ -203,7 +203,7 @@ def _as_json(value: Any) -> Any:
 
 
 def record_label(record: Record) -> str:
-    """The method with those of its parameters that differ from its defaults."""
+    """The method with its non-default parameters."""
     defaults = _defaults()
     named = [
         f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"

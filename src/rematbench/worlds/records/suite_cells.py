@@ -31,8 +31,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
-    """The cells of every problem with every method and variant, in the suite's order; `only`
-    restricts them to these names or beginnings of names (PROBLEM, PROBLEM.METHOD)."""
+    """The cells of every problem with every method and variant, in the suite's order; with `only`,
+    the cells with these names or beginnings of names (PROBLEM, PROBLEM.METHOD)."""
     registry = discover(folders)
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
@@ -57,7 +57,7 @@ def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
 
 def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
     """The cell of a record, planned again with the present cluster (or its file), system and
-    constants of config/, so that numbers show what has changed there."""
+    constants of config/, so that the numbers show changes in config/."""
     spec = record.spec
     problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
     own = dict(parameters.pop("base", {}))
@@ -72,7 +72,8 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
 def planned_cell(
     name: str, problem: Problem, method: Composition, base: Plan | None = None
 ) -> Cell:
-    """The cell of a method on a problem, with a plan that lowers or the reason for none."""
+    """The cell of a method on a problem, with a plan that lowers, or the reason why there is
+    none."""
     return Cell(name, problem, method, _plan(problem, method, base), base)
 
 
@@ -111,5 +112,5 @@ def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Pl
 
 
 def is_selected(name: str, only: Sequence[str]) -> bool:
-    """Whether a cell is one of `only` (PROBLEM, PROBLEM.METHOD, a whole name), or that is empty."""
+    """Whether `only` (PROBLEM, PROBLEM.METHOD, a whole name) is empty or selects the cell."""
     return not only or any(name == word or name.startswith(f"{word}.") for word in only)

@@ -1,7 +1,7 @@
 """A campaign suite: its cells, the engine and key of each cell, and the bundles that share an
 allocation.
 
-Our executor runs a method; the package of its name runs a baseline.
+Our executor runs methods; a baseline runs in the package of the same name.
 """
 
 from collections.abc import Mapping
@@ -79,8 +79,8 @@ class Campaign:
     """A campaign suite on a center."""
 
     def __init__(self, suite: CampaignSuite, registry: Registry, cluster: str | Path = "") -> None:
-        """`cluster` (a name or file) replaces the cluster of the suite's problems.  ConfigError
-        where the problems name several clusters or the cluster has no `slurm:` section."""
+        """`cluster` (a name or file) replaces the cluster of the suite's problems.  ConfigError if
+        the problems name several clusters or the cluster has no `slurm:` section."""
         if cluster:
             changed = tuple(replace(spec, cluster=str(cluster)) for spec in suite.problems)
             suite = replace(suite, problems=changed)
@@ -111,16 +111,16 @@ class Campaign:
         )
 
     def _on_stack(self, name: str, spec: NamedProblem) -> NamedProblem:
-        """The problem with its engine's system: for a baseline the system of the baseline's name,
-        if there is one; for a method the problem's `system`."""
+        """The problem with the system of its engine: for a baseline, the system with the baseline's
+        name, if it exists; for a method, the problem's `system`."""
         system = name.replace("_", "-")
         there = (data_dir("config") / f"systems/{system}.yaml").is_file()
         return replace(spec, system=system) if there and is_baseline(self.registry, name) else spec
 
     @cached_property
     def bundles(self) -> dict[str, Bundle]:
-        """Bundles by name, METHOD.NODESxGPUS.PART.  A new method moves no cell of another method to
-        another bundle."""
+        """Bundles by name, METHOD.NODESxGPUS.PART.  A new method does not move the cells of other
+        methods between bundles."""
         groups: dict[tuple[str, int, int], list[CampaignCell]] = {}
         for cell in self.cells:
             nodes = self.center.nodes(cell.spec.gpus)
@@ -142,8 +142,8 @@ class Campaign:
         return found
 
     def _cells_per_job(self) -> int:
-        """The largest number of cells that the suite allows and the center's time limit holds.
-        ConfigError where the limit holds no cell."""
+        """The largest number of cells that the suite and the center's time limit allow.
+        ConfigError if the time limit is too short for one cell."""
         suite, limit = self.suite, self.center.slurm.minutes
         room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
         if room < 1:
@@ -155,7 +155,7 @@ class Campaign:
         return min(suite.cells_per_job, room)
 
     def bundle(self, name: str) -> Bundle:
-        """A bundle by name; ConfigError with a hint where there is none."""
+        """A bundle by name; ConfigError with a hint if there is no such bundle."""
         if name not in self.bundles:
             hint = closest(name, self.bundles)
             known = ", ".join(self.bundles)
@@ -179,14 +179,15 @@ class Campaign:
         return is_baseline(self.registry, cell.variant.method)
 
     def keeps_all(self, cell: CampaignCell, simulated: PlanEvaluation) -> bool:
-        """Whether a cell keeps all activations: keep_all's cell, or a baseline's whose simulated
-        step recomputes and offloads nothing."""
+        """Whether a cell keeps all activations: a cell of keep_all, or a cell of a baseline whose
+        simulated step recomputes and offloads nothing."""
         if not self.is_baseline(cell):
             return cell.variant.method == IDENTITY
         return not simulated.recompute_flop and not simulated.offload_bytes
 
     def engine(self, cell: CampaignCell) -> str:
-        """The name of the engine that runs a cell, without the version, which a record has."""
+        """The name of the engine that runs a cell, without its version (records have the
+        version)."""
         return cell.variant.method.replace("_", "-") if self.is_baseline(cell) else OURS
 
     def steps(self, cell: CampaignCell) -> int:
@@ -203,9 +204,9 @@ class Campaign:
         return ["execute", *words]
 
     def simulated(self, cell: CampaignCell) -> PlanEvaluation | None:
-        """The simulated step of a cell, for a baseline with the tensors that its package holds;
-        None where the method gives no plan, or one that cannot be lowered (the cell's row has
-        the reason)."""
+        """The simulated step of a cell; for a baseline, with the tensors that its package holds.
+        None if the method gives no plan or a plan that cannot be lowered (the cell's row has the
+        reason)."""
         problem, method = self.problem(cell.spec), self.method(cell)
         try:
             if self.is_baseline(cell):
@@ -233,12 +234,13 @@ class Campaign:
 
 
 def is_baseline(registry: Registry, name: str) -> bool:
-    """Whether a name in a suite is a baseline's.  Where a method has the same name, it is not."""
+    """Whether a name in a suite means a baseline; a method with the same name takes precedence."""
     return name not in registry.methods and name in baselines()
 
 
 def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Composition:
-    """A method, or else a baseline's policy; MethodError for a name that is neither."""
+    """The method with this name, otherwise the baseline's policy; MethodError for an unknown
+    name."""
     if is_baseline(registry, name):
         return policy(name, settings)
     for part in name.split("+"):
@@ -255,8 +257,8 @@ def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Com
 
 
 def baseline_digest(name: str) -> str:
-    """A digest of the code behind a baseline: its files, the files that all baselines share, what
-    these import, and the pinned packages."""
+    """A digest of the code behind a baseline: its files, the files that all baselines share, the
+    imports of these files, and the pinned packages."""
     folder, plan = data_dir("baselines"), Path(baselines()[name].origin)
     files = [folder / "run.py", *folder.glob("common/*.py"), *folder.glob(f"{name}/*.py")]
     files += plan.parent.glob("*.py")

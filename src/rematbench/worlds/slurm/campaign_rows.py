@@ -1,10 +1,10 @@
-"""A row for every cell of a campaign, finished or not: its outcome, its numbers next to the
-simulated step and peak, and whether a problem's cells train alike.
+"""A row for every cell of a campaign, finished or not: the outcome, the measured numbers next to
+the simulated step and peak, and whether the cells of a problem train alike.
 
-Weights and batches come from the problem's seed, so all engines start from the same weights: the
-first loss and gradient norm of a cell are held against those of the cell that keeps all
-activations.  Later steps depend on each engine's optimizer.  A campaign keeps no whole gradients:
-equal norms do not prove that a method is lossless, but a wrong gradient seldom has the right norm.
+Weights and batches come from the problem's seed, so all engines start from the same weights.  The
+first loss and gradient norm of a cell are compared with those of the cell that keeps all
+activations.  Later steps depend on each engine's optimizer.  A campaign stores no whole gradients.
+Equal norms do not prove that a method is lossless, but a wrong gradient rarely has the right norm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ REFERENCE_COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[Row]:
-    """A row per cell with its request and its outcome.  The status of a cell without a record is
+    """A row for each cell with its request and outcome.  The status of a cell without a record is
     `running` or `waiting`."""
     return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
@@ -59,7 +59,7 @@ def number_rows(campaign: Campaign, store: Store) -> list[Row]:
 
 
 def _row(campaign: Campaign, store: Store, cell: CampaignCell) -> tuple[Row, CellRecord | None]:
-    """The row of a cell, and the cell's record; None where the cell is running or waiting."""
+    """The row of a cell, and its record (None if the cell is running or waiting)."""
     key = campaign.key(cell)
     spec = cell.spec
     row: Row = {
@@ -99,7 +99,7 @@ def engine_of(label: str, stack: Mapping[str, str]) -> str:
 
 def columns(record: Record | None, problem: Problem, simulated: PlanEvaluation | None) -> Row:
     """The values of COLUMNS for a cell.  Seconds of a CPU do not measure performance, so the row of
-    a CPU has no step.  A cell without a record has the simulated step and peak alone."""
+    a CPU run has no step.  A cell without a record has only the simulated step and peak."""
     row: Row = dict.fromkeys(COLUMNS, "")
     found = record.measured if record else None
     if record is not None and found is not None:
@@ -123,7 +123,7 @@ def columns(record: Record | None, problem: Problem, simulated: PlanEvaluation |
 
 
 def percent(measured: float, simulated: float) -> float:
-    """The difference of a measured from a simulated value, in percent of the simulated value."""
+    """Measured minus simulated value, in percent of the simulated value."""
     return round(100 * (measured / simulated - 1.0), 3)
 
 
@@ -146,7 +146,8 @@ def _engine(record: Record) -> dict[str, str]:
 
 
 def _numbers(measured: Measured) -> Row:
-    """The columns of losses, gradient norms and bytes.  Device bytes are of the fullest rank."""
+    """The columns of losses, gradient norms and bytes.  Device bytes are those of the fullest
+    rank."""
     top = measured.fullest
     row: Row = {
         "peak_device_bytes": top.peak_bytes,
@@ -172,9 +173,9 @@ def _speed(step_s: Sequence[float], device: str, problem: Problem) -> Row:
 
 
 def reference_columns(rows: Sequence[Row], measured: Sequence[Measured | None]) -> list[Row]:
-    """The values of REFERENCE_COLUMNS for every row with its measured numbers; empty where the cell
-    is a reference, has no reference or did not run (None).  The reference keeps all activations on
-    the same problem, in our executor if it ran there, or else in any engine."""
+    """The values of REFERENCE_COLUMNS for every row with its measured numbers; empty if the cell is
+    a reference, has no reference or did not run (None).  The reference is a run of the same problem
+    that keeps all activations: the run in our executor if there is one, otherwise in any engine."""
     ran = {
         number: found
         for number, found in enumerate(measured)

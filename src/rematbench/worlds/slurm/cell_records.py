@@ -20,8 +20,8 @@ MAX_ATTEMPTS = 3
 
 class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome of a cell.  `record` is the run's record, written by the cell's processes.
-    `final` is false where another attempt is due.  `wall_s` includes imports and start-up, so no
-    table shows it."""
+    `final` is false if another attempt is due.  `wall_s` includes imports and start-up, so it is
+    not shown in tables."""
 
     key: str
     cell: CampaignCell
@@ -40,7 +40,7 @@ def encode(record: CellRecord) -> bytes:
 
 
 def decode(data: bytes) -> CellRecord:
-    """The record of stored bytes; RecordError for anything else."""
+    """The record in stored bytes; RecordError if the bytes are not a record."""
     try:
         return msgspec.json.decode(data, type=CellRecord)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -88,8 +88,8 @@ def _signal(group: int, number: int) -> None:
 
 
 def last_words(text: str) -> str:
-    """The line of an output that most probably names the error: the last that has an exception, or
-    that our command printed in place of one."""
+    """The line of an output that most probably names the error: the last line with an exception, or
+    with an error that our command printed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [
         line

@@ -71,7 +71,7 @@ class Runner:
         self.device = ["--device", "cuda"] if on_gpus else []  # else a cell may take CPUs for hours
 
     def run(self) -> list[CellRecord] | None:
-        """Run the unfinished cells and return all records of the bundle.  None where cells are
+        """Run the unfinished cells and return all records of the bundle.  None if cells are
         unfinished because the job was ended."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
@@ -94,7 +94,7 @@ class Runner:
         self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
 
     def _run(self, cell: CampaignCell, lease: Lease) -> None:
-        """Attempt a cell and commit its record, or release the lease where too little of the
+        """Attempt a cell and commit its record, or release the lease if too little of the
         allocation's time is left."""
         if self.ends - time.monotonic() < 2 * MARGIN_S:
             self.stop = "the allocation's time is over"

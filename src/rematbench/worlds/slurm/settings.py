@@ -16,8 +16,9 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Partition, account and limits of a center; no setting changes a result.
 
     `gres`: the GPU resource without its count (`gpu`, `gpu:h800`); empty on CPU-only clusters.
-    `nodes`: the largest number of nodes of one job.  `mem_mb_per_node` and `cpus_per_node`: 0 for
-    the center's default.  `cpu_partition`: for jobs without GPUs, where these do not run locally.
+    `nodes`: the maximum number of nodes of one job.  `mem_mb_per_node` and `cpus_per_node`: 0 for
+    the center's default.  `cpu_partition`: the partition for jobs without GPUs, unless they run
+    locally.
     `setup`: shell lines that run first on the first node (module load, activate).  `environment`:
     variables exported to every process.  `source`: where the numbers come from.
     """
@@ -51,7 +52,7 @@ class Center(Struct, frozen=True, kw_only=True):
     slurm: SlurmSettings
 
     def nodes(self, gpus: int) -> int:
-        """The number of nodes that hold `gpus` ranks, as many on each node; ConfigError where the
+        """The number of nodes for `gpus` ranks, with equally many on each node; ConfigError if the
         ranks do not fill the nodes."""
         per_node = min(gpus, self.cluster.gpus_per_node)
         if gpus % per_node:
@@ -61,8 +62,8 @@ class Center(Struct, frozen=True, kw_only=True):
 
 
 def load_center(name_or_path: str | Path) -> Center:
-    """The center of a cluster file, by name or path; ConfigError where the file has no `slurm:`
-    section or an invalid one."""
+    """The center of a cluster file, by name or path; ConfigError if the `slurm:` section is missing
+    or invalid."""
     path = located("cluster", name_or_path)
     label = str(name_or_path)
     data: Any = read_mapping(path, label).get("slurm")

@@ -1,10 +1,11 @@
-"""Queries to Slurm: whether a job is alive, the jobs of an earlier run, and those of Snakemake.
+"""Queries to Slurm: whether a job is alive, the jobs of an earlier run, and Snakemake's own
+queries.
 
 `wrap_executor` fixes two faults of snakemake-executor-plugin-slurm 2.8.0.  When every status query
-of a round fails (the Slurm controller is away), `check_active_jobs` yields no job; its caller takes
-that for the end of all jobs, and Snakemake waits for ever for jobs that nothing watches.  And after
-a round in which no job ended, the executor waits 10 s longer before the next round, up to 180 s,
-whatever the profile says: it notices the end of a job of 46 s after 80 s.
+of a round fails (the Slurm controller does not answer), `check_active_jobs` yields no job.  Its
+caller then treats all jobs as ended, and Snakemake waits forever for unwatched jobs.  Also, after a
+round in which no job ended, the executor waits 10 s longer before the next round, up to 180 s,
+regardless of the profile.  So it notices the end of a 46 s job after 80 s.
 """
 
 import contextlib
@@ -34,12 +35,12 @@ class Unreachable(RuntimeError):
 
 
 class Silent(Unreachable):
-    """Slurm did not answer for as long as the run waits."""
+    """Slurm did not answer within the time that the run waits."""
 
 
 def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
-    """Output lines of a Slurm command; None where the command is not installed.  Unreachable, with
-    the last line of its error, where it fails or takes more than `limit_s` seconds."""
+    """Output lines of a Slurm command; None if the command is not installed.  Unreachable, with the
+    last line of the error, if the command fails or takes more than `limit_s` seconds."""
     if shutil.which(words[0]) is None:
         return None
     try:
@@ -52,7 +53,7 @@ def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
 
 
 def job_alive(job_id: str) -> bool | None:
-    """Whether a job has, or may have, processes; None without an answer of Slurm."""
+    """Whether a job has, or may have, processes; None if Slurm does not answer."""
     try:
         lines = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%T")
     except Unreachable as error:
@@ -85,7 +86,7 @@ def settle_jobs(
     """Cancel the pending jobs of an earlier run in `folder`; cancel its running jobs (`cancel`) or
     wait for their end.  Return when no job is left.
 
-    Silent where Slurm does not answer for `patience_s` seconds.
+    Silent if Slurm does not answer for `patience_s` seconds.
     """
     told: set[str] = set()
     while jobs := _queued(folder, patience_s, say):
@@ -123,7 +124,7 @@ def _queued(folder: Path, patience_s: float, say: Callable[[str], None]) -> list
 def wrap_executor(longest_s: float, executor: Any = None) -> bool:
     """Wrap an executor class once (None: the loaded plugin's), so that it keeps its jobs while
     Slurm does not answer, and waits at most `longest_s` seconds between two rounds of status
-    queries.  False where there is no class to wrap."""
+    queries.  False if there is no class to wrap."""
     module = sys.modules.get(PLUGIN)
     found = executor or getattr(module, "Executor", None)
     if found is None or not hasattr(found, "check_active_jobs"):
@@ -133,7 +134,7 @@ def wrap_executor(longest_s: float, executor: Any = None) -> bool:
     ask = found.check_active_jobs
 
     async def check_active_jobs(self: Any, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
-        """The jobs that the plugin yields; every active job where no query was answered."""
+        """The jobs that the plugin yields; every active job if no query was answered."""
         # The first rounds may run before the executor has its query counter.  An exception here
         # would end this thread silently, and Snakemake would wait for ever.
         answered = getattr(self, "_status_query_calls", 0)

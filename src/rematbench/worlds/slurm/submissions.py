@@ -28,8 +28,8 @@ STARTUP_S = 60.0
 
 def executed_resources(center: Center, bundle: Bundle) -> Resources:
     """The resources of a bundle of executed cells: one task per node, where torchrun starts the
-    ranks.  `mpi` keeps the executor from wrapping the command in its own srun, so that our srun
-    can reach every node."""
+    ranks.  `mpi` prevents the executor from wrapping the command in its own srun, so our srun can
+    reach every node."""
     slurm = center.slurm
     several = bundle.nodes > 1
     return _common(center) | {
@@ -62,8 +62,8 @@ def _common(center: Center) -> Resources:
 
 
 def refuse(campaign: Campaign, store: Store, *, max_gpu_hours: float = 0.0) -> None:
-    """CommandError where a bundle with an unfinished cell needs more nodes than the center allows,
-    or all such bundles together exceed `max_gpu_hours` predicted GPU-hours (0: no limit)."""
+    """CommandError if a bundle with an unfinished cell needs more nodes than the center allows, or
+    all such bundles together exceed `max_gpu_hours` predicted GPU-hours (0: no limit)."""
     center, hours = campaign.center, {}
     for name, bundle in campaign.bundles.items():
         cells = [cell for cell in bundle.cells if store.finished(campaign.key(cell)) is None]

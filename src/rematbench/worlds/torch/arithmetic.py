@@ -4,9 +4,9 @@ Tensors are rows x columns. A backward gets everything that it needs as an argum
 their statistics, activation functions their derivative. Statistics of bf16 tensors are computed in
 fp32.
 
-On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which hold no memory
-besides their result. A CPU has no such kernels; there the operators are written out. Traces (meta
-tensors) stand for GPUs.
+On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which need no memory
+beyond their result. A CPU has no such kernels, so the operators are written out there. Traces (meta
+tensors) behave like GPUs.
 """
 
 import torch

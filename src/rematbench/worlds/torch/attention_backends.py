@@ -7,7 +7,7 @@
 | efficient (cuda) | _scaled_dot_product_efficient_attention | fp32; head_dim % 4 = 0 | fp32 |
 | exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
-Traced (meta) tensors take the CPU's row.
+Traced (meta) tensors use the row of the CPU.
 
 Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
 so that its bytes are rows x heads as in the operator table; the lse of the other backends is
@@ -153,7 +153,7 @@ def _efficient_backward(
 
 
 def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
-    """For each query slice its blocks: the whole prefix, then the causal diagonal. `slices` are the
+    """The blocks of each query slice: the whole prefix, then the causal diagonal. `slices` are the
     positions (in slices) of a rank's rows, in order."""
     size = rows // len(slices)
     found: list[list[Block]] = []

@@ -49,8 +49,8 @@ def make_batch(
 
 
 def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
-    """Which of a sequence's 2 x cp slices a rank holds. One is from the head and one from the tail,
-    so that causal work is balanced; without context parallelism the rank holds the whole
+    """The slices of a sequence, of 2 x cp, that a rank holds: one slice from the head and one from
+    the tail, so that causal work is balanced. Without context parallelism the rank holds the whole
     sequence."""
     if layout.cp == 1:
         return (0,)  # under Ulysses attention sees whole sequences
@@ -68,8 +68,9 @@ def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
 
 
 def loss_scale(counted: int) -> float:
-    """The derivative of the mean loss by the loss of one label. A batch in which no label counts
-    has no mean (torch's cross_entropy gives NaN): NotFinite, so that the case ends as `nan`."""
+    """The derivative of the mean loss with respect to the loss of one label. NotFinite for a batch
+    in which no label counts: it has no mean (torch's cross_entropy gives NaN), and the case ends as
+    `nan`."""
     if counted == 0:
         raise NotFinite("no label of the batch counts, so its mean loss is 0 / 0")
     return 1.0 / counted
@@ -93,7 +94,7 @@ def micro_batches(
 
 def standard_library(limit_bytes: int) -> tuple[Tensor, str]:
     """Bytes of the standard library's top-level modules in order of name, and a hash of the text.
-    There are `limit_bytes` bytes at most."""
+    At most `limit_bytes` bytes are read."""
     folder = Path(sysconfig.get_path("stdlib"))
     found = bytearray()
     for path in sorted(folder.glob("*.py")):

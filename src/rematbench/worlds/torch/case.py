@@ -36,7 +36,7 @@ class NotFinite(ArithmeticError):
 
 
 def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]:
-    """The status and the reason of an error; an executor's error is judged by its cause."""
+    """The status and the reason of an error; an executor's error is classified by its cause."""
     cause = error.__cause__ or error
     full = any(words in str(cause) for words in OUT_OF_MEMORY_TEXTS)
     reason = f"{type(error).__name__}: {error}"
@@ -51,14 +51,15 @@ class Case:
 
     `program` replaces the plan's own lowering if given; `ignored` is the share of labels that do
     not count; `measure` tracks bytes after every action; `shards` records gradient norms,
-    `gradients` also keeps the gradients. With `text_bytes` the batches are that many bytes of the
-    standard library's sources in place of random tokens. `streams` makes the streams of a rank, in
-    place of the device's (bytes are then not tracked).
+    `gradients` also keeps the gradients. With `text_bytes`, batches come from that many bytes of
+    the standard library's sources, not from random tokens. `streams` makes the streams of a rank,
+    in place of the device's (bytes are then not tracked).
 
-    On CUDA `timed_steps` further steps follow, for their seconds alone, and `deterministic` asks
-    torch for kernels that give the same bits every time. `activation_bytes` are the activations of
-    all processes at once, by the ledger: a case is not started on a host without memory for them.
-    `device_weights`: the device draws the weights, whose bits are then those of its kind.
+    On CUDA `timed_steps` further steps follow, of which only the seconds are recorded, and
+    `deterministic` makes torch use kernels with bitwise reproducible results. `activation_bytes`
+    are the activations of all processes together, from the ledger; a host with less memory does not
+    start the case. `device_weights`: the device draws the weights, whose bits then depend on the
+    kind of device.
     """
 
     name: str
@@ -100,10 +101,10 @@ class GradientShard:
 class RankResult:
     """The numbers of one process.
 
-    `bytes_after` are of the first step's actions; sums and peaks are over all steps. `peak_bytes`
-    also counts memory inside operators (without states). `allocated_bytes`, `reserved_bytes` and
-    `pinned_bytes` (the host pool) come from CUDA and are 0 on a CPU; `step_s`, the seconds of the
-    timed steps, is empty there.
+    `bytes_after` are the live bytes after each action of the first step; sums and peaks are over
+    all steps. `peak_bytes` also counts memory inside operators (without states). `allocated_bytes`,
+    `reserved_bytes` and `pinned_bytes` (the host pool) come from CUDA and are 0 on a CPU; `step_s`,
+    the seconds of the timed steps, is empty there.
     """
 
     place: Coordinates
@@ -164,7 +165,8 @@ def has_state_shards(layout: Layout) -> bool:
 
 
 def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankResult]]:
-    """The ranks that together hold a parameter once: per tensor-parallel rank its shards."""
+    """The ranks that together hold one copy of a parameter: the shards of each tensor-parallel
+    rank."""
     having = [r for r in ranks if name in r.gradients[0]]
     stage = min(r.place.pp for r in having)
     having = [r for r in having if r.place.pp == stage]

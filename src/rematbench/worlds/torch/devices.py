@@ -11,17 +11,17 @@ from rematbench.host.memory import cpu_set
 
 
 def gpu_count() -> int:
-    """How many GPUs torch can use here."""
+    """The number of GPUs that torch can use on this machine."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def prepare(kind: str) -> None:
-    """Set what CUDA or oneDNN reads when a process first uses it.
+    """Set the environment that CUDA or oneDNN reads when a process first uses it.
 
-    CUDA: the most hardware queues, because streams that share a queue wait for each other, and a
-    kernel that waits for a peer must hold up no stream; and cuBLAS workspaces of one size per
-    stream, because cuBLAS is not deterministic otherwise. CPU: no AMX, because the rounding of
-    AMX's bf16 products depends on the number of rows, by more than the gradient law allows a plan
+    CUDA gets the maximum number of hardware queues: streams that share a queue wait for each other,
+    and a kernel that waits for a peer must not block other streams. cuBLAS gets workspaces of one
+    size per stream, because it is not deterministic otherwise. On a CPU AMX is off: the rounding of
+    AMX's bf16 products depends on the number of rows, by more than the bound on gradients of a plan
     that splits rows.
     """
     if kind == "cpu":
@@ -36,7 +36,7 @@ SEGMENTS_KEY = "expandable_segments"
 
 
 def allocator_settings() -> str:
-    """The present settings of torch's allocators, from the environment or a call. Empty where torch
+    """The present settings of torch's allocators, from the environment or a call. Empty if torch
     does not report the settings."""
     try:
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
@@ -46,10 +46,10 @@ def allocator_settings() -> str:
 
 
 def pin_requested_size() -> None:
-    """Make torch pin large blocks in the size asked for, where torch can.
+    """Make torch pin large blocks of the requested size, if torch supports this.
 
-    Otherwise torch pins the next power of two, up to twice what is offloaded. torch unpins such a
-    block when it is freed, so only a pool that keeps its blocks gains.
+    Otherwise torch pins the next power of two, up to twice the offloaded bytes. torch unpins such a
+    block when it is freed, so only a pool that keeps its blocks benefits.
     """
     settings = allocator_settings()
     if PINNED_CACHE_KEY not in settings:
@@ -58,8 +58,8 @@ def pin_requested_size() -> None:
 
 
 def set_expandable_segments(*, expandable: bool) -> None:
-    """Let segments of torch's allocator grow, or not, as the stack says; RuntimeError where torch
-    cannot.  What is allocated stays where it is."""
+    """Turn growing segments of torch's allocator on or off, as in the stack; RuntimeError if torch
+    does not support this.  Existing allocations stay in place."""
     settings = [word for word in allocator_settings().split(",") if word]
     others = [word for word in settings if not word.startswith(SEGMENTS_KEY)]
     if not expandable and others == settings:
@@ -77,8 +77,8 @@ def set_expandable_segments(*, expandable: bool) -> None:
 
 
 def _set(settings: str, word: str) -> bool:
-    """Add a setting of torch's allocators to those given, because a call resets all settings that
-    it does not name; whether torch has the call."""
+    """Add a setting of torch's allocators to the given settings, because a call resets all
+    settings that it does not name.  Return whether torch has the call."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if setting is None:
         return False
@@ -87,7 +87,7 @@ def _set(settings: str, word: str) -> bool:
 
 
 def release_pinned() -> None:
-    """Return unused pinned memory to the host, where torch can."""
+    """Return unused pinned memory to the host, if torch supports this."""
     own = getattr(torch._C, "_host_emptyCache", None)  # before 2.12
     give_back = getattr(torch.accelerator, "empty_host_cache", own)
     if give_back is not None:
@@ -95,15 +95,15 @@ def release_pinned() -> None:
 
 
 def pinned_peak() -> int:
-    """Peak bytes of pinned memory since the last reset, as torch takes blocks from CUDA. 0 where
-    torch does not report them."""
+    """Peak bytes of pinned memory since the last reset, as torch takes blocks from CUDA. 0 if torch
+    does not report this peak."""
     stats = getattr(torch.cuda, "host_memory_stats", None)
     return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
-    """Let torch's allocator reserve at most `nbytes` on a GPU, so that a job for a smaller device
-    runs out of memory here where it does there."""
+    """Let torch's allocator reserve at most `nbytes` on a GPU, so that a job runs out of memory as
+    it would on a smaller device."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
@@ -124,7 +124,7 @@ def prepared_device(kind: str, rank: int) -> torch.device:
 
 def choose_device(kind: str, rank: int) -> torch.device:
     """The CPU, or the GPU of a rank on its host, with the process bound near that GPU. A launcher
-    may show each of its processes one GPU only, so ranks wrap around the visible GPUs."""
+    may make only one GPU visible to each process, so ranks wrap around the visible GPUs."""
     if kind == "cpu":
         return torch.device("cpu")
     require_gpus(kind, 1)
@@ -135,7 +135,7 @@ def choose_device(kind: str, rank: int) -> torch.device:
 
 
 def smi_name() -> str:
-    """The current GPU as nvidia-smi names it: by its UUID, or by its number where torch does not
+    """The current GPU as nvidia-smi names it: by its UUID, or by its number if torch does not
     report the UUID."""
     number = torch.cuda.current_device()
     found = getattr(torch.cuda.get_device_properties(number), "uuid", None)
@@ -143,15 +143,16 @@ def smi_name() -> str:
 
 
 def require_gpus(kind: str, ranks: int) -> None:
-    """RuntimeError where more ranks than GPUs see the same GPUs: NCCL lets no two share one."""
+    """RuntimeError if more ranks than GPUs see the same GPUs, because in NCCL two ranks cannot
+    share a GPU."""
     if kind != "cpu" and ranks > torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise RuntimeError(f"{ranks} ranks need a GPU each, and this host has {found}")
 
 
 def bind_to_numa_node(device: torch.device, system: Path = Path("/sys")) -> int:
-    """Bind this process to the CPUs of its GPU's NUMA node, of those that it may use. The result is
-    the number of the node, or -1 where the kernel (its `system` files) does not say."""
+    """Bind this process to the allowed CPUs of its GPU's NUMA node. Return the number of the node,
+    or -1 if the kernel (its `system` files) does not report the node."""
     found = torch.cuda.get_device_properties(device)
     place: list[Any] = [
         getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")

@@ -1,15 +1,15 @@
 """Dispatch modes of torch: the base class, the byte tracker, and fast meta tensors.
 
-The tracker counts the live bytes of storages from their creation until torch frees them. It knows
-no plan and no action: it sees the outputs of every torch operator and holds each new storage by a
-weak reference, whose callback subtracts the storage's bytes.
+The tracker counts the live bytes of storages from their creation until torch frees them. It does
+not depend on plans or actions. It sees the outputs of every torch operator and holds a weak
+reference to each new storage; the callback of the reference subtracts the storage's bytes.
 
 A meta tensor is a fake tensor without a subclass: sizes, strides, dtype, and a storage that has a
 size and an identity but no memory. Torch derives most outputs in Python, at 50 to 300 us an
 operator, and a step repeats a few hundred distinct calls thousands of times. Outputs depend on
 shapes only, so MetaMode runs each distinct call once and makes the outputs of equal calls directly.
-It remembers only operators that return new storages and write none of their inputs; views and
-in-place operators always run.
+It caches only operators that return new storages and do not write their inputs; views and in-place
+operators always run.
 """
 
 import weakref
@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_iter
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The base class of the dispatch modes here. A plain TorchDispatchMode imports `torch._dynamo`
-    at its first operator, to exempt the mode from a compiler that nothing calls; the import takes
-    two CPU seconds of every rank."""
+    at its first operator, to exempt the mode from a compiler that is never called. The import costs
+    two CPU seconds per rank."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Override torch's hook for that exemption (`torch.utils._python_dispatch`)."""
+        """Override torch's hook for this exemption (`torch.utils._python_dispatch`)."""
         return False
 
 
@@ -39,8 +39,8 @@ class Tracker(DispatchMode):
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), allocated before
     or inside; `on_host`: storages of the host pool, which count as host bytes. With a GPU as the
-    device, storages on the CPU are host bytes. Of a pool that keeps its blocks only the bytes in
-    use count (`count_host_bytes`).
+    device, storages on the CPU are host bytes. If a pool keeps its blocks, only the bytes in use
+    count (`count_host_bytes`).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -138,12 +138,12 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def form(tensor: Tensor) -> Form:
-    """The facts of a tensor that decide an operator's outputs."""
+    """The properties of a tensor that determine an operator's outputs."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def returns_new_storages(operator: Any) -> bool:
-    """Whether an operator is one of torch's that returns new storages and writes no input."""
+    """Whether an operator belongs to torch, returns new storages and writes no input."""
     if operator.namespace != "aten":  # collectives answer with handles, not tensors
         return False
     schema = operator._schema
@@ -184,7 +184,7 @@ class MetaMode(DispatchMode):
 
 
 def _plain(item: Any) -> bool:
-    """Whether an item is a meta tensor that fills its storage: then its form suffices."""
+    """Whether an item is a meta tensor that fills its storage, so that its form suffices."""
     if not isinstance(item, Tensor) or item.device.type != "meta":
         return False
     return item.untyped_storage().nbytes() == item.numel() * item.element_size()

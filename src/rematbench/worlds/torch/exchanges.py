@@ -2,7 +2,7 @@
 
 Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509) moves a tensor between two orders by all-to-all. In
 the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim). In
-the order of heads it has all rows with its part of the heads: (ranks rows) x (heads of a rank
+the order of heads a rank has all rows with its part of the heads: (ranks rows) x (heads of a rank
 head_dim), the rows of rank 0 first. So a rank's row stands for the same row of every peer, and
 shares of rows mean the same in both orders. With fewer KV heads than ranks, each head goes to
 several ranks, and the gradients of its copies are summed.
@@ -63,8 +63,8 @@ class Exchanges:
         return self.groups.by_name[action.comm.group]
 
     def _output_pool(self, *, stays: bool) -> AbstractContextManager[object]:
-        """The context in which to allocate a collective's output. It is the memory pool of storages
-        where the output stays, else the stream's own pool, for a tensor that is dropped once the
+        """The context in which to allocate a collective's output: the memory pool of storages if
+        the output stays, otherwise the stream's own pool, for a tensor that is dropped once the
         collective is issued."""
         return self.streams.storage_pool() if stays else nullcontext()
 
@@ -217,7 +217,7 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Sum the gradients of norms over the group (of all norms, or of one unit's). Norms are
+        """Sum the gradients of all norms, or of one unit's norms, over the group. Norms are
         replicated, and each rank has the gradient of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
@@ -281,7 +281,7 @@ def used_channels(program: Program, layout: Layout) -> set[Channel]:
 
 
 def reordered_channel(program: Program, layout: Layout) -> str:
-    """The first channel whose messages are received in another order than they are sent. A
+    """The first channel whose messages are received in a different order than they are sent. A
     transport without tags (NCCL) would mix such messages up. Empty if there is no such channel."""
     sent: dict[Channel, list[int]] = {}
     received: dict[Channel, list[int]] = {}
@@ -295,7 +295,7 @@ def reordered_channel(program: Program, layout: Layout) -> str:
 
 
 class Messages:
-    """Sends and receives of one rank; the event of an action holds its messages under way."""
+    """Sends and receives of one rank; the event of an action holds its messages in flight."""
 
     def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
@@ -311,7 +311,7 @@ class Messages:
             self.arrival = torch.empty_like(self.tied.grad_flat)
 
     def states(self) -> list[Tensor]:
-        """The storages here that are not activations."""
+        """The storages of this object that are not activations."""
         return [] if self.arrival is None else [self.arrival]
 
     def attach(self, mark: Mark) -> None:
@@ -349,9 +349,9 @@ class Messages:
         self._begin(message, work)
 
     def _post(self, data: Tensor, message: Message) -> None:
-        """Send a copy on gloo. Gloo's send ends when the receiver is ready and holds the host until
-        then, where a GPU's host would go on issuing. The copy is transport memory, outside the
-        ledger; the action's event is complete at once."""
+        """Send a copy on gloo. Gloo's send blocks the host until the receiver is ready, whereas a
+        GPU's host would continue to issue. The copy is transport memory, outside the ledger; the
+        action's event is complete at once."""
         with _disable_current_modes():
             copy = data.clone()
         self.posted.append((self._send(copy, message), copy))

@@ -100,7 +100,8 @@ class Executor:
     # -- walk -------------------------------------------------------------------------------------
 
     def run_step(self) -> float:
-        """One optimizer step over the model's micro-batches; this rank's part of the loss."""
+        """Run one optimizer step over the model's micro-batches; return this rank's part of the
+        loss."""
         self.issue_step()
         return float(self.loss)
 
@@ -163,8 +164,8 @@ class Executor:
         return Span(micro_batch, chunk, first, count)
 
     def _record(self, name: str, action: Action, span: Span) -> None:
-        """Record an event of an action. The event of a SEND or RECV also holds the message, that of
-        an update on the host its thread."""
+        """Record an event of an action. The event of a SEND or RECV also holds the message; the
+        event of an update on the host also holds the update's thread."""
         mark = self.streams.mark(action.stream)
         if action.kind in (Kind.SEND, Kind.RECV):
             self.messages.attach(mark)
@@ -176,7 +177,7 @@ class Executor:
             self.events[name, span.micro_batch, span.chunk] = mark
 
     def wait(self, action: Action, span: Span) -> None:
-        """Hold the action's stream until an event."""
+        """Block the action's stream until an event."""
         mark = self.local.get(action.wait) or self.events.get(
             (action.wait, span.micro_batch, span.chunk)
         )
@@ -247,9 +248,9 @@ class Executor:
         return self._call(action, span, operands)._replace(grads=grads, grads_are_views=views)
 
     def backward_input(self, action: Action, span: Span) -> None:
-        """Compute input gradients: new storages, or sums into gradients that exist.  Of qkv the
-        gradients of the outputs change in their storages (RoPE is undone there), so weight
-        gradients of the same rows follow, and no row comes twice."""
+        """Compute input gradients: new storages, or sums into gradients that exist.  For qkv, the
+        gradients of the outputs change in place (RoPE is undone), so weight gradients of the same
+        rows must follow, and each row must come only once."""
         found = self.names.of(action, span.chunk)
         made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
         adding = iter(found.adding)

@@ -2,12 +2,12 @@
 
 The ranks of a Ulysses group are neighbours along dp; they use the dimension cp.
 
-A channel is a communicator of two stages that carries one direction of one of the two rings
-(forward: to the next stage, backward: to the one before) one way only. NCCL runs a communicator's
-messages in the order of issue. So a send behind a receive that waits for the peer's send would wait
-for ever, as between two stages with interleaved chunks, or two ends that exchange the gradient of a
-shared embedding. The default group has no device, so that torch opens each communicator at its
-first use or in `connect`.
+A channel is a communicator of two stages that carries messages in one direction of one of the two
+rings (forward: to the next stage, backward: to the previous stage). NCCL runs a communicator's
+messages in the order of issue. So with a shared communicator, a send could wait forever behind a
+receive that waits for the peer's send: for example between two stages with interleaved chunks, or
+between two ends that exchange the gradient of a shared embedding. The default group has no device,
+so that torch opens each communicator at its first use or in `connect`.
 """
 
 import time
@@ -35,7 +35,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(rank: int, layout: Layout, order: tuple[str, ...]) -> Coordinates:
-    """The place of a rank when the first dimension of `order` varies fastest."""
+    """The coordinates of a rank; the first dimension of `order` varies fastest."""
     sizes = degrees(layout)
     place: dict[str, int] = {}
     for name in order:
@@ -119,7 +119,7 @@ class Group(NamedTuple):
 
 
 def is_gloo(handle: dist.ProcessGroup | None) -> bool:
-    """Whether a communicator is gloo's, whose threads hold tensors after a call returns."""
+    """Whether a communicator uses gloo, whose threads hold tensors after a call returns."""
     return dist.get_backend(handle) == "gloo"
 
 
@@ -147,7 +147,7 @@ STEP = {"f": 1, "b": -1}
 
 
 class Channel(NamedTuple):
-    """The way of one direction's messages from one stage of a pipeline to another."""
+    """The channel for messages in one direction from one stage of a pipeline to another."""
 
     direction: str
     sender: int
@@ -155,8 +155,8 @@ class Channel(NamedTuple):
 
 
 def channels(stages: int) -> list[Channel]:
-    """Every channel of a pipeline: both rings with their closing links. Interleaved chunks use the
-    closing links, and so do the ends for a shared embedding."""
+    """Every channel of a pipeline: both rings with their closing links. Interleaved chunks and a
+    shared embedding use the closing links."""
     return [
         Channel(direction, stage, (stage + step) % stages)
         for direction, step in STEP.items()
@@ -167,8 +167,8 @@ def channels(stages: int) -> list[Channel]:
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
     """A communicator of these ranks. NCCL's communicator gets a stream of torch's high-priority
-    pool. Each pool hands out 32 streams in turn, so a stream of the other pool would in time be a
-    stream of the executor, and a message would hold up the executor."""
+    pool. Each pool hands out 32 streams in turn, so a stream of the normal pool could also be a
+    stream of the executor, which a message would then block."""
     options = None
     if dist.get_backend() == "nccl":
         options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # not on every build
@@ -212,8 +212,8 @@ class Groups:
     def connect(self, device: torch.device, used: Container[Channel]) -> None:
         """Open the communicators of the groups and of the used channels, on all ranks in one order.
 
-        NCCL opens a communicator at its first use and holds the host until the peers do the same,
-        which must not happen inside a step. Each communicator costs memory, so an unused channel
+        NCCL opens a communicator at its first use and blocks the host until the peers do the same.
+        This must not happen inside a step. Each communicator costs memory, so an unused channel
         stays closed.
         """
         token = torch.zeros(1, device=device)

@@ -41,17 +41,17 @@ from rematbench.worlds.torch.streams import Mark, Streams
 
 
 class PendingUpdate(NamedTuple):
-    """An update under way, for readers of the weights to wait on."""
+    """An update in progress, which readers of the weights wait for."""
 
     future: Future[None]
 
     def wait(self) -> None:
-        """Hold the calling thread until the update is done; raise the update's error."""
+        """Block the calling thread until the update is done; raise the update's error."""
         self.future.result()
 
 
 class HostUpdates:
-    """Runs updates one by one on one thread, each once the events before it are complete."""
+    """Runs updates one by one on one thread; each update waits for the events before it."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -127,7 +127,8 @@ class Movers:
         self.offload_bytes = 0
 
     def alloc(self, action: Action, span: Span) -> None:
-        """Allocate a tensor that is written, or a gradient that is summed, piece by piece."""
+        """Allocate a tensor that is written piece by piece, or a gradient that is summed piece by
+        piece."""
         if action.op == "gradients":
             self._alloc_gradients(action, span)
             return

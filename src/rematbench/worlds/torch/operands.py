@@ -1,7 +1,7 @@
 """The operands of an operator on a rank: names of storages, and the tensors of one call.
 
-Every micro-batch and step has the same names. So the names are worked out once for each action of a
-chunk; afterwards the host only looks storages up and issues kernels.
+Every micro-batch and step has the same names. So the names are computed once for each action of a
+chunk; afterwards the host only looks up storages and issues kernels.
 """
 
 from collections.abc import Container
@@ -33,8 +33,8 @@ class Operands(NamedTuple):
 
     `places`: output -> (storage, whether the storage is new). For a backward: `incoming` are the
     gradients of the outputs, `fresh` the new storages of gradients by input, `part` the storage of
-    a gradient that is still to be summed over ranks, `adding` the gradients to add the other
-    gradients to, in order.
+    a gradient that is still to be summed over ranks, `adding` the gradients into which the other
+    gradients are added, in order.
     """
 
     unit: Unit
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
 
 
 class Names:
-    """The operands by action and chunk, each worked out once."""
+    """The operands by action and chunk, each computed once."""
 
     def __init__(self, model: RankModel) -> None:
         self.model = model
@@ -126,9 +126,9 @@ Tensors = dict[str, Tensor]
 
 
 class Call(NamedTuple):
-    """One call of an operator. It has a span, the tensors by activation name, the gradients of the
-    outputs in order, and the names of the wanted outputs. `grads_are_views`: of their storages, so
-    that what is written into them lasts."""
+    """One call of an operator. A call has a span, the tensors by activation name, the gradients of
+    the outputs in order, and the names of the wanted outputs. `grads_are_views`: whether the
+    gradients are views of their storages, so that writes into them persist."""
 
     model: RankModel
     unit: Unit

@@ -55,8 +55,8 @@ def _columns(call: Call, x: Tensor) -> Tensor:
 
 def slice_order(call: Call) -> list[int]:
     """For each slice of a sequence, its index among the slices that the ranks hold one after
-    another. The indices are numbers for views: an index tensor would be a blocking copy to a GPU in
-    every call."""
+    another. The indices are Python numbers for views, because an index tensor would need a blocking
+    copy to a GPU in every call."""
     cp = call.model.problem.layout.cp
     ends = [(r, 2 * cp - 1 - r) for r in range(cp)]
     at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
@@ -223,7 +223,7 @@ def _column(call: Call) -> Tensors:
 
 
 def _rotated(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """x after RoPE where the operator rotates `name`: RoPE is a part of the qkv operator."""
+    """x after RoPE if the operator rotates `name` (RoPE is a part of the qkv operator)."""
     model = call.model
     if name not in ("q", "k") or model.kind.position != "rope":
         return x
@@ -236,8 +236,8 @@ def _column_gradients(call: Call) -> Iterator[tuple[str, Tensor]]:
 
 
 def _column_backward(call: Call) -> Tensors:
-    """Where RoPE has turned an output, its gradient is turned back in its storage, which the
-    weight's gradient reads next."""
+    """Return the input gradient. If RoPE has rotated an output, the rotation of its gradient is
+    undone in place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
     for name, turned in _column_gradients(call):
         grad = _rotated(call, name, turned, inverse=True)

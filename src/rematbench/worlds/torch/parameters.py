@@ -1,7 +1,7 @@
 """Weights from one seed, the same for every layout; gradient buffers; AdamW, sharded by ZeRO-1.
 
-Each parameter is drawn whole in float64 by a generator of its own (from seed and name), and the
-rank keeps its shard. Storages are flat and padded to a multiple of the state shards, so that a ZeRO
+Each parameter is drawn whole in float64 by its own generator (from seed and name), and the rank
+keeps its shard. Storages are flat and padded to a multiple of the state shards, so that a ZeRO
 shard is a contiguous range of every parameter.
 
 A draw cannot be split: a generator takes 20 ns an element, 19 CPU seconds for 0.9 billion
@@ -34,7 +34,7 @@ PIECE = 1 << 22
 class ParameterSpec(NamedTuple):
     """A whole parameter. `split` is the dimension that tensor parallelism splits (None:
     replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding), `norm`
-    whether a norm has it, `mean` the mean of its first values."""
+    whether the parameter belongs to a norm, `mean` the mean of its initial values."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, Pa
 def specs_by_name(
     model: Model, places: Iterable[tuple[Part, int]], vocab: int
 ) -> dict[str, ParameterSpec]:
-    """The parameters of (part, layer) places, each once, in the order in which they are made."""
+    """The parameters of (part, layer) pairs, each once, in the order of creation."""
     found: dict[str, ParameterSpec] = {}
     for part, layer in places:
         for spec in unit_specs(model, part, layer, vocab).values():
@@ -129,8 +129,8 @@ def square_sum(values: Tensor) -> float:
 
 
 def full_weight(spec: ParameterSpec, seed: int, device: str | torch.device = "cpu") -> Tensor:
-    """The whole parameter in float64, from a generator of its own, so that no layout changes it.
-    Each kind of device has its own bits."""
+    """The whole parameter in float64, from its own generator, so that it is equal in all layouts.
+    Each kind of device gives different bits."""
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
     noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64, device=device)
@@ -150,14 +150,14 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
-    """The part of a tensor-parallel rank."""
+    """The shard of a tensor-parallel rank."""
     if spec.split is None or degree == 1:
         return full
     return full.chunk(degree, spec.split)[rank]
 
 
 class HostShard(NamedTuple):
-    """The gradients and weights of this rank's shard in host memory, for an update there."""
+    """The gradients and weights of this rank's shard in host memory, for an update on the host."""
 
     grad: Tensor
     value: Tensor
@@ -165,8 +165,8 @@ class HostShard(NamedTuple):
 
 @dataclass
 class Parameter:
-    """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard. `host`:
-    given where that state is in host memory."""
+    """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard. `host` is
+    given if this state is in host memory."""
 
     spec: ParameterSpec
     flat: Tensor
@@ -250,7 +250,7 @@ def build(
 ) -> Parameter:
     """This rank's part of a parameter, with zero gradients and AdamW's state. `full`: the whole
     parameter, if already drawn. Without `gradients` the gradient buffer is empty. The state is on
-    the device, or in host memory where `on_host`."""
+    the device, or in host memory with `on_host`."""
     if full is None:
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
@@ -293,9 +293,9 @@ READY_BYTES = 4 << 30
 
 
 def drawing_threads(device: torch.device) -> int:
-    """The number of threads that draw weights: a GPU's share of this process's processors. One on a
-    CPU: its ranks share memory too, and `rank_processes.initialization_bytes` counts one draw at a
-    time."""
+    """The number of threads that draw weights: a GPU's share of this process's processors. On a CPU
+    it is one thread, because all ranks share the memory and `rank_processes.initialization_bytes`
+    counts one draw at a time."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     share = len(os.sched_getaffinity(0)) // gpus if gpus else 1
     return max(1, min(MAX_THREADS, share))

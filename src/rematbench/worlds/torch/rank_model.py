@@ -57,9 +57,9 @@ class RankModel:
         device_weights: bool = False,
         parameters: dict[str, Parameter] | None = None,
     ) -> None:
-        """Make the parameters; `threads` threads draw the weights, or (`device_weights`) the device
-        itself, in a tenth of the time and with other bits.  `parameters`: those of another model of
-        the same kind on this device, which are shared."""
+        """Make the parameters; `threads` threads draw the weights, or with `device_weights` the
+        device draws them, in a tenth of the time and with different bits.  `parameters`: the
+        parameters of another model of the same kind on this device, to share."""
         self.problem, self.place, self.device = problem, place, device
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
@@ -159,8 +159,8 @@ class RankModel:
         return [*found, self.where, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
-        """The parameters whose gradients are complete after a unit's backward. A projection that
-        shares its weight with an embedding on this rank is complete with the embedding."""
+        """The parameters whose gradients are complete after a unit's backward. If a projection
+        shares its weight with an embedding on this rank, it is listed with the embedding."""
         units, local = self.units[chunk], self.local[chunk]
         shared: set[str] = set()
         if units[prefix].table.part == "head":

@@ -3,9 +3,8 @@
 One launch runs a list of cases of one world size. A case that dies, hangs or is wrong gets a status
 and a reason; the launch then ends its processes, and a new launch runs the remaining cases.
 
-A GPU without free memory raises an error. A host without free memory kills a process, and not
-always the process that asked for too much. So a job that cannot fit into host memory is not
-started.
+A GPU without free memory raises an error. A host without free memory kills a process, not always
+the process that requested too much. So a job that cannot fit into host memory is not started.
 """
 
 import platform
@@ -43,14 +42,14 @@ and on 4 ranks; rounded down, because other versions may take less."""
 
 def state_bytes(case: Case) -> int:
     """A lower bound of the bytes of all ranks' parameters, gradients, master weights and moments.
-    They are counted as the runtime holds them, without padding."""
+    They are counted as the runtime stores them, without padding."""
     problem, lay = case.problem, case.problem.layout
     stages = (rank_parameters(problem, case.plan, stage) for stage in range(lay.pp))
     return sum(_held(case, count) for count in stages) * (lay.gpus // lay.pp)
 
 
 def _held(case: Case, count: int) -> int:
-    """Bytes that a rank holds for `count` parameters of its own."""
+    """Bytes that a rank holds for `count` of its own parameters."""
     lay, dtype = case.problem.layout, DTYPES[case.problem.workload.precision]
     shards = lay.state_shards if lay.zero_stage >= 1 else 1
     gradients = case.plan.state("optimizer").update != "backward"
@@ -84,8 +83,8 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
 
 
 def memory_shortage(case: Case) -> str:
-    """Why a case on CPUs is not started; empty if the case may fit. It must fit both while its
-    weights are drawn and while it trains."""
+    """The reason why a case on CPUs is not started; empty if the case may fit. It must fit both
+    while weights are drawn and during training."""
     free = free_bytes()
     if case.device != "cpu" or free < 0:
         return ""
@@ -179,7 +178,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def device_kind(kind: str) -> str:
-    """`kind`, if not empty; else cuda where torch has a GPU, else cpu."""
+    """`kind` if not empty; otherwise cuda if torch has a GPU, or cpu."""
     prepare(kind or "cuda")  # before torch looks for a GPU
     return kind or ("cuda" if has_gpu() else "cpu")
 
@@ -190,7 +189,8 @@ def has_gpu() -> bool:
 
 
 def refusal(case: Case) -> str:
-    """Why the runtime does not execute a case, found before any process starts; else empty."""
+    """The reason why the runtime does not execute a case, known before any process starts; empty if
+    there is none."""
     try:
         require_executable(case.problem, case.plan)
     except NotExecutable as error:
@@ -217,9 +217,9 @@ def run_spawned(cases: list[Case], timeout_s: float) -> list[Result]:
 def run_launched(
     cases: list[Case], place: LauncherPlace, timeout_s: float
 ) -> tuple[list[Result], tuple[int, ...]]:
-    """Run the cases in a process that a launcher started. The result has the cases' results on rank
-    0 (empty elsewhere), and how many ranks each host has. A case that fails here ends this process;
-    the launcher ends the others. RendezvousError if not all processes join."""
+    """Run the cases in a process that a launcher started. Return the results of the cases (on rank
+    0; empty on other ranks) and the number of ranks on each host. A case that fails here ends this
+    process; the launcher ends the others. RendezvousError if not all processes join."""
     torch.set_num_threads(1)
     prepare(cases[0].device)
     device = choose_device(cases[0].device, place.local_rank)
@@ -280,8 +280,8 @@ def _look_up(address: str, patience_s: float) -> None:
 
 
 def _leave(device: torch.device, *, clean: bool) -> None:
-    """Destroy the communicators, or abort them after a failure. NCCL's kernels may then wait for a
-    peer for ever, and destroying a communicator waits for its kernels."""
+    """Destroy the communicators, or abort them after a failure. After a failure, kernels of NCCL
+    may wait for a peer forever, and destroying a communicator would wait for them."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if device.type == "cuda" and not clean and abort is not None:
         abort()
@@ -296,8 +296,9 @@ def _run_case(
     groups: dict[tuple[object, ...], Groups],
     talk: dist.ProcessGroup,
 ) -> Result | None:
-    """Run a case on this rank; the case's result on rank 0, else None. Ranks that fail alike (NaN,
-    refused) all return a result; where one rank fails alone, the others end at the timeout."""
+    """Run a case on this rank; return the case's result on rank 0, None on other ranks. Ranks that
+    fail alike (NaN, refused) all return a result; if only one rank fails, the other ranks end at
+    the timeout."""
     outcome: RankResult | tuple[Status, str]
     try:
         outcome = run_case(case, place.rank, device, groups)
@@ -313,7 +314,7 @@ def _run_case(
 
 
 def _gathered(value: object, place: LauncherPlace, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
-    """The objects of every rank on rank 0, in rank order; empty elsewhere."""
+    """On rank 0 the objects of all ranks, in rank order; empty on other ranks."""
     values: list[object] | None = [None] * place.world_size if place.rank == 0 else None
     dist.gather_object(value, values, dst=0, group=talk)
     return values or []

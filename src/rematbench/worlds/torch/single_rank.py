@@ -33,7 +33,7 @@ from rematbench.worlds.torch.worker import empty_result, record_bytes
 
 @contextmanager
 def fake_job(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group that sends nothing, destroyed at the end in any case."""
+    """A default process group that sends nothing; it is always destroyed at the end."""
     store = FakeStore()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
     try:
@@ -43,15 +43,16 @@ def fake_job(rank: int, world_size: int) -> Iterator[None]:
 
 
 def stage_rank(layout: Layout, order: tuple[str, ...], stage: int) -> int:
-    """The first rank of a pipeline stage: its tensor-, context- and data-parallel peers are like
-    it."""
+    """The first rank of a pipeline stage; its tensor-, context- and data-parallel peers do the same
+    work."""
     wanted = Coordinates(tp=0, cp=0, dp=0, pp=stage)
     return next(r for r in range(layout.gpus) if coordinates(r, layout, order) == wanted)
 
 
 def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
-    """One optimizer step of a stage's first rank: bytes after every action, and peaks. Raises
-    NotExecutable for what the runtime does not do, ExecutionError for actions that cannot run."""
+    """One optimizer step of a stage's first rank: bytes after every action, and peaks.
+    NotExecutable for features that the runtime lacks, ExecutionError for actions that cannot
+    run."""
     require_executable(problem, plan)
     program = lower(plan, problem).ranks[stage]
     lay, order = problem.layout, problem.system.rank_order
@@ -77,7 +78,7 @@ def _batches(model: RankModel) -> list[MicroBatch]:
 
 
 class CompletedWork(dist.Work):
-    """A message that has arrived."""
+    """A message that is already complete."""
 
     def wait(self, timeout: object = None) -> bool:
         """Nothing to wait for."""
@@ -85,7 +86,7 @@ class CompletedWork(dist.Work):
 
 
 class FirstStageGroups(Groups):
-    """The groups of the first rank of one pipeline, in a process without a process group."""
+    """The groups of the first rank of a pipeline, in a process without a process group."""
 
     def __init__(self, layout: Layout, order: tuple[str, ...]) -> None:
         """NotExecutable for a layout that needs other ranks for more than messages."""
@@ -97,10 +98,10 @@ class FirstStageGroups(Groups):
         return {}
 
     def send(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """A send that is done."""
+        """Return a completed send."""
         return CompletedWork()
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """Draw what would arrive, on the current stream."""
+        """Draw random values for the message, on the current stream."""
         tensor.normal_()
         return CompletedWork()

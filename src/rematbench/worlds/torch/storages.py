@@ -15,7 +15,7 @@ Key = tuple[str, int, int]
 
 
 class Span(NamedTuple):
-    """The rows that an action works on: its (micro-batch, chunk) and its shard rows."""
+    """The rows on which an action works: its (micro-batch, chunk) and its shard rows."""
 
     micro_batch: int
     chunk: int
@@ -47,7 +47,8 @@ class Value:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of rows: one, or the ranks of a group that the rows come from."""
+        """The number of blocks of rows: one, or one for each rank of the group from which the rows
+        come."""
         return self.data.shape[0] // self.count if self.count else 1
 
     def view(self, first: int, count: int) -> Tensor:
@@ -63,14 +64,15 @@ class Value:
         return whole[:, start : start + count]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Some shard rows, flat: the tensor itself where it has just these, else rows of `view`."""
+        """Some shard rows, flat: the tensor itself if it has exactly these rows, otherwise rows of
+        `view`."""
         if (first, count) == (self.first, self.count) or self.count == 0:
             return self.data
         return self.view(first, count).reshape(-1, self.data.shape[-1])
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """The tensor in a storage with exactly its bytes; a copy where its storage is larger."""
+    """The tensor in a storage of exactly its size; a copy if its storage is larger."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return tensor.clone()
@@ -107,7 +109,7 @@ class Memory:
 
 
 class SlotLayout:
-    """Places inside one slot; a tensor goes into the first gap that holds it."""
+    """Places inside one slot; a tensor goes into the first gap that is large enough."""
 
     ALIGN = 16
 
@@ -116,7 +118,7 @@ class SlotLayout:
         self.size = 0
 
     def place(self, key: Key, nbytes: int) -> int:
-        """Place a tensor; the result is its start. The room grows to the furthest end so far."""
+        """Place a tensor and return its start. The size grows to the largest end so far."""
         need, start = -(-nbytes // self.ALIGN) * self.ALIGN, 0
         for other, length in sorted(self.taken.values()):
             if other - start >= need:
@@ -161,8 +163,8 @@ class Slots:
 
 
 class Block(NamedTuple):
-    """Host memory and how many of its bytes are lent. `free_at`: the mark after the last use of a
-    spare block; `fresh`: just allocated."""
+    """A block of host memory and the number of its bytes in use. `free_at`: the mark after the last
+    use of a spare block; `fresh`: just allocated."""
 
     data: Tensor
     nbytes: int
@@ -200,7 +202,8 @@ class HostPool:
         return found
 
     def release(self, key: Key, free_at: Mark) -> Block:
-        """Take a block back, not to be written before the mark; a CPU's block is released."""
+        """Take back a block, which must not be written before the mark; on a CPU the block is
+        released."""
         block = self.lent.pop(key)
         if self.pinned:
             self.spare.append(block._replace(free_at=free_at))

@@ -12,10 +12,11 @@ from rematbench.engine.program.action import STREAMS
 
 
 class PendingMessage(Protocol):
-    """A message under way: torch's handle, or an event that is recorded at its end."""
+    """A message in flight: torch's handle, or an event that is recorded at the end of the
+    message."""
 
     def wait(self) -> object:
-        """Hold the host (gloo) or the current stream (CUDA) until the message is done."""
+        """Block the host (gloo) or the current stream (CUDA) until the message is done."""
 
 
 class Mark:
@@ -35,14 +36,14 @@ class Mark:
 
 
 def host_clock() -> Callable[[], float]:
-    """Start a clock of the host; a call of the result returns the seconds since the start."""
+    """Start a clock of the host; the returned function gives the seconds since the start."""
     start = time.perf_counter()
     return lambda: time.perf_counter() - start
 
 
 class Streams:
-    """The streams of a device, as the executor uses them; this class is those of a CPU. An action
-    of a CPU is done when it has been issued; only messages are pending."""
+    """The streams of a device, as the executor uses them; this class is for a CPU. On a CPU an
+    action is done when it has been issued; only messages are pending."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """The context within which work is issued on a stream."""
@@ -57,7 +58,7 @@ class Streams:
         mark.finish()
 
     def synchronize(self, mark: Mark) -> None:
-        """Hold the calling thread until an event is complete."""
+        """Block the calling thread until an event is complete."""
 
     def storage_pool(self) -> AbstractContextManager[object]:
         """The context within which to allocate a storage that outlives its action."""
@@ -75,7 +76,7 @@ class Streams:
         work()
 
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
-        """The handle to wait on for a message; the messages of a channel go one by one."""
+        """The handle of a message, to wait on; the messages of a channel go one by one."""
         return work
 
     def begin(self) -> None:
@@ -85,7 +86,7 @@ class Streams:
         """Order later work outside of the streams behind all streams; raise the first failure."""
 
     def clock(self) -> Callable[[], float]:
-        """Start a clock; a call of the result returns the seconds since the start."""
+        """Start a clock; the returned function gives the seconds since the start."""
         return host_clock()
 
 
@@ -144,7 +145,7 @@ CUDA_STREAMS: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
 
 
 def named_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
-    """The stream of a device that has this name, one for the whole process. torch hands out 32
+    """The stream of a device with this name; the whole process shares it. torch hands out 32
     streams in turn, so without names the compute stream of one executor could be the copy stream of
     another."""
     if (device, name) not in CUDA_STREAMS:
@@ -167,7 +168,7 @@ class CudaStreams(Streams):
 
     The caching allocator has a memory pool per stream and reuses freed memory for that stream, in
     the host's order. Collectives and reloads take memory from compute's pool: lowering makes their
-    streams wait for all compute issued before, and compute waits for every reader before it frees.
+    streams wait for all earlier compute, and compute waits for all readers before it frees memory.
     So each of these streams reuses freed memory at once, and no pool holds memory that another
     stream needs.
 
@@ -206,7 +207,7 @@ class CudaStreams(Streams):
             self.streams[stream].wait_event(mark.event)
 
     def synchronize(self, mark: Mark) -> None:
-        """Hold the calling thread until the device has reached the event."""
+        """Block the calling thread until the device has reached the event."""
         if mark.event is not None:
             mark.event.synchronize()
 
@@ -215,16 +216,16 @@ class CudaStreams(Streams):
         return self.on("compute")
 
     def share(self, stream: str, tensor: torch.Tensor) -> None:
-        """Keep the allocator from reusing the memory until compute has passed the tensor."""
+        """Prevent the allocator from reusing the memory until compute no longer uses the tensor."""
         if stream in UNORDERED:
             tensor.record_stream(self.streams["compute"])
 
     def pending(self, channel: Hashable, work: dist.Work) -> PendingMessage:
         """An event that is recorded when the message is done.
 
-        This is not NCCL's handle, because the handle keeps the message's memory alive as long as
-        anything holds it, and here waits alone decide when memory is freed. Each channel has its
-        own stream for these events, so that no message waits for another channel's peer.
+        This is not NCCL's handle, because a held handle keeps the message's memory alive, and here
+        only waits decide when memory is freed. Each channel has its own stream for these events, so
+        that no message waits for another channel's peer.
         """
         if channel not in self.arrivals:
             made = named_stream(self.device, len(self.arrivals))

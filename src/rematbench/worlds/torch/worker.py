@@ -81,8 +81,8 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended for any reason. Without a parent no process would
-    read the results, or end this process while it waits for a peer."""
+    """End this process when its parent has ended for any reason. Without the parent, nobody would
+    read the results or end this process while it waits for a peer."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -90,7 +90,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with(path: Path, error: BaseException) -> NoReturn:
-    """Write the reason to a file and end; only an unforeseen error prints its traceback."""
+    """Write the reason to a file and end; only an unexpected error prints its traceback."""
     status, reason = failure(error)
     path.write_text("\n".join([status, reason, traceback.format_exc()]))
     if status == "failed" and not isinstance(error, NotExecutable):
@@ -145,8 +145,8 @@ def run_case(
 
 
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
-    """Reset the device after earlier cases. Their storages are collected (a case's objects are
-    cycles), the caches emptied and the peaks reset."""
+    """Reset the device after earlier cases. Collect their storages (a case's objects form cycles),
+    empty the caches and reset the peaks."""
     wrong = reordered_channel(program, case.problem.layout)
     if wrong:
         raise NotExecutable(
@@ -163,7 +163,7 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
 
 def release_memory(device: torch.device) -> None:
     """Release unused memory and reset the allocators' peaks. cuBLAS keeps a workspace for each
-    stream that it ever ran on, also for those of earlier cases."""
+    stream on which it has run, also for streams of earlier cases."""
     gc.collect()
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
@@ -174,7 +174,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
-    """A result with the rank's place and the bytes of its states, without any steps."""
+    """A result with the rank's coordinates and the bytes of its states, without steps."""
     states = {t.untyped_storage()._cdata: t for t in executor.states()}
     return RankResult(
         place=groups.place,
@@ -210,8 +210,8 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
 
 
 def _time(case: Case, executor: Executor, result: RankResult) -> None:
-    """Time further steps by events. Meanwhile no tracker counts bytes, no code looks at gradients,
-    and the host reads nothing until a step is over."""
+    """Time further steps by events. During these steps no tracker counts bytes, gradients are not
+    read, and the host reads nothing until a step has ended."""
     executor.before_update = lambda parameters: None
     for step in range(case.steps, case.steps + case.timed_steps):
         _load(case, executor, step)
