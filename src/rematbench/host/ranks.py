@@ -115,8 +115,8 @@ def run_ranks(
     folder: Path,
     timeout_s: float,
 ) -> RankError:
-    """Run `target` in a process for each rank, and end all processes.  Return the error if the
-    result of a rank is missing.  Ranks write results (`*.pt`) and errors (`*.error`) into
+    """Run `target` in a process for each rank, and end all processes.  Return the error for
+    any rank whose result is missing.  Ranks write results (`*.pt`) and errors (`*.error`) into
     `folder`."""
     context = mp.get_context(start)
     processes: list[Any] = []

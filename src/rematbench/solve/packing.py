@@ -115,10 +115,9 @@ def _beside(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
-    """The offset of the smallest gap that holds the bytes (the lowest of equals), otherwise the
-    top.
-    `taken`: sorted (start, end) of placed tensors, which are so few that plain loops are faster
-    than numpy."""
+    """The offset of the smallest gap that holds the bytes (the lowest of equals); otherwise the
+    top.  `taken`: sorted (start, end) of placed tensors, which are so few that plain loops are
+    faster than numpy."""
     top, found, least = 0, -1, 0
     for low, high in taken:
         gap = low - top

@@ -80,13 +80,14 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `p2p_overlap`: the schedules with which a pipeline send overlaps with the next pass; with other
     schedules a rank waits for each send at once.
     `p2p_synchronous`: if sends do not overlap with passes, the host waits until a pipeline message
-    has arrived before it issues further actions.  `late_state_bytes`: bytes per parameter of the
-    optimizer states that the first update allocates, in gaps left by activations of the first step;
-    the other states exist before training.  (Adam of torch and of TransformerEngine allocates both
-    moments at its first step; DeepSpeed's ZeRO allocates them at its start.)  `fresh_gradients`:
-    the first backward of a step allocates each gradient when the kernel of its weight runs, and the
-    end of the step frees them (zero_grad(set_to_none=True)); otherwise gradients are alive
-    throughout.
+    has arrived before it issues further actions.
+    `late_state_bytes`: bytes per parameter of the optimizer states that the first update allocates,
+    in gaps left by activations of the first step; the other states exist before training.  (Adam of
+    torch and of TransformerEngine allocates both moments at its first step; DeepSpeed's ZeRO
+    allocates them at its start.)
+    `fresh_gradients`: the first backward of a step allocates each gradient when the kernel of its
+    weight runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise
+    gradients are alive throughout.
     `blocking_copies`: the host waits for the end of each copy of activations between device and
     host (a copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not
     block.

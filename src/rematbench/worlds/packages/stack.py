@@ -193,9 +193,9 @@ def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
 def activation_peak(
     policy: Method, problem: StackProblem, rank: RankProgram, planned: RankBytes
 ) -> int:
-    """Peak bytes of a rank's activations in the package.  The baseline's `stack.py` computes the
-    peak from the rank's program; otherwise it is the peak of `planned` (the ledger of the plan
-    lowered for `problem`), plus the tensors that are allocated once."""
+    """Peak bytes of a rank's activations in the package, with the tensors that are allocated
+    once.  The baseline's `stack.py` may compute the peak from the rank's program; otherwise it is
+    the peak of `planned` (the ledger of the plan lowered for `problem`)."""
     walk = getattr(_module(policy.name), "activation_peak", None)
     peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
     return peak + sum(problem.stack.once.values())

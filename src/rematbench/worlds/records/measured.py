@@ -51,7 +51,7 @@ class RankMeasured(
 
     For rematbench's executor only, because a package has no actions: activation bytes at action
     boundaries, measured and from the issue-order ledger (`differing_actions` of `actions` disagree;
-    the twin law requires none), and the simulated peak of the same saved tensors with the states
+    the twin law allows none), and the simulated peak of the same saved tensors with the states
     and kernels of the torch runtime, whatever the problem's stack.  `offload_bytes` and
     `recompute_flop` are for one step.
     """

@@ -77,7 +77,7 @@ def set_expandable_segments(*, expandable: bool) -> None:
 
 
 def _set(settings: str, word: str) -> bool:
-    """Add a setting of torch's allocators to the present settings, because a call resets all
+    """Add a setting of torch's allocators to the given settings, because a call resets all
     settings that it does not name.  Return whether torch has the call."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if setting is None:

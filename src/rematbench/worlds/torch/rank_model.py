@@ -160,7 +160,7 @@ class RankModel:
 
     def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward. If a projection
-        shares its weight with an embedding on this rank, the weight counts with the embedding."""
+        shares its weight with an embedding on this rank, it is listed with the embedding."""
         units, local = self.units[chunk], self.local[chunk]
         shared: set[str] = set()
         if units[prefix].table.part == "head":

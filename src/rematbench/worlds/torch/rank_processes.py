@@ -280,8 +280,8 @@ def _look_up(address: str, patience_s: float) -> None:
 
 
 def _leave(device: torch.device, *, clean: bool) -> None:
-    """Destroy the communicators, or abort them after a failure. After a failure NCCL's kernels may
-    wait for a peer forever, and destroying a communicator waits for its kernels."""
+    """Destroy the communicators, or abort them after a failure. After a failure, kernels of NCCL
+    may wait for a peer forever, and destroying a communicator would wait for them."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if device.type == "cuda" and not clean and abort is not None:
         abort()
