@@ -27,11 +27,11 @@ class ByHand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems on one GPU each, and what runs there: `methods` as they are, the variants, and steps
-    written `by_hand`.  `references`: the cell of each problem, by METHOD.NUMBER, that ratios are
-    of; `half_width`: of the 95 % interval of a ratio, over the ratio, at which a problem's turns
-    end.  `alone`: problems with a pipeline, whose first rank runs without its neighbours.
-    """
+    """Problems on one GPU each, and the steps that run there: `methods` as they are, the variants,
+    and steps written `by_hand`. `references`: the reference cell of each problem's ratios, as
+    METHOD.NUMBER. `half_width`: a problem's turns end when the half-width of the 95 % interval of a
+    ratio, over the ratio, is this small. `alone`: problems with a pipeline, whose first rank runs
+    without its neighbours."""
 
     methods: tuple[str, ...]
     references: dict[str, str]
@@ -68,17 +68,17 @@ def load_layers(path: Path) -> LayerSuite:
 
 
 def layer_names(suite: LayerSuite) -> dict[str, str]:
-    """The labels of the cells that the suite asks for, by the cell's name."""
+    """Return the labels of the suite's cells, by cell name."""
     return _planned(suite) | by_hand_names(suite)
 
 
 def by_hand_names(suite: LayerSuite) -> dict[str, str]:
-    """The labels of the steps written by hand, by the cell's name."""
+    """Return the labels of the steps written by hand, by cell name."""
     return {name: one.label for name, _, one in _by_hand(suite)}
 
 
 def layer_cells(suite: LayerSuite, only: Sequence[str] = ()) -> list[Cell]:
-    """The planned cells of the suite; `only`: of these problems, or these cells."""
+    """Return the planned cells of the suite; `only`: the names of problems or cells to take."""
     names = [name for name in _planned(suite) if is_selected(name, only)]
     found = cells(suite, [], names) if names else []
     keep_all = discover().resolve(IDENTITY, {})

@@ -1,4 +1,4 @@
-"""Predictions of the steps that the part `layers` of `measure-gpu` measures, written before it.
+"""Predictions of the steps of part `layers` of `measure-gpu`, written before the measurement.
 
 A measurement refuses predictions of other constants or plans.
 """
@@ -32,8 +32,8 @@ PREDICTIONS = {"layers": PREDICTED, "searched": "searched.jsonl"}
 
 
 def predict(cell: Cell) -> Prediction:
-    """The prediction of a cell: the simulated seconds, and the bytes of the fullest rank; of a
-    pipeline those of its first rank alone."""
+    """Return the prediction of a cell: the simulated seconds, and the bytes of the fullest rank.
+    For a pipeline, only its first rank is predicted."""
     known: dict[str, Any] = {**identity(cell), "code": code_digest("simulated")}
     known |= {"cell": cell.name, "provenance": provenance(cell.problem.calibration)}
     if isinstance(cell.plan, Unsupported):
@@ -62,7 +62,7 @@ def predict(cell: Cell) -> Prediction:
 
 
 def identity(cell: Cell) -> dict[str, str]:
-    """The digests that a line has if it is of this cell with its present plan."""
+    """Return the digests that a line has if it belongs to this cell with its present plan."""
     planned = ""
     if isinstance(cell.plan, Plan) and not isinstance(cell, HandCell):
         planned = plan_hash(cell.problem, cell.plan)
@@ -70,8 +70,8 @@ def identity(cell: Cell) -> dict[str, str]:
 
 
 def write_predictions(lines: Sequence[Prediction], path: Path, *, anew: bool) -> str:
-    """Write predictions and return a line for the user.  Predictions equal to the file's leave it
-    unchanged; CommandError where they differ, unless `anew`."""
+    """Write predictions and return a line for the user.  The file stays unchanged if its
+    predictions are equal.  Raises CommandError if they differ, unless `anew`."""
     if path.exists() and not anew:
         old = {line.cell: line for line in lines_of(path)}
         same = {
@@ -109,8 +109,8 @@ def _with_old_provenance(line: Prediction, old: Prediction) -> Prediction:
 
 
 def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]:
-    """The predictions of a file by cell; CommandError where a cell has none by the present
-    constants and plans."""
+    """Read the predictions of a file, by cell.  Raises CommandError if a cell has no prediction by
+    the present constants and plans."""
     known: dict[str, Prediction] = {line.cell: line for line in lines_of(path)}
     for cell in cells:
         if isinstance(cell, HandCell):

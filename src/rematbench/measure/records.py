@@ -149,8 +149,8 @@ def append_line(path: Path, line: Struct) -> None:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """The lines of a file; RecordError, with its number, for a damaged line.  A last line
-    without an end, which a killed process left, does not count."""
+    """Read the lines of a file.  Raises RecordError, with the line's number, for a damaged line.
+    An unfinished last line, which a killed process left, does not count."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -165,7 +165,7 @@ def read_lines(path: Path, kind: type[T]) -> list[T]:
 
 
 def by_cell(lines: Iterable[OfCell]) -> dict[str, list[OfCell]]:
-    """Lines by the name of their cell, in their order."""
+    """Group lines by the name of their cell, in their order."""
     found: dict[str, list[OfCell]] = {}
     for line in lines:
         found.setdefault(line.cell, []).append(line)

@@ -1,11 +1,11 @@
 """The candidates of `compare`: methods, declared policies, and compositions by a rule.
 
-The rule needs no method names. A plan changes *kinds* of things (what is rebuilt, what is
-offloaded, what is computed in pieces, ...), and the kinds are read from the plan. A method's place
-in KINDS is that of the last of its kinds. Methods of different places compose in the order of
-KINDS, if at most one of them was tuned until its plan fits (a second one would have nothing left to
-tune). The composed plan decides: it must keep the decisions of its base (`clash`), and it must free
-bytes that its base does not free (comparison.py).
+The rule needs no method names. It reads from a plan which *kinds* of things the plan changes
+(rebuilt tensors, offloaded tensors, operators in pieces, ...). A method's place is the position in
+KINDS of its last kind. Methods with different places compose in the order of KINDS, if at most one
+of them was tuned until its plan fits (a second one would have nothing left to tune). A composed
+plan must keep the decisions of its base (`clash`), and it must free bytes that its base does not
+free (comparison.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,10 +48,10 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """What is to be planned: `method` with `settings`, on `base` (for a composition: the plan of
-    the methods before its last).
-    `methods` are the names of all methods of the plan. `first_that_fits`: settings to
-    choose from, the fastest first and the one with the fewest bytes last."""
+    """A plan to be made: `method` with `settings`, applied to `base`. For a composition, `base` is
+    the plan of all methods before the last. `methods`: the names of all methods of the plan.
+    `first_that_fits`: settings to choose from, the fastest first and the one with the fewest bytes
+    last."""
 
     name: str
     origin: Origin
@@ -96,8 +96,8 @@ def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidat
 def named_candidates(
     registry: Registry, config: CompareConfig, problem: Problem, names: Iterable[str]
 ) -> list[Candidate]:
-    """The candidates that a person names. A name is a method or policy as `compare` shows it, or
-    any text that names a method; MethodError where a name is neither."""
+    """Return the candidates that a person names. A name is a method or policy as `compare` shows
+    it, or any text that names a method. Raises MethodError for any other name."""
     candidates = {candidate.name: candidate for candidate in first_candidates(registry, config)}
     for name in names:
         if name not in candidates:
@@ -138,16 +138,16 @@ def _fate_kinds(fate: Fate) -> set[Kind]:
 
 
 def place(kinds: Iterable[Kind]) -> int:
-    """The index in KINDS at which a method that changes these kinds composes."""
+    """Return the index in KINDS at which a method with these kinds of change composes."""
     return max(KINDS.index(kind) for kind in kinds)
 
 
 def compositions(
     base: Plan, alone: Sequence[tuple[Candidate, Plan]], most: int
 ) -> list[tuple[Candidate, ...]]:
-    """The compositions of single methods by the rule of this module, shortest first. Each
-    composition is in the order of application; `most` methods are composed. `alone`: candidates
-    with their plans on `base`."""
+    """Return the compositions of single methods by the rule of this module, the shortest first,
+    each in the order of application. At most `most` methods are composed. `alone`: candidates with
+    their plans on `base`."""
     parts = []
     for candidate, plan in alone:
         kinds = changed_kinds(base, plan)
@@ -164,7 +164,7 @@ def compositions(
 
 
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
-    """The decisions of `base` that a composed plan overrules; empty where there is none."""
+    """Return the decisions of `base` that a composed plan overrules; empty if there are none."""
     for key in ("partition", "schedule", "orders"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key
@@ -175,7 +175,8 @@ def clash(problem: Problem, base: Plan, plan: Plan) -> str:
 
 
 def composed(group: Sequence[Candidate], before: Plan) -> Candidate:
-    """The candidate that applies a group's last method to the plan of the methods before it."""
+    """Return the candidate that applies a group's last method to the plan `before` of the
+    others."""
     names = tuple(candidate.method for candidate in group)
     return Candidate(
         name="+".join(candidate.name for candidate in group),
@@ -188,7 +189,7 @@ def composed(group: Sequence[Candidate], before: Plan) -> Candidate:
 
 
 def lost_reason(why: NoAnswer, limit_s: int) -> str:
-    """Why a worker gave no answer about a candidate, which had `limit_s` CPU seconds."""
+    """Explain why a worker gave no result for a candidate, which had `limit_s` CPU seconds."""
     if why == "died":
         return "its process died"
     return f"not planned within {limit_s} CPU seconds (--limit SECONDS allows more)"

@@ -47,7 +47,7 @@ STATUSES = ("ok", "oom", "unsupported", "timed out", "failed")
 
 
 class Order(Struct, frozen=True, kw_only=True):
-    """The tokens to be trained and the `price` of one GPU-hour; zero where a person gave none."""
+    """The number of training tokens and the `price` of one GPU-hour; zero if not given."""
 
     tokens: Amount = 0.0
     price: Amount = 0.0
@@ -61,12 +61,12 @@ class Order(Struct, frozen=True, kw_only=True):
             raise ConfigError("", "price", "has no cost without tokens")
 
     def days(self, result: Result) -> float | None:
-        """Days that training on all tokens takes on all GPUs; None without a number of tokens."""
+        """Return the days that training on all tokens takes on all GPUs; None without tokens."""
         hours = self._gpu_hours(result)
         return None if hours is None else hours / result.problem.layout.gpus / 24
 
     def cost(self, result: Result) -> float | None:
-        """The price of the GPU-hours for all tokens; None where tokens or price are not given."""
+        """Return the price of the GPU-hours for all tokens; None without tokens or a price."""
         hours = self._gpu_hours(result)
         return None if hours is None or not self.price else hours * self.price
 
@@ -78,12 +78,12 @@ class Order(Struct, frozen=True, kw_only=True):
 class Comparison:
     """One comparison of methods, compositions and policies on one job, evaluated step by step.
 
-    `quick` evaluates every candidate without a planner, `late` the planners. Each candidate has
-    `limit_s` CPU seconds of a worker process. `also` are further methods by name; with `only`, no
-    candidate is evaluated but the named ones.
+    `quick` evaluates all candidates except planners, and `late` evaluates the planners. Each
+    candidate may take `limit_s` CPU seconds of a worker process. `also`: names of further methods.
+    With `only`, only the named candidates are evaluated.
 
-    Within a step no result depends on which process answers first, so tables are the same on every
-    machine (except for candidates given up after `limit_s` CPU seconds).
+    Within a step, results do not depend on the order in which processes finish, so tables are the
+    same on every machine (except for candidates given up after `limit_s` CPU seconds).
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Comparison:
         self.composed: set[str] = set()
 
     def quick(self) -> None:
-        """Evaluate every candidate without a planner, and the best variants of methods' grids."""
+        """Evaluate all candidates except planners, and the best variants of methods' grids."""
         list(self._grow([c for c in self.first if not self._has_planner(c)]))
         for candidate, result in self._variants() if self.all else ():
             self.pairs[candidate.name] = candidate, result
         list(self._grow(self._without_parts()))
 
     def late(self) -> Iterator[Result]:
-        """The results of planners and of their compositions, each as soon as it is there."""
+        """Yield the results of planners and of their compositions, each as soon as it is ready."""
         for candidate, result in self._grow([c for c in self.first if self._has_planner(c)]):
             if candidate.name in {one.name for one, _ in self._without_parts()}:
                 self.pool.waiting.insert(0, (candidate, result))  # again, with its step's parts
@@ -132,8 +132,8 @@ class Comparison:
         return self.results()
 
     def results(self) -> list[Result]:
-        """The results so far, best first, with bands, ties, and the engines that run their plans.
-        `same_as` names an earlier result with an equal plan."""
+        """Return the results so far, best first, with bands, ties, and the engines that can run
+        each plan. `same_as` names an earlier result with an equal plan."""
         rows, _ = self._rows()
         return ranked(
             [
@@ -144,7 +144,8 @@ class Comparison:
 
     @property
     def left_out(self) -> int:
-        """How many compositions and policies have no row because their plan equals another."""
+        """Return the number of compositions and policies without a row, as their plan equals
+        another."""
         return self._rows()[1]
 
     def _rows(self) -> tuple[list[Pair], int]:
@@ -243,11 +244,11 @@ class Comparison:
 
 
 def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
-    """The pairs that a table shows, and how many others were left out as repetitions.
+    """Return the pairs that a table shows, and the number of pairs dropped as repetitions.
 
-    Left out unless `named`: compositions and policies whose plan equals an earlier plan, and
-    policies whose tuning ends at the plan of their method. A method with a plan equal to an earlier
-    one stays, with `same_as` filled in.
+    Dropped unless `named`: compositions and policies whose plan equals an earlier plan, and
+    policies whose tuning ends at the plan of their method. A method whose plan equals an earlier
+    plan stays, with `same_as` filled in.
     """
     seen: dict[bytes, str] = {}
     rows: list[Pair] = []
@@ -271,9 +272,9 @@ def _repeats(result: Result, before: Sequence[Pair]) -> bool:
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """The results, best first: those that fit by tokens/s, others by missing bytes; each with the
-    band of its speed (of the earlier result with an equal plan, where there is one), a word for its
-    headroom, and a mark on those that tie with the fastest."""
+    """Rank the results: plans that fit by tokens/s, then the others by missing bytes. Each result
+    gets the band of its speed (from the earlier result if their plans are equal), a word for its
+    headroom, and a mark if it ties with the fastest."""
     families = {result.method: result.family for result in results}
     banded = [
         with_band(result, families.get(result.same_as, result.family))
@@ -293,8 +294,7 @@ def _rank(result: Result) -> tuple[int, float, bool]:
 
 
 def table(results: Sequence[Result], order: Order) -> list[dict[str, Any]]:
-    """The rows of a comparison under COLUMNS, with the facts of the job: each row is complete in
-    itself."""
+    """Return the rows of a comparison under COLUMNS. Every row repeats the facts of the job."""
     rows = []
     for result in results:
         values = {

@@ -1,10 +1,10 @@
-"""The best settings of the methods' grids, where the defaults do not fit or are slower.
+"""The best settings of the methods' grids, if the defaults do not fit or are slower.
 
-Every value of every grid is declared, so variants are a list, and most of them need not be
-evaluated. Two assumptions decide (a test holds them against whole lists): a plan is not faster than
-the plan that its last method was added to; pieces only cost time and only free bytes. So nothing is
-added to a plan slower than one that fits, no further method and no pieces. A composition may be
-faster than its later methods alone: what one rebuilds the next need not copy.
+Every grid declares its values, so the variants form a list, and most of them need no evaluation.
+Two assumptions decide (a test checks them against full lists): adding a method never makes a plan
+faster; pieces only cost time and only free bytes. So neither a method nor pieces are added to a
+plan that is slower than one that fits. A composition may be faster than its later methods alone:
+the next method need not copy the tensors that an earlier one rebuilds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,12 +47,12 @@ PIECES = KINDS.index("pieces")
 def best_variants(
     job: Job, registry: Registry, most: int, defaults: Sequence[Pair], evaluate: Evaluate
 ) -> list[Pair]:
-    """For each combination of methods the fastest variant that beats the defaults.
+    """Return, for each combination of methods, the fastest variant that beats the defaults.
 
-    A variant fits and leaves the reserve free; where no variant of a combination leaves the reserve
-    free, any that fits will do. Where nothing fits at all, the result is the variant with the
-    fewest missing bytes. `defaults`: methods, policies and compositions with their default
-    settings; `most` methods are composed.
+    A variant must fit and leave the reserve free. If no variant of a combination leaves the reserve
+    free, any variant that fits is accepted. If nothing fits at all, the result is the variant with
+    the fewest missing bytes. `defaults`: methods, policies and compositions with their default
+    settings. At most `most` methods are composed.
     """
     grids = _Grids(job, registry, defaults, evaluate)
     grids.evaluate_whole(most - 1)

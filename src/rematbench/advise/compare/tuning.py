@@ -1,4 +1,4 @@
-"""Plans of candidates: the setting that fits is chosen, the plan is lowered and evaluated."""
+"""Plans of candidates: choose the setting that fits, then lower and evaluate the plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,8 +41,8 @@ class Tuning:
         self.job, self.problem, self.registry = job, job.problem, discover(methods)
 
     def __call__(self, task: Task) -> Result:
-        """The result of a candidate (`failed` where its method raises), or a result with the parts
-        of its step and its allocator retries."""
+        """Return the result of a candidate (`failed` if its method raises). For a result, return it
+        with the parts of its step and its allocator retries."""
         if isinstance(task, tuple):
             return self._with_parts(task[1])
         try:

@@ -1,4 +1,4 @@
-"""Where no plan fits: the smallest changes with which one would, each checked by simulation."""
+"""The smallest changes with which a plan would fit if none does, each checked by simulation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
@@ -24,8 +24,9 @@ STEP_BYTES = 32 * MIB
 
 
 def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -> list[str]:
-    """The changes with which some method would fit, one line of words each; empty where none helps.
-    Tried are more bytes where they are short, optimizer states on the host, and twice the GPUs."""
+    """Return the changes with which some method would fit, one line of words each; empty if none
+    helps. It tries more bytes where they are short, optimizer states on the host, and twice the
+    GPUs."""
     near = sorted((one for one in results if one.status == "oom" and one.plan), key=_missing_bytes)
     lines: list[str] = []
     for change in (_more_bytes, _states_on_host):

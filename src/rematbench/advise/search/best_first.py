@@ -40,11 +40,11 @@ TIGHTENED, SIMULATED = 20, 30
 
 
 class Search:
-    """One search under way, over the layouts of shards.  `work`: work so far, in layers that probes
-    lower.  Layouts with fewer than `min_pp` pipeline ranks are left out.  With a queue in a lean
-    order the search is for any plan that fits: it ends with the first one, or with an empty queue.
-    It begins with the leanest layouts and plans, bounds no seconds, and leaves out plans of no
-    fewer bytes than plans that did not fit."""
+    """A running search over the layouts of shards.  `work`: work so far, counted in layers that
+    probes lower.  Layouts with fewer than `min_pp` pipeline ranks are left out.  With a queue in
+    lean order, the search looks for any plan that fits.  It then ends with the first such plan or
+    an empty queue, starts with the leanest layouts and plans, bounds no seconds, and skips plans
+    that need at least as many bytes as plans that did not fit."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class Search:
 
     @cached_property
     def plans(self) -> int:
-        """The number of joint plans: every layout (also those whose states do not fit) with every
-        plan of the tree there."""
+        """The number of joint plans: every plan of the tree at every layout, including layouts
+        whose states do not fit."""
         longest = Counter(max(one.sizes) for bounds in self.shards for one in bounds.shard.choices)
         return sum(self.tree.plans(layers) * n for layers, n in longest.items())
 
     @property
     def bound_s(self) -> float:
-        """Seconds: no plan in the queue has a shorter step."""
+        """Lower bound, in seconds, of the step of any plan in the queue."""
         return self.queue.bound_s
 
     @property
     def best_s(self) -> float:
-        """Seconds of the best step that fits so far; infinite before the first."""
+        """Seconds of the fastest step that fits so far; infinite before the first."""
         return self.queue.best_s
 
     @property
@@ -99,18 +99,18 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """How much shorter the step of an unknown plan may be, as a share of the best step."""
+        """The most by which an unknown plan may be faster, as a share of the best step."""
         if self.best_s == inf:
             return inf if self.queue else 0.0
         return max(0.0, 1.0 - self.bound_s / self.best_s)
 
     @property
     def ended(self) -> bool:
-        """Whether the search is over although plans are left: any plan that fits will do."""
+        """Whether a search for any plan that fits is over although plans are left."""
         return self.queue.lean is not None and self.best_s < inf
 
     def run(self) -> Iterator[Trial | None]:
-        """Work until the queue is empty.  Yields after each entry: the trial of the plan that the
+        """Work until the queue is empty.  After each entry, yield the trial of the plan that the
         entry simulated, or None."""
         turn, entries, lean = 0, self.queue.entries, self.queue.lean
         while entries:
@@ -131,13 +131,13 @@ class Search:
             yield trial
 
     def note_step(self, step_s: float) -> None:
-        """Take note of the seconds of a step that fits, of another process or of an earlier
+        """Note the step time, in seconds, of a plan that fits from another process or an earlier
         search."""
         self.queue.best_s = min(self.queue.best_s, step_s)
 
     def list_all(self) -> None:
-        """From now on, also take plans that cannot be faster than a known one: those that add a
-        method to a plan that already fits, and those that are much slower than the best."""
+        """From now on, also take plans that cannot be faster than a known plan: plans that add a
+        method to a plan that already fits, and plans that are much slower than the best."""
         self.excluded.counts.pop(MADE, None)
         self.queue.list_all()
 

@@ -1,8 +1,8 @@
-"""The candidates that a search tries on each layout, and what each candidate can add.
+"""The candidates that a search tries on each layout, and the methods that it can add to each.
 
-The rule of compositions is `compare`'s: methods whose kinds of change have different places compose
-in the order of the places.  A plan is never faster than the plan that its last method was added to,
-so the search adds no method to a plan that fits.
+The rule of compositions is that of `compare`: methods with different places compose in the order of
+the places.  A plan is never faster than the plan that its last method was added to, so the search
+adds no method to a plan that fits.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ Scale = Literal["share", "layers", "pieces"]
 
 class Scalar(Struct, frozen=True):
     """A parameter that the search raises until a plan fits.  `share`: a fraction, raised from 0 to
-    1 in `steps` steps; `layers`: a number of a chunk's layers.  Seconds and bytes of a pass are
+    1 in `steps` steps.  `layers`: a number of a chunk's layers.  Seconds and bytes of a pass are
     linear in both.  `pieces`: the declared `values`; more pieces add seconds and free bytes."""
 
     scale: Scale
@@ -44,8 +44,8 @@ class Scalar(Struct, frozen=True):
 
 
 class Variant(Struct, frozen=True):
-    """One method of a candidate.  `text` is the method with its settings; with a scalar,
-    `text.format` fills in the scalar's value.  `composes` is false for policies (as in `compare`).
+    """One method of a candidate.  `text`: the method with its settings; if it has a scalar,
+    `text.format` fills in the scalar's value.  `composes`: false for policies (as in `compare`).
     `cuts`: whether the method computes in pieces."""
 
     method: str
@@ -109,10 +109,10 @@ KEEP = Candidate()
 
 
 def candidates_of(composed: Composition, registry: Registry) -> tuple[Candidate, ...]:
-    """The candidates of exactly these methods.  Where the share of a method (its `share`) is left
-    open, the share is the method's scalar, in as many steps as the method's `steps` where those
-    are declared.  A method that would choose a parameter of its grid by itself, from the whole
-    layout, has a candidate for each value: no probe of a few layers knows the choice."""
+    """Return the candidates of exactly these methods.  If a method's `share` is left open, it
+    becomes the method's scalar, with as many steps as the method's `steps`, if declared.  If a
+    method would choose a parameter of its grid from the whole layout, each value gives a candidate,
+    because a probe of a few layers cannot know the choice."""
     choices = [_settings(method, registry) for method in composed.methods]
     return tuple(Candidate(parts) for parts in product(*filter(None, choices)))
 
@@ -134,8 +134,8 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
 
 
 def chooses(method: Method, registry: Registry) -> bool:
-    """Whether a method, as it is set, chooses parameters of its grid by itself, from more than what
-    the layouts of a shard share (pieces follow from the shapes of tensors)."""
+    """Whether a method with its settings chooses grid parameters by itself, from more than the
+    facts that the layouts of a shard share (pieces follow from the shapes of tensors)."""
     entry = registry.methods[method.name]
     if _cuts(entry):
         return False
@@ -143,8 +143,8 @@ def chooses(method: Method, registry: Registry) -> bool:
 
 
 def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Variant]:
-    """Every method that is not a planner, at its defaults or at each setting of its grid, and the
-    policies.  `only`: the names of the methods and policies to take; empty for all."""
+    """Return every method that is not a planner, at its defaults or at each setting of its grid,
+    and the policies.  `only`: the names of the methods and policies to take; empty for all."""
     found: list[Variant] = []
     for entry in registry.methods.values():
         if entry.planner or entry.name == IDENTITY or (only and entry.name not in only):
@@ -191,15 +191,16 @@ class Tree:
     """Candidates, and the methods that each candidate can add, by the kinds of change of the
     variants.
 
-    The *lean* candidate of a candidate has, for each method that offloads, the last setting of the
-    method's grid, and for each method that rebuilds, the rebuilding method that keeps the fewest
-    bytes.  A *family* is the candidates that have the same lean candidate.  `keeping`: whether the
-    candidate that keeps every activation is one of the candidates.
+    The *lean* candidate of a candidate has the last setting of the grid for each method that
+    offloads.  In place of each method that rebuilds, it has the rebuilding method that keeps the
+    fewest bytes.  A *family* is the set of candidates with the same lean candidate.  `keeping`:
+    whether the candidate that keeps every activation is included.
 
-    A method that rebuilds is a *spare* of another such method that is no slower and keeps no more
-    bytes on every sample.  A spare is tried in place of that method where the allocator alone keeps
-    that method from fitting: what the allocator reserves follows no order of kept bytes.  With
-    `exact` no method is a spare."""
+    A method that rebuilds is a *spare* of another such method that is at least as fast and keeps no
+    more bytes on every sample.  A spare is tried only if the allocator alone keeps the other method
+    from fitting, because reserved bytes do not follow the order of kept bytes.  With `exact` no
+    method is a spare.
+    """
 
     roots: tuple[Candidate, ...]
     """The candidates that a search begins with on every layout."""
@@ -236,8 +237,8 @@ class Tree:
         return [variant for variant, place in self.places.items() if place == where]
 
     def more(self, candidate: Candidate) -> list[Candidate]:
-        """The candidates with one more method, whose place is after the places of `candidate`'s
-        methods; none for a candidate with a spare."""
+        """Return the candidates with one more method, whose place is after the places of
+        `candidate`'s methods; none for a candidate with a spare."""
         last = max((self.places[part] for part in candidate.parts), default=-1)
         composes = all(part.composes and part in self.added for part in candidate.parts)
         if len(candidate.parts) == self.most or not composes:
@@ -251,20 +252,19 @@ class Tree:
         ]
 
     def instead(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidates with a spare in place of one of `candidate`'s methods."""
+        """Yield the candidates that replace one of `candidate`'s methods by a spare."""
         for at, part in enumerate(candidate.parts):
             for spare in self.spares.get(part, ()):
                 yield Candidate((*candidate.parts[:at], spare, *candidate.parts[at + 1 :]))
 
     def ends(self, candidate: Candidate) -> bool:
-        """Whether no method is added to a candidate."""
+        """Whether the tree adds no method to a candidate."""
         if candidate not in self._ends:
             self._ends[candidate] = not self.more(candidate)
         return self._ends[candidate]
 
     def ends_next(self, candidate: Candidate) -> bool:
-        """Whether no method is added to the candidates that add a method to a
-        candidate."""
+        """Whether the tree adds no further method after adding one to a candidate."""
         if candidate not in self._ends_next:
             self._ends_next[candidate] = self.ends(candidate) or all(
                 map(self.ends, self.more(candidate))
@@ -287,7 +287,7 @@ class Tree:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The roots, and every candidate that adds methods to these."""
+        """The roots, and all candidates that add methods to them."""
         found = list(self.roots)
         for candidate in found:
             found += self.more(candidate)
@@ -315,7 +315,7 @@ class Tree:
 
 
 class GivenCandidates(Tree):
-    """The tree of a search for the best layout of given candidates, to which no method is added.  A
+    """The tree of a search for the best layout of given candidates.  It adds no methods.  A
     candidate with a share has a second root at the share 0, which lies before the share's first
     step."""
 

@@ -30,8 +30,8 @@ by a few bytes a layer at most."""
 
 
 class Bounds:
-    """Lower bounds for each layout, [steps of the candidate's share, layouts]: bytes of the fullest
-    device, host bytes of the fullest node, and seconds of a step, which `step_s` gives."""
+    """Lower bounds for each layout, as arrays [steps of the candidate's share, layouts]: bytes of
+    the fullest device, host bytes of the fullest node, and seconds of a step (`step_s`)."""
 
     def __init__(self, peak_bytes: Array, host_bytes: Array, step_s: Callable[[], Array]) -> None:
         self.peak_bytes, self.host_bytes, self._step_s = peak_bytes, host_bytes, step_s
@@ -44,7 +44,7 @@ class Bounds:
 
 class Total:
     """The total costs of `count` chunks that have `layers` layers in all: seconds and bytes, as
-    arrays over layouts and shares, each computed when a bound first reads it."""
+    arrays over layouts and shares.  Each array is computed when it is first read."""
 
     def __init__(self, line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> None:
         self.base, self.slope, self.count = line.base, line.slope, count
@@ -109,17 +109,17 @@ class Total:
 
     @cached_property
     def high_bytes(self) -> Array:
-        """The highest point of a backward above its entry.  A further layer may lower it: the
-        highest point may be at the backward's end, after the layer's bytes were freed."""
+        """Peak bytes of a backward above the bytes at its entry.  A further layer may lower the
+        peak, which may be at the backward's end, after the layer's bytes were freed."""
         fall = np.minimum(0.0, self.slope.backward.high_bytes)
         found = self._at(self.base.backward.high_bytes, fall)
         return np.where(self.more < 0, 0.0, found)
 
     @cached_property
     def forward_high_bytes(self) -> Array:
-        """The highest point of a forward above its entry.  A further layer raises it by the lower
-        slope of the bytes that the forward leaves and of its highest point, and by no less than
-        0."""
+        """Peak bytes of a forward above the bytes at its entry.  A further layer raises the peak by
+        the lower of two slopes (of the bytes that the forward leaves, and of the peak), and by at
+        least 0."""
         forward = self.slope.forward
         growth = np.maximum(0.0, np.minimum(forward.net_bytes, forward.high_bytes))
         found = self._at(self.base.forward.high_bytes, growth)
@@ -127,9 +127,9 @@ class Total:
 
 
 def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0) -> Array:
-    """Seconds that each layout's step takes at least: the largest of the bounds of the first rank,
-    an inner rank and the last rank.  `waits_s`: seconds by which compute of the first rank waits
-    for copies during its passes."""
+    """Lower bound of each layout's step in seconds: the largest of the bounds of the first rank, an
+    inner rank and the last rank.  `waits_s`: seconds in which compute of the first rank waits for
+    copies during its passes."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = Total(first, c.opening)
@@ -160,8 +160,8 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array, waits_s: Any = 0.0
 
 
 class Waiting(NamedTuple):
-    """Bytes of a pass of the model's last chunk, where its backward waits: kept on the device, and
-    copied to the host."""
+    """Bytes of a pass of the model's last chunk if its backward waits: bytes kept on the device,
+    and bytes copied to the host."""
 
     kept_bytes: Any
     copied_bytes: Any
@@ -174,13 +174,13 @@ MOVES = Transfers()
 def peak_bound(
     columns: Columns, facts: Facts, moves: Transfers = MOVES, waiting: Waiting | None = None
 ) -> Array:
-    """Device bytes that each layout needs at least: the largest of the first, the second and the
-    last rank's bytes, during the pass that brings the most passes in flight and the backward after
-    it.  The device holds the copied tensors of a forward until `moves` releases them, and staging
-    pools: of whole chunks where a second micro-batch comes; of layers as many slots as the fewest
-    layers use, but with one micro-batch a pipeline's last layers of a chunk stay in them.
-    `waiting`: the model's last chunk where all its passes are in flight at once; None: it keeps
-    no less than the smallest other chunk."""
+    """Lower bound of each layout's device bytes: the largest of the first, second and last rank's
+    bytes, during the pass that brings the most passes in flight and the backward after it.  The
+    device holds the copied tensors of a forward until `moves` releases them, and staging pools.
+    Pools of whole chunks exist if there is a second micro-batch.  Pools of layers have as many
+    slots as the fewest layers use, but with one micro-batch a pipeline's last layers of a chunk
+    stay in them.  `waiting`: the model's last chunk if all its passes are in flight at once; None:
+    it keeps no less than the smallest other chunk."""
     c = columns
     flights, states, holding = c.in_flight, c.state_bytes, c.copying(moves.release_lag)
     first, middle, last = facts
@@ -267,9 +267,9 @@ def _rest_pool_bytes(rest: Total) -> Array:
 
 
 def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> Array:
-    """Host bytes that the ranks of the first node, or of the first node without the first stage,
-    pin at least, for passes in flight.  `more`: the bytes by which the pinned blocks of a chunk
-    exceed its tensors, by the chunk's layers."""
+    """Lower bound of the host bytes that the ranks of the first node, or of the first node without
+    the first stage, pin for passes in flight.  `more`: the bytes by which the pinned blocks of a
+    chunk exceed its tensors, by the chunk's layers."""
     c = columns
     nothing = np.zeros(len(c.choices)) * more(c.opening)
     if not any(np.any(cost.host_bytes) for line in facts for cost in (line.base, line.slope)):
@@ -293,10 +293,10 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
 
 
 class CopyBound:
-    """Seconds that each layout's first rank needs at least for its copies, which share links with
-    messages of `sent_bytes` in a micro-batch and collectives of the passes: those of the forwards
-    and of the backwards, or `by_layer` the fewer of the two.  There is no bound where the model's
-    last layers, which a method may spare, begin on the first rank."""
+    """Lower bounds of the seconds of each layout's copies on its first rank.  The copies share
+    links with messages of `sent_bytes` per micro-batch and with collectives of the passes: those of
+    the forwards and of the backwards, or with `by_layer` the fewer of the two.  There is no bound
+    if the model's last layers, which a method may spare, begin on the first rank."""
 
     def __init__(
         self,
@@ -344,8 +344,9 @@ class CopyBound:
         return np.asarray(layer.out_bytes * self.byte_s > layer.forward.kernel_s)
 
     def reloads(self) -> Array:
-        """Seconds by which compute waits for copies by layer that come back during the pass before
-        their backward: in the steady state a forward of another micro-batch or chunk."""
+        """Seconds in which compute waits for copies by layer that come back during the pass before
+        their backward.  In the steady state, this pass is a forward of another micro-batch or
+        chunk."""
         c, (first, middle, _) = self.columns, self.facts
         ends = [(first, c.opening), (middle, c.fewest), (middle, c.most)]
         longest_s = np.max([at(line, lambda x: x.forward.compute_s, n) for line, n in ends[::2]], 0)

@@ -1,5 +1,5 @@
-"""What memory excludes: which plans of a candidate may fit a layout by lower bounds of their bytes,
-and what a simulated plan that does not fit says of the plans of its candidate that are left."""
+"""Exclusion by memory: lower bounds of bytes decide which plans of a candidate may fit a layout,
+and a simulated plan that does not fit may exclude further plans of its candidate."""
 
 from collections import Counter
 from functools import partial
@@ -31,9 +31,9 @@ COPIED, KEPT = (
 
 
 class Exclusions:
-    """What a search has excluded.  `counts`: plans and layouts by reason; `device_short_bytes`,
+    """What a search has excluded.  `counts`: plans and layouts by reason.  `device_short_bytes`,
     `host_short_bytes`: the fewest device bytes, and host bytes of a node, that an excluded plan
-    lacked; `refusal`: the last reason why a method has no plan."""
+    lacked.  `refusal`: the last reason why a method has no plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -41,17 +41,17 @@ class Exclusions:
         self.refusal = ""
 
     def lacks_device(self, nbytes: float) -> None:
-        """Take note of the device bytes that a plan lacks."""
+        """Note the device bytes that a plan lacks."""
         self.device_short_bytes = min(self.device_short_bytes, nbytes)
 
     def lacks_host(self, nbytes: float) -> None:
-        """Take note of the host bytes of a node that a plan lacks."""
+        """Note the host bytes of a node that a plan lacks."""
         self.host_short_bytes = min(self.host_short_bytes, nbytes)
 
 
 class MemoryRules:
-    """The rules by which a search queues a candidate where its bytes may fit, and counts it as
-    excluded where they do not.  `excluded`: what the search has excluded."""
+    """The rules by which a search queues a candidate if its bytes may fit, and otherwise counts it
+    as excluded.  `excluded`: what the search has excluded."""
 
     def __init__(self, tree: Tree, registry: Registry, queue: SearchQueue) -> None:
         self.tree, self.registry, self.queue = tree, registry, queue
@@ -60,11 +60,11 @@ class MemoryRules:
         self._ended: list[tuple[float, Site, bytes]] = []  # plans, by the fewest bytes they lack
 
     def judge(self, bound_s: float, place: Place, candidate: Candidate, pieces: int = 1) -> None:
-        """Queue a candidate at a layout, at the lowest step of its share whose bytes may fit; where
-        no step may fit, queue the expansion of the candidate, and that of a candidate with a share
-        in any case: with one more method a smaller share may do.  A candidate in a number of pieces
-        is judged once: judging fewer pieces, and a plan of fewer pieces that does not fit, both ask
-        for more, but where host memory is short, which pieces do not change."""
+        """Queue a candidate at a layout, at the lowest step of its share whose bytes may fit.  If
+        no step may fit, queue the candidate's expansion.  With a share, queue the expansion in any
+        case, because a smaller share may do with one more method.  A candidate in a number of
+        pieces is judged once: both the judgment of fewer pieces and a plan of fewer pieces that
+        does not fit ask for more, unless host memory is short, which pieces do not change."""
         if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
             return
         if (candidate, pieces) in place.judged:
@@ -109,8 +109,8 @@ class MemoryRules:
         return False
 
     def lacks_bytes(self, place: Place, candidate: Candidate) -> bool:
-        """Whether a candidate does not fit by what it keeps and copies.  It is not probed, unless
-        nothing fits and what it lacks may be the fewest bytes."""
+        """Whether a candidate does not fit because of what it keeps and copies.  Such a candidate
+        is not probed, unless nothing fits and the bytes that it lacks may be the fewest."""
         short = place.bounds.short(candidate)
         found = short.falls[place.index] if short is not None else None
         if found is None:
@@ -121,8 +121,8 @@ class MemoryRules:
         return True
 
     def measure_shortage(self) -> None:
-        """Probe the candidates that fell unprobed, as long as what they lack may be the fewest
-        bytes."""
+        """Probe the candidates that were excluded without a probe, as long as the bytes that they
+        lack may be the fewest."""
         for unprobed in sorted(self._unprobed, key=lambda one: (one.host, one.nbytes)):
             least = (
                 self.excluded.host_short_bytes
@@ -244,8 +244,8 @@ class MemoryRules:
             self.excluded.lacks_host(host_short_bytes)
 
     def replay_whole(self) -> None:
-        """Compute the bytes that plans lack whose replay ended early, as long as they may be the
-        fewest."""
+        """Replay in full the plans whose replay ended early, as long as the bytes that they lack
+        may be the fewest."""
         for short_bytes, site, content in sorted(self._ended, key=itemgetter(0)):
             if short_bytes < self.excluded.device_short_bytes:
                 self.excluded.lacks_device(site.lacked_bytes(content))
@@ -271,8 +271,8 @@ class MemoryRules:
         return planned_at(site.job, other, self.registry) == reason
 
     def settled(self, bound_s: float, place: Place, item: Item) -> bool:
-        """Whether simulations after the entry was queued show that its plan cannot fit; where they
-        do, the work that follows the plan is queued."""
+        """Whether simulations after the entry was queued show that its plan cannot fit.  If so,
+        queue the work that follows the plan."""
         candidate = item.candidate
         if candidate in place.refused:
             return True
@@ -303,9 +303,9 @@ class MemoryRules:
             self._expand_later(bound_s, place, candidate)
 
     def queue_next_step(self, bound_s: float, place: Place, item: Item) -> bool:
-        """Queue the next step of a candidate's share, where there is any.  It is queued with its
-        own bound also where the step before fits: a larger share may be faster, with other traffic
-        of the host link or with other operators in pieces."""
+        """Queue the next step of a candidate's share, if there is one, with its own bound.  This is
+        done even if the step before fits: a larger share may be faster, with other traffic of the
+        host link or with other operators in pieces."""
         candidate = item.candidate
         found = self._first_step(place, candidate, item.pieces, bound_s, item.step)
         if found:

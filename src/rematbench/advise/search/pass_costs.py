@@ -30,8 +30,8 @@ from rematbench.problem import Problem
 class PassCost(NamedTuple):
     """One pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is free,
     `issued_s` from when the host begins to issue, `called_s` if each kernel began when it was
-    issued, `landed_s` from when copies are back.  Seconds of the host and of kernels alone; device
-    bytes that the pass leaves, and its highest point above the bytes at entry."""
+    issued, `landed_s` from when copies are back.  Also the seconds of the host and of kernels
+    alone, the device bytes that the pass leaves, and its peak above the bytes at entry."""
 
     compute_s: float
     issued_s: float
@@ -43,20 +43,20 @@ class PassCost(NamedTuple):
     high_bytes: float
 
     def minimum(self, other: "PassCost") -> "PassCost":
-        """The lower of the two passes in every number."""
+        """Return the minimum of the two passes in every number."""
         return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
 
 
 class ChunkCost(NamedTuple):
-    """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
-    `out_s`, `back_s`: seconds of the copies to the host and back that run during other passes of
-    the rank, of the whole chunk or of its last layer; `out_bytes`, `back_bytes`: bytes of all
-    copies of activations to the host and back; `trailing_bytes`, `inside_bytes`: bytes of the last
-    copy of a forward, which continues during the next pass, and of a backward's own copies back;
-    `boundary_bytes`: device bytes that messages add between forward and backward; `host_bytes`: its
-    bytes in host memory; `pool_bytes`: its rank's staging pools; `crossing_bytes`,
-    `recrossing_bytes`: bytes that a GPU sends to other nodes in the collectives of the forward, and
-    of the backward, where the chunk copies."""
+    """The two passes of a chunk, and its copies.  `released_bytes`: device bytes freed after their
+    copy to the host.  `out_s`, `back_s`: seconds of the copies to the host and back that run during
+    other passes of the rank, of the whole chunk or of its last layer.  `out_bytes`, `back_bytes`:
+    bytes of all copies of activations to the host and back.  `trailing_bytes`: bytes of a forward's
+    last copy, which continues during the next pass.  `inside_bytes`: bytes of a backward's own
+    copies back.  `boundary_bytes`: device bytes that messages add between forward and backward.
+    `host_bytes`: bytes in host memory.  `pool_bytes`: the rank's staging pools.  `crossing_bytes`,
+    `recrossing_bytes`: bytes that a GPU sends to other nodes in collectives of the forward and of
+    the backward, if the chunk copies."""
 
     forward: PassCost
     backward: PassCost
@@ -80,12 +80,12 @@ class ChunkCost(NamedTuple):
 
 
 def further(more: ChunkCost, less: ChunkCost) -> ChunkCost:
-    """What one layer adds to a chunk's costs."""
+    """Return the costs that one layer adds to a chunk."""
     return combined(more, less, lambda a, b: a - b)
 
 
 def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
-    """A chunk's costs: `numbers` applied to each pair of numbers of two chunks."""
+    """Combine the costs of two chunks: `numbers` is applied to each pair of numbers."""
     forward, backward = (
         PassCost._make(map(numbers, a, b))
         for a, b in ((one.forward, other.forward), (one.backward, other.backward))
@@ -94,9 +94,10 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
 
 
 def behind_embedding(chunk: ChunkCost, first: ChunkCost, inner: ChunkCost) -> ChunkCost:
-    """The costs of a chunk behind the embedding, from those of the same chunk on an inner rank:
-    forwards begin with the embedding and backwards end with it, so it adds to every plan what it
-    adds to one (`first`: this plan's costs on the first rank, `inner`: on an inner one)."""
+    """Return the costs of a chunk behind the embedding, from the costs of the same chunk on an
+    inner rank.  Forwards begin with the embedding and backwards end with it, so it adds the same
+    costs to every plan.  `first`, `inner`: costs of one plan on the first rank and on an inner
+    rank."""
     return combined(chunk, further(first, inner), add)
 
 
@@ -147,7 +148,7 @@ class Chunk:
         )
 
     def timed(self, costs: ActionCosts, *, crossing: bool) -> ChunkCost:
-        """The chunk's costs with seconds.  `crossing`: whether collectives cross to other nodes as
+        """The chunk's costs with seconds.  `crossing`: whether collectives cross to other nodes, as
         in the layouts that the probe stands for."""
         rank, nbytes = self.rank, self.nbytes
         crossing = crossing and bool(nbytes.out_bytes or nbytes.back_bytes)
@@ -268,8 +269,8 @@ class Facts(NamedTuple):
 
 
 def placed_alike(problem: Problem) -> bool:
-    """Whether tensor- and context-parallel groups lie alike on nodes in every layout: their ranks
-    are neighbours, and a group's size divides a node or is a number of whole nodes."""
+    """Whether tensor- and context-parallel groups lie on nodes in the same way in every layout:
+    their ranks are neighbours, and a group's size divides a node or is a number of whole nodes."""
     lay, node = problem.layout, problem.cluster.gpus_per_node
     sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
@@ -284,7 +285,7 @@ def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
 
 
 def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
-    """Seconds of a layer's kernels and of the collectives that compute waits for."""
+    """Seconds of a layer's kernels and of the collectives for which compute waits."""
     found = [_op_s(problem, op) for op in table.ops]
     return compute_cost(fsum(forward for forward, _ in found), fsum(back for _, back in found))
 
@@ -328,8 +329,8 @@ class More(NamedTuple):
 
 
 def in_pieces(cut: Line, whole: Line) -> More:
-    """What pieces of the head add, from the last chunk with a head in pieces (`cut`) and without.
-    Layers are in pieces in `cut` or not: what they take is left out of both."""
+    """Return what pieces of the head add to the last chunk: `cut` has a head in pieces, `whole` a
+    whole head.  Layers may be in pieces in `cut`, so their costs are left out of both."""
 
     def head_s(line: Line) -> list[float]:
         passes = zip(line.base[:2], line.slope[:2], strict=True)
@@ -340,8 +341,8 @@ def in_pieces(cut: Line, whole: Line) -> More:
 
 
 def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
-    """Facts of a plan whose head is in pieces, from those of the same plan with a whole head.
-    `single`: of one rank, whose chunk is first and last."""
+    """Return the facts of a plan whose head is in pieces, from the facts of the same plan with a
+    whole head.  `single`: there is one rank, whose chunk is first and last."""
     last = facts.last._replace(base=_longer(facts.last.base, more))
     return Facts(last, last, last) if single else facts._replace(last=last)
 
@@ -357,8 +358,8 @@ def _longer(chunk: ChunkCost, more: More) -> ChunkCost:
 
 
 def chord(two: Line, four: Line, beyond: float) -> Line:
-    """Line `four` (in more pieces than `two`) with its highest points extrapolated to still more
-    pieces: `beyond` is the further distance over the distance between the two lines."""
+    """Extrapolate the peaks of line `four` (more pieces than `two`) to still more pieces.
+    `beyond`: the further distance over the distance between the two lines."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         forward, backward = (
@@ -377,8 +378,8 @@ def height(cost: ChunkCost) -> float:
 
 
 def only_kept(cost: ChunkCost, high: float) -> ChunkCost:
-    """The bytes that a chunk keeps, and `high` above them.  Copies and staging pools are left out:
-    a plan that copies less has less of both."""
+    """Return the bytes that a chunk keeps, and `high` above them.  Copies and staging pools are
+    left out, because a plan that copies less needs less of both."""
     found = compute_cost(0.0, 0.0)
     forward = found.forward._replace(net_bytes=cost.kept_bytes)
     return found._replace(forward=forward, backward=found.backward._replace(high_bytes=high))
@@ -390,8 +391,8 @@ def no_cost() -> ChunkCost:
 
 
 def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
-    """Facts at a share (or an array of shares) between two ends: every number is linear in the
-    share, except that a highest point is the lower of the ends' two."""
+    """Interpolate facts at a share (or an array of shares) between two ends.  Every number is
+    linear in the share, except that a peak is the lower peak of the two ends."""
     lines = (
         Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
         for a, b in zip(at_zero, at_one, strict=True)

@@ -1,8 +1,8 @@
-"""Small problems that probes lower, what plans store there, and the costs of their chunks.
+"""Small problems that probes lower, the tensors that plans store there, and chunk costs.
 
-A probe lowers blocks to know what a pass needs.  What is stored between a forward and its backward
-follows from the fates of tensors, in a fifth of the time.  That alone excludes most plans that do
-not fit.
+A probe lowers blocks to find the costs of a pass.  The tensors stored between a forward and its
+backward follow from their fates alone, in a fifth of the time.  They exclude most plans that do not
+fit.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ from rematbench.spec.layout import Layout
 
 class Pinned(NamedTuple):
     """The tensors that a chunk of `layers` layers copies to the host, in bytes, the largest first.
-    `budget`: whether a share of the bytes leaves (ByteBudget), which takes the tensors in this
-    order; None where some tensors leave by a budget and others do not.  `besides`: more layers of
-    the chunk, which may copy nothing."""
+    `budget`: whether a share of the bytes is copied (ByteBudget), which takes the tensors in this
+    order; None if only some tensors are copied by a budget.  `besides`: further layers of the
+    chunk, which may copy nothing."""
 
     layers: int
     sizes: tuple[int, ...]
@@ -46,15 +46,15 @@ class Pinned(NamedTuple):
     besides: int = 0
 
     def further(self, more: "Pinned") -> "Pinned":
-        """What each further layer copies, from a chunk with one layer `more`."""
+        """Return what each further layer copies, from a chunk with one more layer (`more`)."""
         added = Counter(more.sizes) - Counter(self.sizes)
         sizes = tuple(sorted(added.elements(), reverse=True))
         return Pinned(more.layers - self.layers, sizes, self.budget, besides=self.layers)
 
     def more_bytes(self, share: Any, layers: Any) -> Any:
-        """Least bytes by which the pinned blocks of a chunk of `layers` layers exceed the tensors
-        in them, at a share of the bytes; arrays for arrays.  The block of a tensor that leaves in
-        part may exceed nothing."""
+        """Lower bound of the bytes by which the pinned blocks of a chunk of `layers` layers exceed
+        their tensors, at a share of the bytes; arrays for arrays.  The block of a tensor that is
+        copied in part may have no excess."""
         if not self.sizes or self.budget is None:
             return 0.0 * share * layers
         layers = np.maximum(0, layers - self.besides)
@@ -73,7 +73,7 @@ NOTHING = Pinned(1, (), False)
 
 
 def pinned_of(plan: Plan, program: Program) -> Pinned:
-    """What the chunk of a program's second rank (or of its only one) copies to the host."""
+    """Return the tensors that the chunk of a program's second (or only) rank copies to the host."""
     rank = min(1, program.pp - 1)
     blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
     block = next((block for block in blocks if block.label == "D2H"), blocks[0])
@@ -83,7 +83,8 @@ def pinned_of(plan: Plan, program: Program) -> Pinned:
 
 
 def by_budget(plan: Plan) -> bool | None:
-    """Whether what a plan copies to the host leaves by a byte budget; None where a part does."""
+    """Whether a plan copies to the host by a byte budget; None if only a part of its copies
+    does."""
     budgets = {isinstance(rule.fate, ByteBudget) for rule in plan.rules if leaves(rule.fate)}
     return next(iter(budgets), False) if len(budgets) < 2 else None
 
@@ -94,8 +95,8 @@ def leaves(fate: Fate) -> bool:
 
 
 class Stored(NamedTuple):
-    """What the layers of a rank's chunk store for one micro-batch: bytes on the device, and the
-    bytes of each tensor that is copied to the host, the largest first."""
+    """The bytes that the layers of a rank's chunk store for one micro-batch: on the device, and per
+    tensor copied to the host, the largest first."""
 
     kept_bytes: int
     copied: tuple[int, ...]
@@ -109,8 +110,8 @@ class Stored(NamedTuple):
 
 
 def stored(problem: Problem, plan: Plan) -> list[Stored]:
-    """What each rank's first chunk stores at least, over its phases.  PlanError for a plan that
-    cannot be lowered because of its fates."""
+    """Return the least that each rank's first chunk stores, over its phases.  Raises PlanError if
+    the plan's fates cannot be lowered."""
     kept: dict[int, int] = {}
     copied: dict[int, tuple[int, ...]] = {}
     for ops, fates, _ in resolved(problem, plan, apart=True):
@@ -157,8 +158,8 @@ match something on the first rank match it on the second too, where only the fir
 
 
 class Plans(NamedTuple):
-    """Cached results for the plans of a small problem, which do not depend on its cluster: lowered
-    programs by their content, and what layers store by `same_plan`."""
+    """Cached results for the plans of a small problem, independent of its cluster: lowered programs
+    by their content, and stored bytes by `same_plan`."""
 
     lowered: dict[Content, Lowered]
     stored: dict[bytes, list[Stored]]
@@ -191,9 +192,9 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 
 class Small(NamedTuple):
-    """A probe's problem, the plan that methods begin with, the seconds of its actions by what its
-    copies run with, the cached results of its plans, and by plan, rank and traffic the costs of a
-    chunk with seconds."""
+    """A probe's problem, the plan that methods begin with, the seconds of its actions by the
+    traffic during its copies, the cached results of its plans, and the costs of a chunk with
+    seconds, by plan, rank and traffic."""
 
     problem: Problem
     base: Plan
@@ -214,8 +215,8 @@ class Small(NamedTuple):
         return range(len(self.base.partition))
 
     def alike(self, plan: Plan) -> bool:
-        """Whether a plan treats the chunks of the first and the second rank alike, so that they
-        differ by the embedding alone, which then keeps nothing and is part of no traffic."""
+        """Whether a plan treats the chunks of the first and the second rank alike.  They then
+        differ only by the embedding, which keeps nothing and takes no part in traffic."""
         if plan.orders or plan.states != self.base.states or self.problem.system.optimizer_on_host:
             return False
         if self.problem.embedding.saved or plan.partition != self.base.partition:
@@ -233,7 +234,7 @@ class Small(NamedTuple):
         return ChunkOps.of(self.problem, len(self.ranks) - 1, 0, layers, pieces, plan.held)
 
     def ends_alike(self, plan: Plan, base: Plan) -> bool:
-        """Whether a plan differs from its base in rules and copies alone, and neither copies
+        """Whether a plan differs from its base only in rules and copies, and neither plan copies
         anything of the last rank's chunk, whose fates are equal under both."""
         if replace(plan, rules=base.rules, transfers=base.transfers, fit=base.fit) != base:
             return False
@@ -273,8 +274,8 @@ def _leaves_nodes(problem: Problem) -> bool:
 
 
 def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbePrograms) -> Small:
-    """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
-    model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
+    """Return the problem with `sizes` layers on its ranks and no overlapped traffic between
+    replicas.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
     model = problem.workload.model
     windows = sorted(
         set(model.attention_window), key=lambda window: window or problem.workload.seq_len
@@ -328,7 +329,7 @@ class Measured:
 
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every
-        pass; none where copies may reach the head."""
+        pass; empty if copies may reach the head."""
         selects = [rule.select for rule in self.plan.rules]
         reach = [rule.select.parts for rule in self.plan.rules if leaves(rule.fate)]
         if any(parts is None or "head" in parts for parts in reach):

@@ -64,7 +64,7 @@ class Probe:
     @cached_property
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the model's last 0, 1, 2, ... layers, keeps on the device under
-        any schedule: none where copies may reach the head, as a method may copy the last chunk
+        any schedule.  Empty if copies may reach the head, because a method may copy the last chunk
         under some schedules only."""
         return self._measurement.end_bytes()
 
@@ -74,19 +74,19 @@ class Probe:
         return self._lines(NO_TRAFFIC)
 
     def with_traffic(self, traffic: CopyTraffic) -> Facts:
-        """The method's lines where all copies run with `traffic`, rounded down, so that layouts
-        often share it."""
+        """The method's lines if all copies run with `traffic`, which is rounded down so that
+        layouts often share it."""
         return self._lines(CopyTraffic._make(floor(STEPS * number) / STEPS for number in traffic))
 
     @cached_property
     def nbytes(self) -> Facts:
-        """The method's lines without seconds, which a plan that does not fit needs not."""
+        """The method's lines without seconds, which are enough for a plan that does not fit."""
         return self._lines(None)
 
 
 class Floor(NamedTuple):
-    """Lines of a method without its passes: of the bytes that chunks keep on the device and in host
-    memory, and the tensors that an inner chunk copies there."""
+    """Lines of a method without its passes: the bytes that chunks keep on the device and in host
+    memory, and the tensors that an inner chunk copies to the host."""
 
     nbytes: Facts
     pinned: Pinned
@@ -121,7 +121,7 @@ class Prober:
         return self._of_layers(self._one_rank if self.single else self._pipeline, method)
 
     def floor(self, method: Composition) -> Floor | Refused:
-        """A method's Floor, for which nothing is lowered."""
+        """Return a method's Floor, which needs no lowering."""
         try:
             return self._of_layers(self._floor_of_one if self.single else self._floor, method)
         except PlanError as error:

@@ -1,10 +1,10 @@
 """A search in worker processes: rounds of its work, and the planners at its end.
 
-Each process has its share of the shards, and all know the best step.  A round is a fixed amount of
-work, counted and not timed, so that the resulting plans do not depend on the speed of the machine.
-Planners are methods whose plan is unknown before it is solved.  Bounds cover no such plan, so
-planners enter once the others are proved: each is solved at the layouts of the fastest plans, in
-that order, until a plan of it fits.
+Each process has a share of the shards, and all processes know the best step.  A round is a fixed
+amount of work, counted and not timed, so that plans do not depend on the speed of the machine.
+Planners are methods whose plan is unknown until it is solved.  Bounds cover no such plan, so
+planners start after the other plans are proved.  Each planner is solved at the layouts of the
+fastest plans, in that order, until one of its plans fits.
 """
 
 from collections import Counter
@@ -47,16 +47,16 @@ LIMIT_S = 3600
 
 
 class Round(Struct, frozen=True):
-    """The input of a process for a round: the best step of all processes, in seconds, and
-    whether to look for the other plans to show."""
+    """The input of a process for a round: the best step of all processes, in seconds, and whether
+    to search for the other plans of the table."""
 
     best_s: float
     listing: bool
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """The answer of a process after a round: the plans simulated in the round, and `bound_s`,
-    `short_bytes`, the counts of what is excluded or slower, and `plans` of its Search."""
+    """The answer of a process after a round: the plans simulated in the round, and its Search's
+    `bound_s`, `short_bytes`, `plans`, and counts of excluded and slower plans."""
 
     trials: tuple[Trial, ...]
     bound_s: float
@@ -100,10 +100,11 @@ def _state(search: Search, trials: Sequence[Trial]) -> State:
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A search after a round.  `results`: the plans that fit, fastest first; `bound_s`: no plan
-    that is left has a shorter step; `listed_s`: nor has any that is not in `results`, also of those
-    that cannot be the fastest; `excluded`: counts of excluded plans by reason; `short_bytes`: the
-    fewest device bytes that any of them lacked; `plans`: joint plans of the space."""
+    """The state of a search after a round.  `results`: the plans that fit, fastest first.
+    `bound_s`: lower bound of the step of all plans left.  `listed_s`: lower bound of the step of
+    all plans outside `results`, including plans that cannot be the fastest.  `excluded`: counts of
+    excluded plans by reason.  `short_bytes`: the fewest device bytes that an excluded plan lacked.
+    `plans`: joint plans of the space."""
 
     results: tuple[Result, ...] = ()
     bound_s: float = 0.0
@@ -120,12 +121,12 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """How much shorter the step of an unknown plan may be, as a share of the best step."""
+        """The most by which an unknown plan may be faster, as a share of the best step."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
     def lists(self, shown: int, within: float) -> bool:
-        """Whether the first `shown` plans are final: no other plan has a step that is shorter than
-        the last one's by more than the gap."""
+        """Whether the first `shown` plans are final: no other plan is faster than the last of them
+        by more than the gap."""
         if len(self.results) < shown:
             return self.listed_s == inf
         return shown == 1 or self.listed_s >= (1.0 - within) * self.results[shown - 1].fitting_s
@@ -138,8 +139,9 @@ def rounds(
     processes: int = 2,
     most_rounds: int | None = None,
 ) -> Generator[Progress, None, None]:
-    """Progress after each round, until the gap is proved and the first `shown` plans are final (or
-    LATER rounds have looked for these), or no plan is left, or `most_rounds` rounds are done."""
+    """Yield the progress after each round.  The rounds end if the gap is proved and the first
+    `shown` plans are final (or LATER rounds have searched for them), if no plan is left, or after
+    `most_rounds` rounds."""
     pools: list[Pool[Round, State]] = [
         Pool(1, partial(Part, lists=shown > 1), (request, part, processes), LIMIT_S)
         for part in range(processes)
@@ -167,9 +169,9 @@ def rounds(
 
 
 def in_one_process(search: Search, *, most_work: int) -> tuple[list[Result], int]:
-    """The plans that fit of a search in this process, the fastest first, and the number of its
-    simulations.  The search ends once its gap is proved, or with `most_work`.  What excluded plans
-    lack is not asked for: that would replay them whole."""
+    """Search in this process; return the plans that fit, fastest first, and the number of
+    simulations.  The search ends once its gap is proved, or with `most_work`.  It does not compute
+    the bytes that excluded plans lack, which would need full replays."""
     trials = []
     for trial in search.run():
         if trial is not None:
@@ -257,8 +259,8 @@ class Solver:
 def solve_planners(
     job: SearchJob, fastest: Sequence[Result], *, limit_s: int, processes: int
 ) -> Iterator[Result]:
-    """Yield the result of each planner: of those that end at one layout, together.  `fastest`: the
-    plans of the search, the fastest first; `limit_s`: CPU seconds for a planner at one layout."""
+    """Yield the results of planners; planners that end at one layout come together.  `fastest`: the
+    plans of the search, fastest first.  `limit_s`: CPU seconds for a planner at one layout."""
     choices = list(dict.fromkeys(map(job.choice, fastest)))[:MOST_LAYOUTS]
     waiting = list(job.planners) if choices else []
     pool: Pool[Task, Result] = Pool(processes, Solver, (job.request,), limit_s)

@@ -63,9 +63,9 @@ Answer = tuple[int, Result | None]
 def reached(
     request: SearchRequest, step_s: float, processes: int, most_rounds: int | None = None
 ) -> Result | None:
-    """A plan whose step takes at most `step_s`; None where the search proves that no plan does, or
-    finds none in `most_rounds`.  Of a step that may take any time no seconds are bounded: any plan
-    that fits will do."""
+    """Return a plan whose step takes at most `step_s`; None if the search proves that there is no
+    such plan, or finds none in `most_rounds`.  If a step may take any time, any plan that fits will
+    do, and no seconds are bounded."""
     request = replace(request, any_fit=step_s == inf, within=0.0)
     if not _has_layout(request):  # else the error would be in a worker
         return None
@@ -80,9 +80,9 @@ def reached(
 
 
 def fewest_gpus(request: SearchRequest, tokens_per_s: float, processes: int) -> Iterator[Answer]:
-    """An answer for 1, 2, 4, ... GPUs, up to the problem's, until all GPUs together reach
-    `tokens_per_s`; then for every whole number of nodes (inside a node: of GPUs) between the last
-    two that has a layout, until one reaches it."""
+    """Yield an answer for 1, 2, 4, ... GPUs, up to the problem's number, until all GPUs together
+    reach `tokens_per_s`.  Then try every whole number of nodes (inside a node: of GPUs) between the
+    last two that has a layout, until one number reaches the speed."""
     spec = request.spec
 
     def reach(gpus: int) -> Answer:
@@ -125,9 +125,9 @@ def _has_layout(request: SearchRequest) -> bool:
 
 
 def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
-    """Answers for sequence lengths from the problem's on: doubled until no plan fits, then
-    bisected.  Of the lengths without a plan only the shortest has a proof and an answer: until then
-    a length on which a short look finds no plan is taken to have none, and asked again where the
+    """Yield answers for sequence lengths from the problem's length on: doubled until no plan fits,
+    then bisected.  Only the shortest length without a plan gets a proof and an answer.  Until then,
+    a length counts as having no plan if a short search finds none.  It is searched again if the
     proof finds a plan."""
 
     def fits(seq_len: int, most_rounds: int | None = None) -> Result | None:
@@ -157,7 +157,7 @@ def longest_context(request: SearchRequest, processes: int) -> Iterator[Answer]:
 
 
 def largest_batch(request: SearchRequest, step_s: float, processes: int) -> Iterator[Answer]:
-    """Answers for multiples of the problem's global batch; a plan's step takes at most `step_s`."""
+    """Yield answers for multiples of the problem's global batch, with steps of at most `step_s`."""
     batch = request.spec.global_batch
 
     def quick(global_batch: int) -> Result | None:
@@ -168,8 +168,8 @@ def largest_batch(request: SearchRequest, step_s: float, processes: int) -> Iter
 
 
 def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[Answer]:
-    """Answers for bytes of device memory, bisected from the device's memory.  A plan's step may be
-    longer than the best step with all the memory by the share `lose`."""
+    """Yield answers for bytes of device memory, bisected from the device's memory.  A plan's step
+    may be longer than the best step with the full memory by the share `lose`."""
     hbm = request.spec.hbm_bytes or _cluster(request).hbm_bytes
     best = fastest(request, processes)
     yield hbm, best
@@ -190,7 +190,7 @@ def min_memory(request: SearchRequest, lose: float, processes: int) -> Iterator[
 
 
 def fastest(request: SearchRequest, processes: int) -> Result | None:
-    """The fastest plan, to within the gap of `request`; None where no plan fits."""
+    """Return the fastest plan, to within the gap of `request`; None if no plan fits."""
     *_, end = rounds(request, shown=1, processes=processes)
     return end.results[0] if end.results else None
 
@@ -222,9 +222,9 @@ def _answers(
 
 
 def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
-    """Changes in words, each with a plan that fits after it, where none did: more device memory,
-    more host memory if a plan lacked host memory, and more GPUs; of each the smallest tried change
-    that has a plan."""
+    """Yield changes in words, each with a plan that fits after it, if none fitted before: more
+    device memory, more host memory if a plan lacked it, and more GPUs.  Of each kind, yield the
+    smallest tried change that has a plan."""
 
     def fits(**changes: Any) -> Result | None:
         there = replace(request, spec=replace(request.spec, **changes))
@@ -262,8 +262,8 @@ def _enough(reach: Any, least: float, most: int) -> Answer:
 
 
 def prices(request: SearchRequest, processes: int) -> Iterator[tuple[str, float]]:
-    """Changes of the machine in words, and the seconds of the fastest step after each: of the
-    machine as it is, then of one with more memory or faster links."""
+    """Yield changes of the machine in words, with the seconds of the fastest step after each: first
+    the machine as it is, then a machine with more memory or faster links."""
     yield "as it is", _step_s(request, processes)
     for change, cluster in _changes(request):
         there = replace(request, spec=replace(request.spec, cluster=cluster, hbm_bytes=None))

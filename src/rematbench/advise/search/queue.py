@@ -76,7 +76,7 @@ class Place(Struct):
 
 class Item(Struct, frozen=True):
     """An entry of the queue: its next work, and the candidate at a step of its share and of its
-    pieces. `bounds`: those of the shard to read, where the entry is of no single layout."""
+    pieces.  `bounds`: the bounds of the shard, if the entry is not for a single layout."""
 
     stage: Stage
     place: Place | None
@@ -87,8 +87,8 @@ class Item(Struct, frozen=True):
 
 
 class Unprobed(NamedTuple):
-    """A candidate that fell unprobed at a layout: the bytes that it lacks at least, and whether in
-    host memory."""
+    """A candidate that was excluded at a layout without a probe: the least bytes that it lacks, and
+    whether they are host bytes."""
 
     nbytes: float
     host: bool
@@ -146,13 +146,13 @@ class Queue(Generic[T]):
 
     @property
     def ripe_bound(self) -> float:
-        """The lowest bound of a ripe entry; infinite where no ripe entry waits."""
+        """The lowest bound of a ripe entry; infinite if no ripe entry waits."""
         self._drop(self._ripe)
         return self._ripe[0][0] if self._ripe else float("inf")
 
     def pop(self, *, ripe: bool = False) -> tuple[float, T]:
-        """Remove and return the entry with the lowest bound, of all or of the ripe entries;
-        IndexError where there is no such entry."""
+        """Remove and return the entry with the lowest bound, of all entries or of the ripe ones.
+        Raises IndexError if there is no such entry."""
         heap = self._ripe if ripe else self._all
         self._drop(heap)
         bound, number, item = heapq.heappop(heap)
@@ -171,9 +171,9 @@ LATER = 1e6
 
 class LeanOrder:
     """The order of a search for any plan that fits: the leanest layouts and plans come first.
-    `searched`: layouts whose candidates are judged; `waiting`: entries of the queue by layout;
-    `doubts`: candidates by layout that were left out for another reason than bytes that are surely
-    needed (more sequences in a micro-batch may change that reason)."""
+    `searched`: layouts whose candidates are judged.  `waiting`: entries of the queue by layout.
+    `doubts`: by layout, candidates left out for a reason other than a sure lack of bytes (more
+    sequences in a micro-batch may change that reason)."""
 
     def __init__(self, tree: Tree) -> None:
         self.searched: set[Choice] = set()
@@ -182,8 +182,8 @@ class LeanOrder:
         self._lean = {lean_candidate(lean, cut) for lean, cut in tree.families}
 
     def of(self, item: Item) -> float:
-        """Lean layouts come first, and on all layouts the leanest candidates.  Layouts with a
-        leaner one come last."""
+        """Order lean layouts first, and on all layouts the leanest candidates first.  Layouts for
+        which a leaner layout exists come last."""
         if item.place is None:
             assert item.bounds is not None
             shares = item.bounds.minimum.shares[item.bounds.shard.states_over_bytes <= 0]
@@ -200,8 +200,8 @@ def lean_candidate(lean: Candidate, cut: Candidate | None) -> Candidate:
 
 
 def leaner(choice: Choice) -> Choice | None:
-    """The same layout with micro-batch 1, where it has no more bytes in any plan: both have as many
-    passes in flight, and gradients of several micro-batches to add up."""
+    """Return the same layout with micro-batch 1, if it needs no more bytes under any plan: both
+    have as many passes in flight, and gradients of several micro-batches to add up."""
     lay = choice.layout
     if lay.micro_batch == 1 or lay.num_micro_batches <= lay.pp:
         return None
@@ -213,9 +213,9 @@ SHOWN = 1.1
 
 
 class SearchQueue:
-    """The queue of a search, in the order of bounds of seconds, or in a `lean` order.  It takes no
-    work whose bound is too far above `best_s`, the best step so far; a search that `lists` keeps
-    such work aside for `list_all`.  With `faster_than_s` all work below that step counts."""
+    """The queue of a search, in the order of bounds of seconds, or in a `lean` order.  It rejects
+    work whose bound is too far above `best_s`, the best step so far.  With `lists` it keeps such
+    work aside for `list_all`.  With `faster_than_s` all work below that step counts."""
 
     def __init__(
         self, *, faster_than_s: float = inf, lists: bool = False, lean: LeanOrder | None = None
@@ -231,8 +231,8 @@ class SearchQueue:
 
     @property
     def bound_s(self) -> float:
-        """Seconds: no plan in the queue has a shorter step.  A lean order gives no bound for
-        seconds before no plan is left."""
+        """Lower bound, in seconds, of the step of any plan in the queue.  A lean order gives no
+        such bound until no plan is left."""
         if self.lean:
             return 0.0 if self.entries else inf
         return self.entries.bound
@@ -256,14 +256,14 @@ class SearchQueue:
             self.put_aside(bound_s, item)
 
     def put_aside(self, bound_s: float, item: Item) -> None:
-        """Keep work on plans that cannot be the fastest for the listing, which queues it."""
+        """Keep work on plans that cannot be the fastest aside, until `list_all` queues it."""
         if self.listing:
             self.push(bound_s, item)
         elif self.lists:
             self._aside.append((bound_s, item))
 
     def list_all(self) -> None:
-        """From now on take the work too that was put aside."""
+        """From now on, also take the work that was put aside."""
         self.listing = True
         self._dropped.clear()
         for bound_s, item in self._aside:
@@ -272,7 +272,7 @@ class SearchQueue:
 
     @property
     def slower(self) -> Counter[str]:
-        """Counts of the layouts and plans that are no faster than the best step by their bounds, by
+        """Counts of the layouts and plans that by their bounds are no faster than the best step, by
         what makes them slow."""
         found = self._dropped.copy()
         for bound_s, item in self.entries.waiting():

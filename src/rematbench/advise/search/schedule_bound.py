@@ -1,11 +1,11 @@
 """The bound of one layout from its whole schedule: passes that wait for messages, and the step end.
 
-A rank has two clocks, compute and host, which each pass advances by its PassCost.  A message
+A rank has two clocks, compute and host, and each pass advances them by its PassCost.  A message
 arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
 
-Copies are slowed by other traffic: messages per copied byte, and the share of bytes copied during a
-copy in the other direction, are ratios.  Each is bounded by its smallest numerator and its largest
-denominator.
+Other traffic slows copies, by two ratios: messages per copied byte, and the share of bytes copied
+during a copy in the other direction.  Each ratio is bounded by its smallest numerator and its
+largest denominator.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -46,7 +46,8 @@ from rematbench.problem import Problem, state_fates
 
 
 def after_passes(problem: Problem, count: int) -> list[Comm]:
-    """The collectives of `count` parameters that run, unhidden, after the last pass."""
+    """Return the collectives of `count` parameters that run after the last pass and are not
+    hidden."""
     lay, system = problem.layout, problem.system
     fates = {fate.kind: fate for fate in state_fates(lay, system)}
     if lay.state_shards == 1:
@@ -68,7 +69,7 @@ def host_update_s(problem: Problem, count: int) -> float:
 
 class Stages(NamedTuple):
     """The lines of a layout's virtual stages and the layers of each.  `out_bytes`, `back_bytes`:
-    the most bytes that each stage copies; `surely`: the smallest share of them that it copies."""
+    the most bytes that each stage copies.  `surely`: the smallest share of them that it copies."""
 
     lines: Sequence[Line]
     sizes: Sequence[int]
@@ -82,7 +83,7 @@ class Stages(NamedTuple):
         return any(self.out_bytes) or any(self.back_bytes)
 
     def all(self, which: Callable[[ChunkCost], float]) -> list[float]:
-        """A number of every stage, at least 0."""
+        """Return one number of every stage, at least 0."""
         return _all(self.lines, self.sizes, which)
 
 
@@ -100,16 +101,16 @@ def _all(
 
 
 def at(line: Line, which: Callable[[ChunkCost], float], layers: Any) -> Any:
-    """A number of a chunk of `layers` layers; arrays for arrays."""
+    """Return one number of a chunk of `layers` layers; arrays for arrays."""
     return which(line.base) + (layers - line.layers) * which(line.slope)
 
 
 def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
-    """The virtual stages of chunks with `sizes` layers.  For each layer a MiB of the copies in each
-    direction is not sure, because shares of bytes are rounded to a MiB.  A method may spare the
-    model's last layers: a stage near the end is sure to copy only where the probe's last chunk
-    holds no layer of the stage.  `waits`: the last chunk's backwards do not follow their forwards
-    at once, as in a probe, and a method may copy this chunk too."""
+    """Return the virtual stages of chunks with `sizes` layers.  For each layer, one MiB of the
+    copies in each direction is uncertain, because shares of bytes are rounded to a MiB. A method
+    may spare the model's last layers, so a stage near the end is sure to copy only if the probe's
+    last chunk holds none of its layers.  `waits`: the last chunk's backwards do not directly follow
+    their forwards, unlike in a probe, and a method may copy this chunk too."""
     lines = [facts.middle] * len(sizes)
     lines[0], lines[-1] = facts.first, facts.last
     copied = [*lines[:-1], facts.middle] if waits else lines
@@ -130,7 +131,7 @@ def stages(facts: Facts, sizes: Sequence[int], *, waits: bool) -> Stages:
 def lowest_traffic(
     cost: CostModel, turns: Turns, chunks: Stages, moves: Transfers, sent_bytes: float
 ) -> CopyTraffic:
-    """A lower bound of the traffic that the copies of a step share links with.  `sent_bytes`: bytes
+    """Lower bound of the traffic with which the copies of a step share links.  `sent_bytes`: bytes
     of a micro-batch's messages to other nodes, as one GPU of each rank sends them."""
     out, back = chunks.out_bytes, chunks.back_bytes
     total = fsum(out) + fsum(back)
@@ -205,8 +206,8 @@ def _turnings(turns: Turns) -> tuple[NDArray[np.int64], ...]:
 
 
 class Issued(NamedTuple):
-    """Events of ranks one after the other: kind, rank, number of the pass (of copies: of their
-    forward), and its stage."""
+    """Events of ranks, one rank after the other: kind, rank, number of the pass (for copies: of
+    their forward), and stage."""
 
     kind: NDArray[np.int64]
     rank: NDArray[np.int64]
@@ -398,7 +399,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Stage]:
-    """The virtual stages of chunks, whose copies and kernels `traffic` slows."""
+    """Return the virtual stages of chunks, with copies and kernels slowed by `traffic`."""
 
     def copied(which: Callable[[ChunkCost], float], direction: CopyDirection) -> list[float]:
         """Seconds of each stage's copies during other passes."""
@@ -443,8 +444,9 @@ def stages_of(chunks: Stages, traffic: CopyTraffic, cost: CostModel) -> list[Sta
 def schedule_bound_s(
     frame: Frame, chunks: Stages, moves: Transfers, traffic: CopyTraffic, cost: CostModel
 ) -> float:
-    """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
-    hide the seconds that compute loses to collectives, so the bound then leaves those out."""
+    """Lower bound of the step in seconds.  Passes with copies by layer wait for the copies.  These
+    waits may hide the seconds that compute loses to collectives, so the bound then leaves out those
+    seconds."""
     whole = moves.granularity == "chunk"
     if not whole and chunks.moves:
         frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))

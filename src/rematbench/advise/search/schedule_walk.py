@@ -1,11 +1,11 @@
 """A walk through the passes of a step and the copies during them, in an order from the schedule.
 
-The order follows from the schedule alone.  It is written once, as arrays with an entry per
-event, and walked for every plan with that plan's seconds.
+The order of events follows from the schedule alone.  It is written once, as arrays with an entry
+per event, and walked for every plan with the plan's seconds.
 
 A long schedule is walked in three parts: up to a point of one period, on to the same point of the
-next, and to the end.  Where every clock moves by the same seconds between the two points, all
-further periods move them alike (the walk is a (max, +) map), so that they are not walked.
+next period, and to the end.  If every clock advances by the same seconds between the two points,
+all further periods advance the clocks equally (the walk is a (max, +) map), so they are skipped.
 """
 
 from array import array
@@ -32,7 +32,7 @@ whose device memory must be free by now."""
 
 
 class Turns(NamedTuple):
-    """What decides the order of passes."""
+    """The settings that decide the order of passes."""
 
     schedule: ScheduleName
     pp: int
@@ -61,8 +61,8 @@ CUTS = (2, 3)
 
 
 def shortened(turns: Turns) -> tuple[Turns, int]:
-    """The schedule without periods of its steady state, in which every rank runs the passes of pp
-    micro-batches, and how many periods are left out."""
+    """Return the schedule without some periods of its steady state, and the number of periods left
+    out.  In a period every rank runs the passes of pp micro-batches."""
     left_out = turns.micro_batches // turns.pp - GROUPS
     whole = turns.vpp == 1 or turns.micro_batches % turns.pp == 0
     if turns.schedule == "gpipe" or turns.pp == 1 or left_out < 1 or not whole:
@@ -79,11 +79,11 @@ class Copies(NamedTuple):
 
 
 class Events(NamedTuple):
-    """All events of all ranks, each after the events that it waits for, as columns.  `piece`: twice
-    the stage of a pass, plus one for a forward; of another event the stage.  `warming`: whether the
-    pass is of its rank's warm-up.  `pass_id`: the number of the pass (`Turns.half`), of copies that
-    of their forward; `source`: the number of the pass whose message a pass waits for, NONE for no
-    message."""
+    """Columns of all events of all ranks; each event comes after the events that it waits for.
+    `piece`: for a pass, twice its stage, plus one for a forward; for another event, the stage.
+    `warming`: whether the pass belongs to its rank's warm-up.  `pass_id`: the number of the pass
+    (`Turns.half`); for copies, the number of their forward.  `source`: the number of the pass whose
+    message a pass waits for, or NONE."""
 
     kind: Sequence[int]
     rank: Sequence[int]
@@ -104,8 +104,8 @@ def in_order(turns: Turns) -> list[Node]:
 
 @lru_cache(maxsize=128)
 def events(turns: Turns, copies: Copies | None, *, cut: bool = False) -> tuple[Events, ...]:
-    """The events of a schedule; without copies, of passes only.  With `cut`: in three parts, each a
-    rank's events up to equal points of two neighbouring periods, and the rest."""
+    """Return the events of a schedule; without `copies`, only passes.  With `cut`, return three
+    parts: each rank's events up to equal points of two neighbouring periods, and the rest."""
     passed = _passes(turns, cut)
     count = len(passed.pass_id)
     piece = 2 * (passed.pass_id // turns.micro_batches % turns.stages) + (
@@ -247,9 +247,9 @@ class Pieces(NamedTuple):
 
 
 class CopyTimes(NamedTuple):
-    """Seconds by stage of copies during other passes, to the host (`out_s`) and back (`back_s`),
-    and from their arrival to the end of the backward (`landed_s`).  `held`: whether messages of the
-    warm-up wait for the copies before."""
+    """Seconds by stage of copies during other passes: to the host (`out_s`), back (`back_s`), and
+    from their arrival to the end of the backward (`landed_s`).  `held`: whether messages of the
+    warm-up wait for the copies before them."""
 
     out_s: Sequence[float]
     back_s: Sequence[float]
@@ -266,8 +266,9 @@ class Rules(NamedTuple):
 
 
 class Clocks:
-    """When each rank's compute, host and copies to the host and back end so far, and by pass: when
-    its message is sent; by forward: when its copies to the host (`gone`) and back (`here`) end."""
+    """The times at which each rank's compute, host, and copies to the host and back end so far.  By
+    pass: when its message is sent.  By forward: when its copies to the host (`gone`) and back
+    (`here`) end."""
 
     def __init__(self, turns: Turns, begun_s: Sequence[float]) -> None:
         self.turns, self.compute = turns, list(begun_s)
@@ -281,9 +282,9 @@ class Clocks:
         return self.compute.copy(), self.host.copy(), self.out.copy(), self.back.copy()
 
     def leap(self, before: tuple[list[float], ...], period: Events, times: int) -> bool:
-        """Move all clocks by `times` further periods, if the last one moved them alike; hosts may
-        only have gained on compute, which then does not wait for them.  `before`: the clocks of
-        ranks before the last period."""
+        """Advance all clocks by `times` further periods, if the last period advanced them equally.
+        Hosts may only have gained on compute, which then does not wait for them.  `before`: the
+        ranks' clocks before the last period."""
         moved_s = self.compute[0] - before[0][0]
         slack_s = ALIKE * moved_s
 
@@ -380,9 +381,9 @@ def walk_with_copies(
     rules: Rules,
     begun_s: Sequence[float],
 ) -> list[float]:
-    """As `walk_passes`, with copies during passes.  Copies have separate clocks on each rank: a
-    copy to the host begins when its forward has ended, a copy back where `events` says, and compute
-    waits for both."""
+    """Walk passes as `walk_passes` does, with copies during passes.  Copies have separate clocks on
+    each rank: a copy to the host begins when its forward has ended, a copy back begins at its entry
+    in `events`, and compute waits for both."""
     seconds = list(zip(*pieces, strict=True))
     return _walked(turns, copies, begun_s, partial(_walk_copies, seconds, copy_times, rules))
 

@@ -56,12 +56,13 @@ GIB = 2**30
 
 class SearchRequest(Struct, frozen=True, kw_only=True):
     """The input of a search: a problem whose degrees are open except the `fixed` ones.  `only`:
-    methods to compose plans of, at least one a plan (empty: all, or none), and planners for the
-    end; `folders`: folders with files of more methods; `engine`: keep only plans that this package
-    (or `ours`) has options for; `reserve_gib`: device memory that plans leave free (None: the usual
-    reserve); `within`: the gap to prove, a share of the best step.  With `faster_than_s` the search
-    counts the layouts that have a plan with a shorter step, each with the first such plan, and
-    proves no best plan.  With `any_fit` it looks for any plan that fits, and bounds no step."""
+    methods to compose, at least one per plan (empty: all methods, and plans without any), and
+    planners to try at the end.  `folders`: folders with files of more methods.  `engine`: keep only
+    plans that this package (or `ours`) has options for.  `reserve_gib`: device memory that plans
+    leave free (None: the usual reserve).  `within`: the gap to prove, a share of the best step.
+    With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
+    the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
+    fits, and bounds no step."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -75,8 +76,8 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
 
 
 class SearchJob:
-    """One search, ready to run.  `evaluator` and `programs` (of probes): what searches of the same
-    model and length on other clusters have lowered; None where none precede or follow.  Raises
+    """A search, ready to run.  `evaluator` and `programs` (of probes): programs lowered by searches
+    of the same model and length on other clusters; None if there are no such searches.  Raises
     ConfigError, LayoutError or MethodError for wrong inputs."""
 
     def __init__(
@@ -113,16 +114,18 @@ class SearchJob:
         return found
 
     def ready(self) -> "SearchJob":
-        """The job itself, after checks that raise its errors here and not in a worker process."""
+        """Return the job after checks, so that its errors are raised here and not in a worker
+        process."""
         self.problem(self.space.choices[0])
         _ = self.variants
         return self
 
     @cached_property
     def variants(self) -> list[Variant]:
-        """The methods to try, alone and composed; with an engine only the methods that the engine
-        has options for on at least one of three sample layouts.  Where it has none there for the
-        plan that keeps everything, the sample is a layout of the first kind where it has some."""
+        """The methods to try, alone and composed.  With an engine, only methods that the engine has
+        options for on at least one of three sample layouts.  If it has no options there for the
+        plan that keeps everything, the sample is a layout of the first kind for which it has
+        options."""
         found = variants(self.registry, load_compare(), self._only)
         if not self.request.engine:
             return found
@@ -143,7 +146,7 @@ class SearchJob:
 
     @cached_property
     def planners(self) -> tuple[str, ...]:
-        """The planners that enter at the end: those asked for, or all of them."""
+        """The planners to try at the end: the requested ones, or all of them."""
         if self.request.only:
             return tuple(name for name in self.request.only if name not in self._only)
         return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
@@ -164,8 +167,8 @@ class SearchJob:
         return False
 
     def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
-        """The search of every `parts`-th shard, from shard `part` on; `lists`: more plans than the
-        fastest are asked for."""
+        """Return the search of every `parts`-th shard, from shard `part` on.  `lists`: more plans
+        than the fastest are wanted."""
         request, shards = (
             self.request,
             [self._shard(index) for index in self._part_indices(part, parts)],
@@ -196,8 +199,8 @@ class SearchJob:
         return [index for index, one in enumerate(alike) if numbers[one] % parts == part]
 
     def search_of(self, candidates: Sequence[Candidate], min_pp: int = 1) -> Search:
-        """The search for the best layout of given candidates, of those with `min_pp` pipeline
-        ranks."""
+        """Return the search for the best layout of given candidates, over layouts with at least
+        `min_pp` pipeline ranks."""
         shards = [self._shard(index) for index in range(len(self._cuts))]
         within = self.request.within
         return Search(
@@ -254,12 +257,13 @@ class SearchJob:
         return self._shards[index]
 
     def site(self, choice: Choice) -> Site:
-        """What the job's searches know of a layout."""
+        """Return what the job's searches know about a layout."""
         cut = next(index for index, one in enumerate(self._cuts) if key(one[0]) == key(choice))
         return self._shard(cut).shard.site(self._cuts[cut].index(choice))
 
     def job(self, choice: Choice) -> Job:
-        """The job of a layout with the words of its command, as far as a command can say it."""
+        """Return the job of a layout with the words of its command, as far as a command can say
+        it."""
         problem = self.problem(choice)
         return Job(problem=problem, base=choice.base(problem.base_plan), words=self._words(choice))
 
@@ -278,9 +282,9 @@ class SearchJob:
         return Choice(problem.layout, sizes, even=even, hosted=hosted)
 
     def completed(self, results: Sequence[Result]) -> list[Result]:
-        """The results of plans that fit, the fastest first, with all that a table shows but the
-        engines (`with_engines`): `tied` are those within our error, when comparing two methods, of
-        the first."""
+        """Return the results of plans that fit, fastest first, with all columns of a table except
+        the engines (`with_engines`).  `tied`: results that differ from the first by no more than
+        our error in comparing two methods."""
         found = []
         for one in results:
             problem, choice, first = one.problem, self.choice(one), results[0]
@@ -316,8 +320,8 @@ class SearchJob:
         return ProblemSpec.at(choice.layout, **things, **others)
 
     def problem(self, choice: Choice) -> Problem:
-        """The Problem at one layout, with its reserve; ConfigError for a reserve that is as large
-        as the device."""
+        """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
+        as large as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
         if self.evaluator:  # a problem and its costs hold each other, but no programs
@@ -385,13 +389,14 @@ def search_row(place: int, result: Result) -> dict[str, Any]:
 
 
 def with_engines(result: Result) -> Result:
-    """The plan with the engines that can run it; looking them up takes longer than all else."""
+    """Return the plan with the engines that can run it.  This look-up takes longer than all other
+    columns."""
     assert result.plan is not None
     return replace(result, runs_on=Engines(result.problem).of(result.plan))
 
 
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Result:
-    """The plan of a table line, planned, lowered and simulated for a second time."""
+    """Plan, lower and simulate the plan of a table line again."""
     numbers = {name: int(row[name]) for name in ("gpus", "seq_len", *WORDS) if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}

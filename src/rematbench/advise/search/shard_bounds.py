@@ -46,10 +46,9 @@ SHARED = 0.998
 
 
 class Short(NamedTuple):
-    """Bytes that each layout lacks at least at each step of a candidate's share, where positive,
-    of a device and of a node's host memory: arrays [steps, layouts].  `falls`: by layout, what
-    it lacks at least where no step fits, and whether that is host memory; None where a step may
-    fit."""
+    """The least bytes that each layout lacks, if positive, on a device and in a node's host memory,
+    at each step of a candidate's share: arrays [steps, layouts]. `falls`: by layout, the least
+    bytes that it lacks if no step fits, and whether they are host bytes; None if a step may fit."""
 
     device: Array
     host: Array
@@ -76,7 +75,7 @@ def _less(cost: ChunkCost, nbytes: float) -> ChunkCost:
 
 
 class MinimumBytes:
-    """The bytes that plans of `shard` need at least."""
+    """Lower bounds of the bytes of plans of `shard`."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -86,8 +85,8 @@ class MinimumBytes:
 
     @cached_property
     def shares(self) -> Array:
-        """About the share of its device that each layout's leanest plan fills, before any probe: it
-        keeps what enters a layer, and has one layer whole."""
+        """Estimate, before any probe, the share of its device that each layout's leanest plan
+        fills.  This plan keeps the input of each layer, and has one layer whole."""
         tables = self.shard.problem.layer_kinds
         whole = max(sum(each.nbytes for each in one.activations.values()) for one in tables)
         kept = no_cost()
@@ -98,9 +97,10 @@ class MinimumBytes:
         return np.asarray(found)
 
     def short(self, candidate: Candidate) -> Short | None:
-        """What a candidate lacks along its share, in any number of pieces, by what it keeps on the
-        device and copies to the host, and by what the candidate that keeps everything needs above
-        that; None for a candidate without a plan."""
+        """Return the bytes that a candidate lacks along its share, in any number of pieces.  They
+        follow from the bytes that it keeps on the device and copies to the host, and from the bytes
+        that the candidate that keeps everything needs above them.  None for a candidate without a
+        plan."""
         if candidate not in self._shorts:
             self._shorts[candidate] = self._short(candidate)
         return self._shorts[candidate]
@@ -137,9 +137,9 @@ class MinimumBytes:
         return self.of_family(None, pieces)
 
     def of_family(self, lean: Candidate | None, pieces: Candidate | None) -> Array:
-        """Device bytes that every candidate of a family needs: the bytes that its lean candidate
-        keeps (None: no bytes), and above them the bytes that passes of the candidate that keeps
-        everything need (see `_highs`)."""
+        """Device bytes that every candidate of a family needs: the kept bytes of its lean candidate
+        (None: no bytes), and above them the bytes for passes of the candidate that keeps everything
+        (see `_highs`)."""
         if (lean, pieces) not in self._leasts:
             self._leasts[lean, pieces] = self._of_family(lean, pieces)
         return self._leasts[lean, pieces]
@@ -209,8 +209,8 @@ class ShardBounds:
         self._by_copies: dict[tuple[Candidate, int], NDArray[np.bool_]] = {}
 
     def of(self, candidate: Candidate, pieces: int = 1) -> Bounds | Refused:
-        """Bounds under a candidate at a step of its pieces, as arrays [steps of its share,
-        layouts]; or why the candidate has no plan."""
+        """Return the bounds under a candidate at a step of its pieces, as arrays [steps of its
+        share, layouts]; or why the candidate has no plan."""
         key = (candidate, pieces)
         if key not in self._bounds:
             self._bounds[key] = self._bound(candidate, pieces)
@@ -253,7 +253,7 @@ class ShardBounds:
         return shard.wide(candidate, found + shard.end_s)
 
     def by_copies(self, candidate: Candidate, step: int, pieces: int, index: int) -> bool:
-        """Whether copies over the host link make the bound of a step's seconds."""
+        """Whether copies over the host link determine the bound of a step's seconds."""
         known = self._by_copies.get((candidate, pieces))
         return known is not None and bool(known[step - 1, index])
 
@@ -307,7 +307,8 @@ class ShardBounds:
         return with_head(zero, least, single=single), with_head(one, least, single=single)
 
     def tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
-        """Least seconds of a layout's step (the layout at `index`), by its whole schedule."""
+        """Lower bound, in seconds, of the step of the layout at `index`, from its whole
+        schedule."""
         known, text = self.shard.site(index).tight_s, candidate.text(step, pieces)
         if text not in known:
             known[text] = self._tight_s(candidate, step, pieces, index)
@@ -337,8 +338,8 @@ class ShardBounds:
         return step_s * (SHARED if candidate.share or candidate.pieces else LINEAR)
 
     def short(self, candidate: Candidate) -> Short | None:
-        """The bytes that a candidate lacks, before its bounds are computed, which say more
-        (`MinimumBytes.short`)."""
+        """Return the bytes that a candidate lacks (`MinimumBytes.short`), before its tighter bounds
+        are computed."""
         return None if (candidate, 1) in self._bounds else self.minimum.short(candidate)
 
     def in_more_pieces(self, candidate: Candidate, fewer: int, pieces: int, more: int) -> Array:

@@ -1,5 +1,5 @@
-"""A shard: the layouts that cut a layer's tensors alike, what no plan changes there (messages, a
-step's end, states, room), and what probes say of the candidates there."""
+"""A shard: layouts that cut a layer's tensors alike, with the costs that no plan changes there
+(messages, a step's end, states, room) and the probes of its candidates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
@@ -51,9 +51,10 @@ Number = TypeVar("Number", np.float64, np.bool_)
 
 class Shard:
     """All layouts that cut a layer's tensors and the micro-batches alike, with the probes of the
-    candidates of a registry.  `problem` has one of the layouts; `evaluator`: keeps lowered plans
-    for searches on other clusters (None: none follow); `programs`: of probes, which shards share;
-    `reserving`: gives a problem the reserve of its layout (None: that of `problem`)."""
+    candidates of a registry. `problem` has one of the layouts. `evaluator`: keeps lowered plans for
+    searches on other clusters (None: there are none). `programs`: programs of probes, which shards
+    share. `reserving`: gives a problem the reserve of its layout (None: the reserve of
+    `problem`)."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class Shard:
 
     @cached_property
     def end_s(self) -> Array:
-        """Least seconds after a rank's last pass: one gradient reduction and one parameter gather,
-        where nothing hides them, and the update of states in host memory."""
+        """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
+        parameter gather, if nothing hides them, and the update of states in host memory."""
         layer = min(table.parameters for table in self.problem.layer_kinds)
         counts = layer * np.minimum(self.columns.first, self.columns.last)
         found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
@@ -125,7 +126,7 @@ class Shard:
         return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
 
     def site(self, index: int) -> Site:
-        """What all searches know of the layout at `index`."""
+        """Return what all searches know about the layout at `index`."""
         if index not in self._sites:
             choice = self.choices[index]
             problem = self._reserving(self._at(choice.layout))
@@ -134,7 +135,7 @@ class Shard:
 
     @cached_property
     def kernels_s(self) -> Array:
-        """A first bound of the candidate that keeps everything, in seconds, from the operator
+        """A first lower bound, in seconds, for the candidate that keeps everything, from operator
         tables."""
         kinds = [layer_cost(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
@@ -203,12 +204,13 @@ class Shard:
         return np.broadcast_to(values, (self.steps(candidate), len(self.choices)))
 
     def rounding_bytes(self, candidate: Candidate) -> Any:
-        """Bytes by which shares and pieces that are whole rows may be less than their lines say."""
+        """Bytes by which shares and pieces may fall below their lines, because they are whole
+        rows."""
         cut = candidate.share or candidate.pieces
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
     def at_share(self, candidate: Candidate, ends: tuple[Facts, Facts], share: Any) -> Facts:
-        """The facts of a candidate at a share of its share."""
+        """Return the facts of a candidate at one value (`share`) of its share."""
         if candidate.share is None:
             return ends[1]
         return mixed(*ends, share)

@@ -1,4 +1,4 @@
-"""The layouts of a search, and the numbers that bounds need of them, as arrays."""
+"""The layouts of a search, and the numbers that bounds need, as arrays over layouts."""
 
 import re
 from collections import Counter
@@ -77,8 +77,8 @@ class Space(Struct, frozen=True):
 def space(
     spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System
 ) -> Space:
-    """All layouts of `spec`'s GPUs and global batch with the `fixed` degrees; LayoutError where the
-    fixed degrees do not divide the GPUs."""
+    """Return all layouts of `spec`'s GPUs and global batch with the `fixed` degrees.  Raises
+    LayoutError if the fixed degrees do not divide the GPUs."""
     refused: Counter[str] = Counter()
     ranks = (fixed.tp or 1) * (fixed.cp or 1) * (fixed.pp or 1) * (fixed.ulysses or 1)
     if spec.gpus % ranks:
@@ -107,8 +107,8 @@ def may_host(cluster: Cluster, system: System) -> bool:
 def layouts(
     spec: ProblemSpec, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
 ) -> Iterator[Layout]:
-    """Every product of degrees that uses all GPUs; the rules of layouts are not yet checked.  Adds
-    to `refused` the degrees whose replicas do not divide the batch."""
+    """Yield every product of degrees that uses all GPUs, before the rules of layouts are checked.
+    Adds to `refused` the degrees whose replicas do not divide the batch."""
     asked = spec.gpus
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
@@ -224,13 +224,14 @@ class Columns:
 
     @cached_property
     def waits(self) -> NDArray[np.bool_]:
-        """Whether all passes of a rank are in flight before its first backward, as the chunks of an
-        interleaved schedule wait for each other where micro-batches are as many as ranks."""
+        """Whether all passes of a rank are in flight before its first backward.  This happens in an
+        interleaved schedule with as many micro-batches as ranks, whose chunks wait for each
+        other."""
         found: NDArray[np.bool_] = (self.vpp > 1) & (self.count == self.pp)
         return found
 
     def layers_of(self, stage: int) -> NDArray[np.int64]:
-        """The layers of the smallest chunk of the rank `stage`; 0 where there is no such rank."""
+        """The layers of the smallest chunk of the rank `stage`; 0 if there is no such rank."""
         if stage not in self._layers_of:
             sizes = [min(c.sizes[stage :: c.layout.pp], default=0) for c in self.choices]
             self._layers_of[stage] = np.array(sizes)

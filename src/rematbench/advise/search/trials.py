@@ -1,5 +1,5 @@
-"""The trial of one candidate at a layout: plan, lower, count bytes, and time the step where the
-bytes fit."""
+"""The trial of one candidate at a layout: plan, lower, count bytes, and time the step if the bytes
+fit."""
 
 from functools import cached_property
 from math import inf
@@ -28,11 +28,11 @@ KEPT_ACTIONS = 20_000
 
 
 class Trial(Struct, frozen=True, kw_only=True):
-    """The result of a candidate with what the search needs while it works.  A plan that does not
-    fit has no evaluation.  `content`: the key of its plan; empty without a plan.
-    `candidate`: what all plans have in common that differ in a share or in pieces alone.
-    `short_bytes`: what the plan lacks of a device's memory; `at_least`: or more, as the replay of
-    the allocator ended early."""
+    """The result of a candidate, with values that the search needs while it works.  A plan that
+    does not fit has no evaluation.  `content`: the key of its plan; empty without a plan.
+    `candidate`: the part that is equal for plans that differ only in a share or in pieces.
+    `short_bytes`: device bytes that the plan lacks.  `at_least`: it may lack more, because the
+    replay of the allocator ended early."""
 
     result: Result
     content: bytes = b""
@@ -42,10 +42,10 @@ class Trial(Struct, frozen=True, kw_only=True):
 
 
 class Site:
-    """A layout of a job with its problem, and what searches learn of it.  `evaluator`: keeps
-    lowered plans for other clusters (None: none follow); `tight_s`: seconds of bounds by the
-    schedule, by the text of the candidate; `trials`: by the content of their plans; `ended`: plans
-    whose replay of the allocator ended early."""
+    """A layout of a job with its problem, and what searches learn about it.  `evaluator`: keeps
+    lowered plans for other clusters (None: there are none).  `tight_s`: bounds by the schedule in
+    seconds, by the text of the candidate.  `trials`: trials by the content of their plans.
+    `ended`: plans whose replay of the allocator ended early."""
 
     def __init__(
         self, choice: Choice, problem: Problem, evaluator: Evaluator | None = None
@@ -69,9 +69,9 @@ class Site:
         bound_s: float = 0.0,
         engines: Engines | None = None,
     ) -> Trial:
-        """Plan and lower a candidate and count its bytes; time its step if the bytes fit.  The
-        reserve of the problem stays free, and one of `engines` has to have options for the plan.
-        A plan that equals an earlier one is not lowered again."""
+        """Plan and lower a candidate, count its bytes, and time its step if the bytes fit.  The
+        problem's reserve stays free, and one of `engines` must have options for the plan.  A plan
+        that equals an earlier plan is not lowered again."""
         blank = Result(job=self.job, method=method, family="", status="failed", bound_s=bound_s)
         plan = planned_at(self.job, method, registry)
         if isinstance(plan, str):
@@ -96,7 +96,8 @@ class Site:
         return trial
 
     def lacked_bytes(self, content: bytes) -> float:
-        """The device bytes that a plan lacks whose replay of the allocator ended early."""
+        """The device bytes that a plan lacks, for a plan whose replay of the allocator ended
+        early."""
         held = weighed(self.problem, self.ended[content])
         return float(held.nbytes - _room(self.problem))
 

@@ -30,9 +30,9 @@ STEPS = 3
 def measure_actions(
     suite: LayerSuite, only: Sequence[str], out: Path, device: Device, limit_s: float
 ) -> None:
-    """Time the actions of the selected cells (default: the references of ratios, and keep_all)
-    of this device; a line of `out` for each kind of action.  A cell that cannot begin within
-    `limit_s` seconds has none.  CommandError where no cell is of this device."""
+    """Time the actions of the selected cells of this device (default: the references of ratios, and
+    keep_all), and write a line of `out` for each kind of action.  A cell that cannot begin within
+    `limit_s` seconds has no line.  Raises CommandError if no cell is of this device."""
     from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 

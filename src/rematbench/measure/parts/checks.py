@@ -67,7 +67,7 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_summary(path: Path) -> Summary:
-    """The summary of a file; RecordError in one line for another file."""
+    """Read a summary file; raises RecordError in one line for any other file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Summary)
     except msgspec.DecodeError as error:
@@ -121,8 +121,8 @@ def read_cells(folder: Path, planned: Iterable[str] = ()) -> Cells:
 
 
 def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
-    """The finding of every claim, from the folder of a run; `planned`: names of cells that should
-    have a record."""
+    """Return the finding of every claim, from the folder of a run; `planned`: names of cells that
+    should have a record."""
     cells = read_cells(folder / "records", planned)
     found = [*_lossless(cells.of("lossless")), _bytes(cells), _peaks(cells.of("large"))]
     return (*found, *_packages(folder / "baselines"))
@@ -186,7 +186,7 @@ def _verdict(comparison: Comparison) -> str:
 
 
 def _bytes(cells: Cells) -> Finding:
-    """The twin law: live device bytes and lent host bytes equal the ledger's after every action."""
+    """Check that live device bytes and lent host bytes equal the ledger's after every action."""
     seen = {n: r.measured for n, r in cells.ok().items() if r.measured is not None}
     wrong = [name for name, measured in seen.items() if measured.differing_actions]
     actions = sum(rank.actions for measured in seen.values() for rank in measured.ranks)

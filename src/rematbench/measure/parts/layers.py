@@ -1,7 +1,7 @@
 """The part `layers` of `measure-gpu`: steps of methods by turns, and their predictions.
 
-The measurement refuses to start without a prediction of every cell by the present constants and
-plans, and measures those that are said to fit.
+The measurement starts only with a prediction of every cell by the present constants and plans.  It
+measures the cells that are predicted to fit.
 """
 
 import math
@@ -35,8 +35,8 @@ SEED = 7
 
 
 class Ratio(NamedTuple):
-    """Speed over the reference's: the mean over rounds, and the half-width of its 95 % interval
-    (infinite below two rounds)."""
+    """Speed over the speed of the reference: the mean over rounds, and the half-width of its 95 %
+    interval (infinite below two rounds)."""
 
     mean: float
     half_width: float
@@ -62,8 +62,8 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
 
 
 def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: float) -> bool:
-    """Whether a cell's ratio is precise enough; without a reference that ran, whether it has had
-    the fewest turns."""
+    """Whether a cell's ratio is precise enough.  Without a reference that ran: whether the cell has
+    had the fewest required turns."""
     if not any(turn.step_s for turn in reference):
         return len([turn for turn in turns if turn.step_s]) >= FEWEST
     one = ratio(turns, reference)
@@ -73,8 +73,8 @@ def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: flo
 def measure_layers(
     suite: LayerSuite, only: Sequence[str], output: Path, device: Device, limit_s: float
 ) -> None:
-    """Run the cells of this device by turns within `limit_s` seconds; a line of the file of the
-    cell's problem for each turn."""
+    """Run the cells of this device by turns within `limit_s` seconds.  Each turn writes a line to
+    the file of the cell's problem."""
     cells, unsettled = layer_cells(suite, only), partial(_unsettled, suite)
     run_by_turns(cells, unsettled, output, "layers", device, limit_s)
 
@@ -87,8 +87,8 @@ def run_by_turns(
     device: Device,
     limit_s: float,
 ) -> None:
-    """Run those of the cells that are of this device by turns within `limit_s` seconds, each that
-    its prediction in `output` does not refuse; lines in the folder of the `part`.  `unsettled`: the
+    """Run the cells of this device by turns within `limit_s` seconds, except cells that their
+    prediction in `output` refuses.  Lines go to the folder of the `part`.  `unsettled`: returns the
     cells that need another turn."""
     from rematbench.measure.torch.turns import Turns  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
@@ -126,7 +126,8 @@ def is_on_machine(cell: Cell, machine: Machine) -> bool:
 
 
 class Taken:
-    """The turns so far, on disk and in memory; those of an earlier run on the same device count."""
+    """The turns so far, on disk and in memory, including turns of an earlier run on the same
+    device."""
 
     def __init__(self, folder: Path, machine: Machine, cells: Iterable[Cell]) -> None:
         """CommandError where the turns of `cells` are of another device, constants or plans."""

@@ -17,7 +17,7 @@ CPU_NOTE = "Run on a CPU, to try it out: the seconds mean nothing."
 
 
 def runs_with(runs: Iterable[Path], name: str) -> list[Path]:
-    """The folders of measurements that have a file, in the order of their measurement."""
+    """Return the folders of measurements that contain a file, in the order of their measurement."""
     there = [path for path in runs if (path / name).exists()]
     return sorted(there, key=_written)
 
@@ -34,19 +34,19 @@ def turns_of(folder: Path, part: str) -> list[Turn]:
 
 
 def signed_error(got: float | None, want: float | None) -> float | None:
-    """Measured less predicted over predicted; None where either is missing."""
+    """Compute (measured - predicted) / predicted; None if either is missing."""
     return got / want - 1.0 if got and want else None
 
 
 def mean_error(errors: Sequence[float | None]) -> str:
-    """The mean absolute error and how many it is of."""
+    """Return the mean absolute error and the number of errors, as text."""
     known = [abs(error) for error in errors if error is not None]
     return f"{100 * statistics.fmean(known):.2f} % of {len(known)}" if known else "none"
 
 
 def measured_and_predicted(line: Prediction | None, turns: Sequence[Turn]) -> dict[str, Any]:
-    """Measured and predicted numbers of a cell with their errors; medians of its turns' seconds,
-    peaks of all its turns."""
+    """Return measured and predicted numbers of a cell with their errors: medians of the seconds of
+    its turns, and peaks of all turns."""
     steps = [statistics.median(turn.step_s) for turn in turns if turn.step_s]
     found: dict[str, Any] = {"n": len(steps) or None}
     got = {"step_s": statistics.median(steps) if steps else None}
@@ -64,7 +64,8 @@ def devices_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def caveats(rows: Sequence[dict[str, Any]]) -> str:
-    """The first sentences of a note: rows of a CPU, predictions that came too late; else empty."""
+    """Return the first sentences of a note, for rows of a CPU and predictions that came too late;
+    otherwise empty."""
     early = all(row["predicted_first"] for row in rows)
     told = "" if early else "NOT every prediction was written before its measurement. "
     return (f"{CPU_NOTE} " if devices_of(rows).startswith("cpu") else "") + told

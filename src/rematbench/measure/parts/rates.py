@@ -24,11 +24,11 @@ SEED = 7
 
 
 class RateSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems whose kernels are timed.  `clusters`: of these, the one that has the device predicts
-    (none: nothing is predicted).  Attention runs at each of `attention_lengths`; copies have
-    `copy_bytes`; the square products beside them, `copy_gemm`; `compiled`: also by torch.compile.
-    `sustained_s`: seconds without a pause in which the first problem's products, and attention of
-    its own length, run once more (0: they do not).
+    """Problems whose kernels are timed.  `clusters`: the one that has the device predicts (if none
+    has it, nothing is predicted).  Attention runs at each of `attention_lengths`.  Copies have
+    `copy_bytes`, and the square products during copies have the width `copy_gemm`.  `compiled`:
+    also time kernels by torch.compile.  `sustained_s`: seconds without a pause in which the
+    first problem's products, and attention of its own length, run once more (0: they do not).
     """
 
     clusters: tuple[str, ...] = ()
@@ -45,7 +45,8 @@ def load_rates(path: Path) -> RateSuite:
 
 
 def measure_rates(path: Path, out: Path, device: Device, limit_s: float) -> None:
-    """Time every probe of the suite `path` within `limit_s` seconds; a line of `out` for each."""
+    """Time every probe of the suite `path` within `limit_s` seconds, with a line of `out` for
+    each."""
     from rematbench.measure.torch.probe_rates import Rates  # noqa: PLC0415
     from rematbench.worlds.torch.devices import prepared_device  # noqa: PLC0415  # torch is optional
 
@@ -86,8 +87,8 @@ def _line(timed: "Timed", same_device: bool, about: dict[str, Any]) -> Rate:
 
 
 def gap(rates: Sequence[Rate], predicted_s: float | None) -> Rate | None:
-    """The device's gap between kernels: twice the seconds of a memory-bound kernel, less those of
-    one with twice the bytes.  None where the two were not measured."""
+    """Compute the device's gap between kernels: twice the seconds of a memory-bound kernel, minus
+    the seconds of a kernel with twice the bytes.  None if either was not measured."""
     pair = [rate for rate in rates if rate.what == "elementwise" and rate.median_s is not None]
     if len(pair) != 2:
         return None

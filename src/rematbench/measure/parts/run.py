@@ -86,7 +86,8 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.suite or data_dir("config") / SUITES.get(part, ("gpu.yaml",))[0]
 
     def check(self, part: str) -> None:
-        """ConfigError, or another error of one line, for a part's unreadable suite or methods."""
+        """Raise ConfigError, or another error of one line, if a part's suite or methods are
+        unreadable."""
         if part in SUITES:
             SUITES[part][1](self.file(part))
         else:
@@ -107,8 +108,8 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None]) -> Summary:
-    """Run the parts one after another; the summary of them and of those that other commands ran
-    there on this device.  `say` announces each part before it starts."""
+    """Run the parts one after another. Return a summary of these parts and of the parts that other
+    commands ran there on this device. `say` announces each part before it starts."""
     from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415  # torch is optional
 
     device = versions(request.device)["device"]
@@ -133,7 +134,7 @@ def _before(path: Path, device: str, parts: Sequence[str]) -> list[Ran]:
 
 
 def forget(part: str, output: Path) -> None:
-    """Remove a part's files of an earlier run, whose numbers would pass for this run's."""
+    """Remove a part's files of an earlier run, so that they do not pass for files of this run."""
     for suffix in ("json", "jsonl"):
         (output / f"{part}.{suffix}").unlink(missing_ok=True)
     folder, names = (output / "records", f"{part}*") if part in RECORDS else (output / part, "*")

@@ -1,8 +1,8 @@
 """The part `searched` of `measure-gpu`: the plans of a search, measured by turns.
 
 `measure-gpu --predict --part searched` searches each job of the suite at each device memory and
-writes the plans with their predictions. The measurement makes its cells from these lines, and
-holds torch to the memory that was searched for.
+writes the plans with their predictions.  The measurement makes its cells from these lines, and
+limits torch to the device memory of the search.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,9 +42,9 @@ SHOWN = 200
 
 
 class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Jobs of one GPU, and the methods whose best plan is also measured (`beside`): the choice of a
-    person who does not search.  `within`: the gap that a search proves, a share of the
-    best step."""
+    """Jobs of one GPU. `beside`: methods whose best plan is also measured, as the choice of a
+    person who does not search.  `within`: the gap that a search proves, a share of the best
+    step."""
 
     within: Fraction
     jobs: "tuple[OneGpuJob, ...]"
@@ -52,8 +52,8 @@ class SearchedSuite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class OneGpuJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job that is searched at each device memory; of each answer the first `rows` are measured,
-    of rows that differ in settings alone the first."""
+    """A job that is searched at each device memory.  The first `rows` of each answer are measured.
+    Among rows that differ only in settings, only the first counts."""
 
     name: str
     why: str
@@ -146,7 +146,7 @@ def _cell(name: str, spec: ProblemSpec, method: str) -> Cell:
 
 
 def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
-    """The cells of a file of predictions; `only`: these, or those of these problems."""
+    """Return the cells of a file of predictions; `only`: the names of cells or problems to take."""
     found = []
     for line in lines_of(path):
         assert isinstance(line, Searched)
@@ -161,8 +161,8 @@ def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
 
 
 def measure_searched(only: Sequence[str], output: Path, device: Device, limit_s: float) -> None:
-    """Run the plans of the folder's predictions by turns within `limit_s` seconds, the fewest turns
-    of each."""
+    """Run the plans of the folder's predictions by turns within `limit_s` seconds, each plan with
+    the fewest turns."""
 
     def unsettled(live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
         had = by_cell(turns)

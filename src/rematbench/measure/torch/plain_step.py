@@ -1,9 +1,9 @@
-"""A training step as a person writes it in torch, to time the executor's step against.
+"""A training step as a person writes it in torch, for comparison with the executor's step.
 
-Model, weights, sums and update are the executor's. The step runs through autograd on one stream;
-weight gradients are added to their wide buffers inside the product, as in a loop written for speed.
-What torch itself offers against the memory of activations can be switched on for each layer. The
-loop has one rank and Llama blocks.
+Model, weights, sums and update are the executor's.  The step runs through autograd on one stream.
+Weight gradients are added to their wide buffers inside the product, as in a loop written for speed.
+Torch's own means to save activation memory can be switched on for each layer.  The loop has one
+rank and Llama blocks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +59,7 @@ class PlainLoop:
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
 
     def issue_step(self) -> None:
-        """One optimizer step over the model's micro-batches; the sum of its losses stays a
+        """Issue one optimizer step over the model's micro-batches; the sum of its losses stays a
         tensor."""
         self.steps += 1
         for parameter in self.model.parameters.values():

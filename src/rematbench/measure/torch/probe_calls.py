@@ -1,7 +1,7 @@
 """The calls whose rates are measured, from the operator tables: products, attention, norms, losses.
 
-A probe has the call's words (as in kernels.csv), its work, what the cost model predicts for it, and
-a function that makes its inputs and returns the call.
+A probe has the call's words (as in kernels.csv), its work, the cost model's prediction, and a
+function that makes the inputs and returns the call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,8 +75,8 @@ class Place(NamedTuple):
         return torch.randn(shape, device=self.device, dtype=dtype)
 
     def seconds(self, kernel: Any, direction: Direction, backend: Backend = "") -> float | None:
-        """The cost model's seconds of a kernel, with an attention backend in place of the stack's;
-        None where config/kernels has no rates for it."""
+        """Return the cost model's seconds of a kernel, with an attention backend instead of the
+        stack's backend.  None if config/kernels has no rates for it."""
         try:
             problem = replace(self.problem, backend=backend) if backend else self.problem
             return problem.cost.kernel_s(kernel, direction)

@@ -33,8 +33,8 @@ BOTH = CopyTraffic(1.0, 0.0, 0.0, 0.0)
 
 
 def copy_probes(place: Place, nbytes: int, width: int) -> Iterator[Probe]:
-    """Pinned copies each way, both ways, and both during square products of `width`; and allocation
-    of pinned memory."""
+    """Yield the probes of pinned copies (each way, both ways, and both during square products of
+    `width`), and of the allocation of pinned memory."""
     cost, pinned = place.problem.cost, int(place.device.type == "cuda")
     alone = {name: cost.copy_s(nbytes, name) for name in COPIES}
     both = max(cost.copy_s(nbytes, name, BOTH) for name in COPIES)
@@ -114,8 +114,8 @@ def _pinning(place: Place, nbytes: int) -> Call:
 
 
 def launch_probes(place: Place, nbytes: int) -> Iterator[Probe]:
-    """Two memory-bound kernels, one of twice the bytes; the host's time to issue an operator, a
-    node of the backward, and a copy."""
+    """Yield the probes of two memory-bound kernels, one with twice the bytes of the other, and of
+    the host's time to issue an operator, a node of the backward, and a copy."""
     cost = place.problem.cost
     common: dict[str, Any] = {"implementation": "torch", "dtype": "fp32"}
     for size in (nbytes, 2 * nbytes):
@@ -182,9 +182,9 @@ class Rates:
         self.repeats = Repeats(device)
 
     def run(self, probes: Sequence[Probe], seed: int) -> Iterator[Timed]:
-        """Every probe with its seconds. The order is short calls, compiled calls, calls repeated
-        without a pause (they heat the device), long calls, so that few are missing when the time
-        ends."""
+        """Yield every probe with its seconds.  Short calls come first, then compiled calls, calls
+        repeated without a pause (they heat the device), and long calls, so that few are missing
+        when the time ends."""
         order = list(probes)
         random.Random(seed).shuffle(order)
         for probe in sorted(order, key=_late):

@@ -30,7 +30,8 @@ Call = Callable[[], object]
 
 class Repeats:
     """Samples of calls on one device.  On CUDA a sample starts behind products that take longer
-    than the host takes to issue it, so that no launch is timed; on a CPU the host's clock runs."""
+    than the host takes to issue the sample, so that no launch is timed.  On a CPU the host's clock
+    is used."""
 
     def __init__(self, device: torch.device) -> None:
         torch.set_num_threads(1)  # as in a rank's process
@@ -46,8 +47,8 @@ class Repeats:
             torch.cuda.synchronize(self.device)
 
     def of_device(self, call: Call, until: float) -> list[float]:
-        """Seconds of a call that has run before, on the device, one for each sample, until `until`
-        (monotonic)."""
+        """Return the seconds on the device of a call that has run before, one value per sample,
+        until `until` (monotonic)."""
         issued = host_clock()
         call()
         issue_s = issued()
@@ -98,8 +99,8 @@ class Repeats:
 
 
 def repeated(sample: Callable[[], float], until: float) -> list[float]:
-    """Samples until they are steady or the time ends; at least one, which is never the first (the
-    first warms up)."""
+    """Return samples until they are steady or the time ends, but at least one.  The first sample
+    only warms up and is dropped."""
     sample()
     found = [sample()]
     while len(found) < MAX_REPEATS and time.monotonic() < until:

@@ -1,9 +1,9 @@
-"""Steps of several plans in one process, in turns: the weights of one model, a new executor each
+"""Steps of several plans in one process, by turns: one model's weights, and a new executor per
 turn.
 
-Clocks and heat are then equal, and weights are drawn once.  The weights change from turn to turn;
-a step's work does not.  A step written by hand has turns as an executor has; of a pipeline the
-first rank runs, without its neighbours.
+Clocks and heat are then equal, and weights are drawn once.  The weights change from turn to turn,
+but the work of a step does not.  A step written by hand has turns as an executor has.  In a
+pipeline only the first rank runs, without its neighbours.
 """
 
 import math
