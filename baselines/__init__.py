@@ -1,1 +1,2 @@
-"""Real training packages behind one contract: one directory each, never imported by rematbench."""
+"""Real training packages, one directory each, behind one interface; rematbench never imports
+them."""

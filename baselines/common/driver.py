@@ -39,7 +39,7 @@ def write_record_of(
     reason: str,
     answers: list[RankAnswer],
 ) -> None:
-    """Write the record of a job, whatever its outcome; with every rank's answer if it is `ok`."""
+    """Write the record of a job, whatever its outcome; an `ok` record has every rank's answer."""
     record = Record(
         run_id=job.run.run_id,
         spec=job.run,

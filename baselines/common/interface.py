@@ -39,7 +39,8 @@ class Rank:
 
 
 class NotRunnable(ValueError):
-    """The package, or this baseline, does not run a job; the message names what it does not run."""
+    """The package, or this baseline, does not run a job; the message names the unsupported
+    feature."""
 
 
 class Runner(Protocol):

@@ -1,4 +1,4 @@
-"""Live bytes of a step without states, by the project's own tracker of storages."""
+"""Live bytes of a step, states excluded, counted by the project's own tracker of storages."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -13,8 +13,8 @@ from rematbench.worlds.torch.dispatch import Tracker
 
 class Meter(Tracker):
     """A tracker that also follows the host's peak, and counts offloaded storages as host bytes.
-    Offloaded are: storages that a maker of host tensors returns, storages for which `is_host` is
-    true, and with a GPU as device all storages on the CPU."""
+    Offloaded storages are storages that a maker of host tensors returns, storages for which
+    `is_host` is true, and, if the device is a GPU, all storages on the CPU."""
 
     counting: ClassVar["Meter | None"] = None
 
@@ -27,11 +27,11 @@ class Meter(Tracker):
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
-        """Do not count these storages from now on; the result is their bytes on the device."""
+        """Stop counting these storages; return their bytes on the device."""
         return self.homes(tensors)[0]
 
     def homes(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
-        """Do not count these storages from now on; the result is their bytes on (device, host)."""
+        """Stop counting these storages; return their bytes on (device, host)."""
         kept = {t.untyped_storage()._cdata: t for t in tensors}
         self.exclude(kept.values())
         sizes = [0, 0]
@@ -60,7 +60,7 @@ class Meter(Tracker):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def without(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with storages made inside it not counted. A backend's own copies inside a
+        """`call`, without counting the storages made inside it. A backend's own copies inside a
         collective belong to the backend (gloo's reduce-scatter clones its input, NCCL's does
         not)."""
 
@@ -93,8 +93,8 @@ class Meter(Tracker):
 
 
 def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` as the one kernel that a compiler makes of it on a GPU. Of the storages made inside,
-    only those of its results count."""
+    """`call`, counted like the single kernel that a compiler makes of it on a GPU: of the storages
+    made inside, only the results count."""
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:

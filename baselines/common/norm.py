@@ -1,6 +1,6 @@
-"""RMSNorm that saves on a CPU the tensors that it saves on a GPU.
+"""RMSNorm that saves the same tensors on a CPU as on a GPU.
 
-On a CPU torch takes RMSNorm apart, and fp32 tensors of the input's size stay alive. CUDA's kernels,
+On a CPU torch decomposes RMSNorm, and fp32 tensors of the input's size stay alive. CUDA's kernels,
 one forward and one backward, save the input and 1/rms of each row.
 """
 

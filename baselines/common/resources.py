@@ -1,5 +1,5 @@
-"""The GPU and the memory of a rank: its settings before CUDA starts, its memory between jobs, and
-jobs that this machine cannot hold.
+"""The GPU and the memory of a rank: settings before CUDA starts, memory between jobs, and a check
+for jobs too large for this machine.
 """
 
 import gc
@@ -15,7 +15,7 @@ from rematbench.worlds.torch.devices import choose_device, gpu_count, release_pi
 
 
 def require_gpus(job: PackageJob, local_ranks: int) -> None:
-    """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
+    """Raise NotRunnable if torch sees fewer GPUs than ranks here: NCCL ranks cannot share a GPU."""
     if job.device != "cuda" or job.run.world == "traced":
         return
     found = gpu_count()
@@ -28,11 +28,11 @@ def require_gpus(job: PackageJob, local_ranks: int) -> None:
 def take_gpu(local: int, world_size: int, settings: Mapping[str, str]) -> torch.device:
     """Take the rank's GPU, with the package's `settings` in the environment.
 
-    Variables that a person has set stay. The process gets its share of the CPUs near the GPU, which
-    an optimizer on the host uses. LOCAL_RANK becomes the GPU's number among the GPUs that the
-    process sees, as packages expect. Of torch's attention kernels only those stay allowed that the
-    project's executor uses: flash, and the memory-efficient kernel for fp32; a case that only the
-    quadratic kernel could compute is an error.
+    Variables that a person has set are kept. The process gets its share of the CPUs near the GPU,
+    for an optimizer on the host. LOCAL_RANK becomes the GPU's number among the GPUs that the
+    process sees, as packages expect. Only the attention kernels of the project's executor stay
+    allowed: flash, and the memory-efficient kernel for fp32. A case that needs the quadratic kernel
+    is an error.
     """
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -46,8 +46,8 @@ def take_gpu(local: int, world_size: int, settings: Mapping[str, str]) -> torch.
 
 
 def clear_memory() -> None:
-    """Free the last job's memory, on the device and pinned. The objects of a job are cycles, which
-    only a garbage collection frees."""
+    """Free the last job's device memory and pinned memory. The objects of a job form reference
+    cycles, so only a garbage collection frees them."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
@@ -61,7 +61,7 @@ def cuda_versions() -> dict[str, str]:
 
 
 def require_memory(job: PackageJob) -> None:
-    """NotRunnable if the weights and gradients of all ranks, in fp32, exceed the free memory. A
+    """Raise NotRunnable if the fp32 weights and gradients of all ranks exceed the free memory. A
     machine that starts to swap no longer responds."""
     if job.run.world == "traced" or job.device != "cpu":
         return

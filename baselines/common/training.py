@@ -37,11 +37,11 @@ class Trainer(Protocol):
 def train(
     trainer: Trainer, job: PackageJob, answer: RankAnswer, meter: Meter, metered: int
 ) -> None:
-    """Run a job's steps: observed ones first, then timed ones.
+    """Run a job's steps: observed steps first, then timed steps.
 
-    Losses and norms are read of observed steps, and the bytes of step `metered`. Before the timed
-    steps the job's warm-up steps run, at least one, because a package that compiles does so at its
-    first unobserved step. Nothing is read before the timed steps are over.
+    Losses and norms are read from observed steps, and bytes from step `metered`. At least one
+    warm-up step runs before the timed steps, because a package may compile at its first unobserved
+    step. No value is read until the timed steps are over.
 
     Raises NotFinite for a loss that is not finite.
     """
@@ -83,7 +83,7 @@ def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
 
 
 def synchronized_time() -> float:
-    """Seconds on the host's clock, with the device idle."""
+    """Seconds on the host's clock, read after the device has become idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -42,8 +42,8 @@ class Piece(NamedTuple):
 
 def norms(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, float]:
     """The norm of every parameter's gradient, from the pieces of all ranks. Each rank computes its
-    sums, and only the sums travel. Every part of a parameter comes from one rank only, so the
-    squares can be added."""
+    sums of squares and sends only these sums. Each part of a parameter comes from one rank only, so
+    the squares can be added."""
     own: dict[str, float] = {}
     for piece in pieces:
         counted = _without_padding(piece, specs[piece.name])

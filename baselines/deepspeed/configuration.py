@@ -20,13 +20,13 @@ CODE = ("optimizer", "scheduler")
 
 
 def check(job: PackageJob, policy: DeepSpeed) -> None:
-    """Raise NotRunnable with the first reason why DeepSpeed, or this baseline, runs no such job."""
+    """Raise NotRunnable with the first reason why DeepSpeed, or this baseline, cannot run a job."""
     for reason in active_reasons(policy.limits(setup_of(job.run))):
         raise NotRunnable(f"deepspeed: {reason}")
 
 
 def read(text: str) -> dict[str, Any]:
-    """The configuration; NotRunnable if the text is not a configuration."""
+    """Parse a configuration; NotRunnable if the text is not a configuration."""
     try:
         config: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         msgspec.convert(config.get("zero_optimization"), dict[str, Any])
@@ -38,8 +38,8 @@ def read(text: str) -> dict[str, Any]:
 
 
 def policy_of(job: PackageJob, policy: DeepSpeed) -> DeepSpeed:
-    """The policy that a job's options say, for the guards. NotRunnable for options that say another
-    job, or another policy than the job's settings."""
+    """The policy given by a job's options, for the guards. NotRunnable if the options contradict
+    the job or the policy of its settings."""
     config = read(job.options)
     _agree(config, job.run)
     homes = {name: _home(config, name) for name in OFFLOADED}
@@ -66,7 +66,7 @@ def policy_of(job: PackageJob, policy: DeepSpeed) -> DeepSpeed:
 
 
 def require_accepted(config: dict[str, Any]) -> None:
-    """Raise NotRunnable for what DeepSpeed's own reading refuses."""
+    """Raise NotRunnable for a configuration that DeepSpeed's own parser refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig  # noqa: PLC0415  # run.py has imported it
 
     alone = {key: value for key, value in config.items() if key != "train_batch_size"}

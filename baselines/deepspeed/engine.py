@@ -33,9 +33,9 @@ in one group."""
 
 @dataclass(frozen=True, kw_only=True)
 class Memories:
-    """How host and device memory are distinguished. `on_host` says whether a tensor is on the host
-    where one CPU is both (None: all tensors are on the device); `device` is a device with memory of
-    its own; `shim` are the parts of the shim."""
+    """How host and device memory are distinguished. If one CPU is both, `on_host` tells whether a
+    tensor is on the host (None: all tensors are on the device). `device` is a device with its own
+    memory; `shim` lists the parts of the shim."""
 
     on_host: Callable[[Tensor], bool] | None = None
     device: torch.device | None = None
@@ -72,8 +72,8 @@ def configuration(job: PackageJob, policy: DeepSpeed) -> dict[str, Any]:
 
 @contextmanager
 def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
-    """A context within which host and device memory can be distinguished. On a GPU they are
-    separate; on a CPU the shim separates them if the job offloads anything."""
+    """A context in which host and device memory can be distinguished. On a GPU they are separate;
+    on a CPU the shim separates them if the job offloads anything."""
     norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
     if job.device != "cpu":
         yield Memories(device=torch.device(job.device))
@@ -85,7 +85,7 @@ def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memo
 
 
 def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
-    """The engine with model, weights and optimizer."""
+    """Build the engine with model, weights and optimizer."""
     run = job.run
     groups._release_process_group_references()
     ulysses = run.layout.ulysses > 1
@@ -128,7 +128,7 @@ def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> 
 
 
 def batch_of(job: PackageJob, step: int) -> Batch:
-    """The sequences of the whole step."""
+    """The sequences of one step, for all ranks."""
     run = job.run
     work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
     return make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
@@ -146,7 +146,7 @@ def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_step(rig: Rig, batch: Batch, counted: int) -> Tensor | float:
-    """Run forward and backward of one step; the result is this rank's sum of losses.
+    """Run forward and backward of one step; return this rank's sum of losses.
 
     DeepSpeed averages gradients over replicas, and under ZeRO 3 also over sequence ranks, whose
     gradients are parts of a sum. The scale turns the averages into gradients of the mean over all
@@ -193,7 +193,8 @@ def counted(rig: Rig, meter: Meter) -> Iterator[None]:
 
 
 def fetches_ahead(run: RunSpec) -> bool:
-    """Whether the first pass is unlike all others: ZeRO 3 records its order, then fetches ahead."""
+    """Whether the first pass differs from later passes: ZeRO 3 records its order, then fetches
+    ahead."""
     return run.layout.zero_stage == ZERO_3
 
 
@@ -212,17 +213,17 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
 
 
 def parameter_shape(parameter: Any) -> torch.Size:
-    """The whole shape of a parameter, also where ZeRO 3 has partitioned it."""
+    """The whole shape of a parameter, even if ZeRO 3 has partitioned it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def states(rig: Rig) -> list[Tensor]:
-    """The tensors of states, and tensors that are made at the start and never freed.
+    """The state tensors, and the tensors that are allocated at the start and never freed.
 
-    States are parameters as they are held now, flat buffers and optimizer states. Never freed are:
-    under ZeRO 3 its part of the gradients and its reduce bucket; of an offloaded optimizer its part
-    of the gradients and the buffers for its copies.
+    States are the parameters as currently held, flat buffers and optimizer states. ZeRO 3 never
+    frees its part of the gradients and its reduce bucket. An offloaded optimizer never frees its
+    part of the gradients and the buffers for its copies.
     """
     found = [*rig.decoder.parameters(), *rig.decoder.buffers()]
     found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
@@ -239,7 +240,8 @@ def states(rig: Rig) -> list[Tensor]:
 
 
 def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
-    """Tensors that ZeRO makes at the start to keep the optimizer or the parameters on the host."""
+    """Tensors that ZeRO allocates at the start to keep the optimizer or the parameters on the
+    host."""
     found = list(getattr(optimizer, "param_groups_fp16_flat_cpu_memory", []))
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         found += [part.grad for part in parts if part.grad is not None]
@@ -254,7 +256,7 @@ def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
 
 def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
     """The tensors that the optimizer updates: parameters, or ZeRO's flat parts. `without_state`:
-    only those that have no moments yet."""
+    only the tensors without moments so far."""
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     # ZeRO 3 shows its inner optimizer one part at a time, and only during the update.

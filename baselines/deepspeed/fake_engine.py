@@ -4,7 +4,7 @@ Torch's fake process group answers every collective at once; fake tensors have s
 Forward and backward of every micro-batch run unchanged.  The update does not run, because it asks
 whether a gradient is finite.  Bytes are those of storages: no allocator rounding, no workspaces.
 
-Where DeepSpeed asks for a value before the update, a part of the shim answers; a record names the
+If DeepSpeed asks for a value before the update, a part of the shim answers; a record names the
 parts:
 
 | part | what it answers |
@@ -48,8 +48,8 @@ COUNTER = 4
 
 
 class Made(Decoder):
-    """A decoder whose parameters are made on the right device and in the right dtype at once. torch
-    cannot convert fake parameters."""
+    """A decoder whose parameters are created directly on the right device and in the right dtype,
+    because torch cannot convert fake parameters."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         with torch.device(get_accelerator().current_device_name()):

@@ -1,4 +1,4 @@
-"""The project's decoder in plain torch modules, with DeepSpeed's functions where a policy asks.
+"""The project's decoder in plain torch modules, with the DeepSpeed functions that a policy needs.
 
 The arithmetic is that of the project's executor.
 """
@@ -20,7 +20,8 @@ from rematbench.worlds.torch.arithmetic import IGNORED, NORM_EPS, rope, rope_tab
 
 
 class RmsNorm(nn.RMSNorm):
-    """torch's RMSNorm, saving on a CPU what its GPU kernel saves (part *norm* of the shim)."""
+    """torch's RMSNorm; on a CPU it saves the tensors of its GPU kernel (part *norm* of the
+    shim)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """... x hidden -> ... x hidden."""

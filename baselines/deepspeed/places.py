@@ -2,9 +2,8 @@
 
 DeepSpeed asks its accelerator for the name of its device and says "cpu" for the host. Here the
 device is "cpu:0", and streams and events are always complete, so that DeepSpeed takes the code
-paths of a GPU. A fake tensor keeps the device's name by itself: moving the tensor copies it, and an
-operator on both places is an error. A real tensor loses the name, so its storage is followed
-(`Places`).
+paths of a GPU. A fake tensor keeps the device's name: moving it makes a copy, and an operator with
+operands on both places is an error. A real tensor loses the name, so `Places` follows its storage.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ are always complete."""
 
 
 def moves(configuration: dict[str, Any]) -> bool:
-    """Whether a configuration keeps anything on the host."""
+    """Whether a configuration offloads anything to the host."""
     zero = configuration.get("zero_optimization", {})
     homes = [
         zero.get(f"offload_{kind}", {}).get("device", "none") for kind in ("optimizer", "param")
@@ -45,7 +44,7 @@ class _Stream:
         pass
 
     def query(self) -> bool:
-        """True: no work is left to do."""
+        """Always True: no work is pending."""
         return True
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -59,7 +58,7 @@ class _Stream:
 
 
 class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no types
-    """A device besides the host, on the same CPU."""
+    """A device that is separate from the host, on the same CPU."""
 
     Stream = Event = _Stream
 
@@ -96,7 +95,7 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
 
 @contextlib.contextmanager
 def separate_places(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
-    """A context in which host and device memory are separate. It yields a function that says
+    """A context in which host and device memory are separate. It yields a function that tells
     whether a tensor is on the host."""
     plain, record_stream, tensor = get_accelerator(), Tensor.record_stream, torch.tensor
     set_accelerator(Accelerator())
@@ -134,11 +133,11 @@ _to = Tensor.to
 
 
 class Places(DispatchMode):
-    """Real tensors with a place each: notes which storages are on the host, while they live.
+    """Gives each real tensor a place: it records which live storages are on the host.
 
-    A new tensor is where Python asked for it (by the name of a device; no name means the host),
-    else where its operands are. PyTorch's functions that ask for or change a tensor's device are
-    replaced while this mode is active, because function modes do not reach into a backward.
+    A new tensor is on the device that Python named (no name means the host), otherwise on the
+    device of its operands. PyTorch's functions that read or change a tensor's device are replaced
+    while this mode is active, because function modes do not reach into a backward.
     """
 
     def __init__(self) -> None:
@@ -152,7 +151,7 @@ class Places(DispatchMode):
         return tensor.untyped_storage()._cdata in self._hosts
 
     def place(self, tensor: Tensor) -> torch.device:
-        """The place that `tensor.device` returns here."""
+        """The place, as `tensor.device` returns it here."""
         return HOST if self.host(tensor) else DEVICE
 
     def __enter__(self) -> Self:

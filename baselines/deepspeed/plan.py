@@ -237,5 +237,5 @@ def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
 
 
 def pieces(rows: int, count: int) -> int:
-    """The number of pieces that torch.chunk makes of the rows if asked for `count`."""
+    """The number of pieces that torch.chunk returns for the rows and the argument `count`."""
     return -(-rows // -(-rows // count))

@@ -49,7 +49,7 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    """Raise NotRunnable by the guards, before any process starts."""
+    """Raise NotRunnable if a guard fails, before any process starts."""
     check(job, _policy(job))
     if job.options:
         require_accepted(read(job.options))

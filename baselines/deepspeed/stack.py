@@ -1,6 +1,6 @@
-"""Tensors that the plain torch model of baselines/deepspeed keeps beyond the operator table.
+"""Extra tensors, not in the operator table, that the torch model of baselines/deepspeed keeps.
 
-Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ NORMS: tuple[tuple[str, Part], ...] = (
 
 
 def stack(policy: DeepSpeed, problem: Problem) -> Stack:
-    """The tensors kept beyond the table: norms' statistics, repeated KV heads, shared tables."""
+    """The extra tensors: norm statistics, repeated KV heads, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
@@ -74,13 +74,14 @@ def _states(problem: Problem) -> dict[str, int]:
 
 
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of the activations and of what ZeRO holds besides them under a plan, in bytes."""
+    """The peak bytes, under a plan, of the activations and the other tensors that ZeRO holds."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - made_on_the_way(policy, problem)
 
 
 def made_on_the_way(policy: DeepSpeed, problem: Problem) -> int:
-    """Bytes of gradients that are a state in the plan and that DeepSpeed makes in the backward."""
+    """Bytes of the gradients that the plan counts as a state and DeepSpeed makes in the
+    backward."""
     lay = problem.layout
     if lay.zero_stage == ZERO_3 or policy.offload_optimizer:
         return 0

@@ -56,8 +56,8 @@ class Zero0:
         self._waiting = 0
 
     def gradient(self, weight: Weight, *, more: bool = False) -> None:
-        """Account for a weight's new gradient. `more`: the gradient is of one of several tiles, and
-        not of the last."""
+        """Account for a weight's new gradient. `more`: the gradient belongs to one of several
+        tiles, and further tiles follow."""
         if weight.output == "logits" and self.model.tied_embeddings and not more:
             self._waiting = self._size(weight)  # until the embedding's gradient exists too
             self.held += self._waiting
@@ -69,7 +69,7 @@ class Zero0:
         self.add(weight, more=more)
 
     def add(self, weight: Weight, *, more: bool) -> None:
-        """Add a new gradient to what is kept of its weight."""
+        """Add a new gradient to the kept gradient of its weight."""
         self.keep(weight)
 
     def end(self) -> None:
@@ -86,7 +86,7 @@ class Zero0:
         self.held, self._kept = 0, {}
 
     def keep(self, weight: Weight) -> None:
-        """Keep the gradient of a weight where it is, with what was kept of it before."""
+        """Keep the gradient of a weight in place, together with its earlier kept gradient."""
         if weight.offset not in self._kept:
             self._kept[weight.offset] = self._size(weight)
             self.held += self._size(weight)
@@ -116,7 +116,7 @@ class Bucketed(Zero0):
         self.filled: list[Weight] = []
 
     def elements(self) -> int:
-        """Elements in the bucket, and of a gradient that is too large for it."""
+        """Elements in the bucket and in a gradient that is too large for it."""
         return sum(weight.elements for weight in self.filled)
 
     def add(self, weight: Weight, *, more: bool) -> None:
@@ -142,7 +142,7 @@ class Bucketed(Zero0):
 
 
 class Zero2(Bucketed):
-    """ZeRO 2: a bucket while gradients are made, and this rank's part of the gradients."""
+    """ZeRO 2: a bucket during the backward, and this rank's part of the gradients."""
 
     def __init__(self, model: Model, sizes: Sizes, note_peak: NotePeak) -> None:
         super().__init__(model, sizes, note_peak)
@@ -222,7 +222,7 @@ class Zero2(Bucketed):
 
 
 class Zero1(Zero2):
-    """ZeRO 1: as ZeRO 2 in the last micro-batch, and as ZeRO 0 before it. Without overlap_comm the
+    """ZeRO 1: like ZeRO 2 in the last micro-batch, and like ZeRO 0 before. Without overlap_comm the
     bucket is filled when all gradients exist."""
 
     def add(self, weight: Weight, *, more: bool) -> None:
@@ -246,7 +246,7 @@ class Zero3(Bucketed):
     """ZeRO 3: the bucket and this rank's part are states; the copies of a reduction are not."""
 
     def reduce(self, extra: int) -> None:
-        """Copy the bucket by partition, make this rank's part anew, then offload the part."""
+        """Copy the bucket by partition, allocate this rank's part again, then offload the part."""
         sizes, ranks = self.sizes, self.sizes.ranks
         other = sizes.reduced != sizes.element
         large = sum(w.elements for w in self.filled if w.elements > sizes.bucket)

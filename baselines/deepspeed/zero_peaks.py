@@ -1,11 +1,11 @@
-"""Memory of a rank under ZeRO during a step, weight by weight, beyond the operator table and the
-plan.
+"""Memory of a rank under ZeRO during a step, weight by weight, in addition to the operator table
+and the plan.
 
-A weight's gradient exists when the backward of its operator is over. `reducing` says what DeepSpeed
-then holds of the gradient, `whole` which parameters are whole under ZeRO 3. So a peak is at the
-loss, at a weight's gradient (most of all when the bucket is reduced), or when a micro-batch ends. A
-plan's own gathers and gradient buffers are left out of the walk: ZeRO's take their place.  TiledMLP
-rebuilds its tiles in its backward, one at a time, also in a layer that is recomputed.
+A weight's gradient exists when the backward of its operator is over. `reducing` tells how much of
+the gradient DeepSpeed then holds, and `whole` which parameters are whole under ZeRO 3.  So a peak
+is at the loss, at a weight's gradient (most often when the bucket is reduced), or at the end of a
+micro-batch.  The walk uses ZeRO's gathers and gradient buffers in place of the plan's own.
+TiledMLP rebuilds its tiles in its backward, one at a time, even in a recomputed layer.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
 
 
 def direction(action: Action) -> bool | None:
-    """Whether an action is of a forward or recomputation (True), a backward (False), or neither."""
+    """True for an action of a forward or recomputation, False for a backward, otherwise None."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return True
     kind = Kind.BACKWARD_WEIGHT if action.part == "E" else Kind.BACKWARD_INPUT
@@ -53,8 +53,8 @@ class Alive:
                 self._tile.append(key)
 
     def before(self, action: Action) -> None:
-        """Account for tiles before an action runs. A tile that has ended is freed, and the tile
-        that the action needs is rebuilt."""
+        """Account for tiles before an action runs. A finished tile is freed, and the tile that the
+        action needs is rebuilt."""
         if direction(action) is not None:
             if self._tile_ends:
                 kept = [key for key in self._tile if key in self._known]
@@ -77,7 +77,7 @@ def _variable(tensor: str) -> str:
 
 
 def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
-    """The rank's largest sum of activations and of what ZeRO holds besides states: bytes."""
+    """The rank's peak bytes of activations and of ZeRO's tensors other than states."""
     last = max(step.micro_batch for step in rank.steps)
     walk = _Walk(model, sizes, rank)
     for action, micro_batch, chunk in rank.actions():
@@ -150,7 +150,8 @@ class _Walk:
         self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + extra)
 
     def dead(self, keys: list[Key]) -> None:
-        """Free tensors; after an operator's operands come the gradients of its weights."""
+        """Free tensors; once an operator's operands are freed, account for the gradients of its
+        weights."""
         self.alive.freed(keys)
         if keys:
             self._end()

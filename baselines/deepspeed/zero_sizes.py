@@ -1,5 +1,5 @@
-"""The parameters of the model of baselines/deepspeed in DeepSpeed's order, the order of gradients,
-and the sizes that ZeRO depends on."""
+"""The model's parameters in DeepSpeed's order, the order of gradients, and the sizes that ZeRO
+depends on."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -13,9 +13,9 @@ KEPT_WHOLE = 100_000
 
 
 class Weight(NamedTuple):
-    """A parameter of a part (E, L<i>, H). `op` is its operator; `output` the output whose gradient
-    it needs (empty for a bias, a norm or a table); `elements` its size; `offset` its first element
-    among all parameters as DeepSpeed flattens them (in the order of `model.parameters()`)."""
+    """A parameter of a part (E, L<i>, H). `op` is its operator, and `output` the output whose
+    gradient it needs (empty for a bias, a norm or a table). `elements` is its size, and `offset`
+    its first element in DeepSpeed's flat parameters (in the order of `model.parameters()`)."""
 
     op: str
     output: str
@@ -82,7 +82,7 @@ def _layer(model: Model) -> list[Weight]:
 
 
 def parameters(model: Model) -> tuple[Weight, ...]:
-    """All parameters as DeepSpeed flattens them; a tied projection is the embedding."""
+    """All parameters in DeepSpeed's flat order; a tied projection is the embedding."""
     found = [weight._replace(part="E") for weight in tables(model)]
     layer = _layer(model)
     for number in range(model.num_layers):
@@ -97,8 +97,8 @@ def parameters(model: Model) -> tuple[Weight, ...]:
 
 
 def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
-    """The parameters of every (part, operator) in the order of their gradients. That is the order
-    of the operator's forward, reversed."""
+    """The parameters of every (part, operator) in the order of their gradients: the reversed order
+    of the operator's forward."""
     found: dict[tuple[str, str], tuple[Weight, ...]] = {}
     for weight in parameters(model):
         key = weight.part, weight.op
@@ -110,12 +110,12 @@ def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
 
 
 def matrices(weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """The weights that are neither a bias nor of a norm."""
+    """The weights, without biases and norm weights."""
     return tuple(one for one in weights if one.output or one.op == "embedding")
 
 
 def small_elements(model: Model) -> int:
-    """Elements of parameters that ZeRO 3 never releases: those of at most KEPT_WHOLE elements."""
+    """Elements of the parameters that ZeRO 3 never releases (at most KEPT_WHOLE elements each)."""
     sizes = (weight.elements for weight in parameters(model))
     return sum(size for size in sizes if size <= KEPT_WHOLE)
 

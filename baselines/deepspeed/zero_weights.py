@@ -1,7 +1,7 @@
 """Whole weights under ZeRO 3, module by module: fetched ahead, waited for, released.
 
-The rules are those of PartitionedParameterCoordinator of deepspeed 0.19.8, once it knows the order
-of modules:
+The rules follow PartitionedParameterCoordinator of deepspeed 0.19.8, once it knows the order of
+modules:
 
 - Before every module its weights are fetched, if they are not whole, and waited for. Then the
   next weights in order are fetched ahead: one bucket at most, and until
@@ -12,7 +12,7 @@ of modules:
 - After a module its weights are released, unless they are used again within
   stage3_max_reuse_distance elements, or fetching ahead has met a later use of them.
 
-Small parameters are never released: this walk does not follow them.
+Small parameters are never released, so this walk ignores them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from baselines.deepspeed.zero_sizes import Sizes, Weight, matrices
 
 
 class Whole:
-    """Elements that are whole, or in a buffer, while the modules of a micro-batch run in order.
+    """Elements of whole or buffered weights while the modules of a micro-batch run in order.
     `uses`: the weight of each module, None for a module without a weight."""
 
     def __init__(self, uses: Sequence[Weight | None], sizes: Sizes) -> None:

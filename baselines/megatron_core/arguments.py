@@ -42,8 +42,8 @@ NEEDED = {
 
 
 def parse(text: str) -> dict[str, list[str]]:
-    """The words after each `--name` (or `--name=word`), by name with underscores. The last argument
-    of a name counts."""
+    """The words after each `--name` (or `--name=word`), by name with underscores. If a name is
+    repeated, the last argument counts."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in text.split():
@@ -59,8 +59,8 @@ def parse(text: str) -> dict[str, list[str]]:
 
 
 def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
-    """The policy that the arguments say, for the guards. NotRunnable for arguments that have no
-    meaning here or that say another job."""
+    """The policy given by the arguments, for the guards. NotRunnable for arguments that have no
+    meaning here or contradict the job."""
     arguments = parse(text)
     _agree(arguments, run)
     for name, allowed in CHOICES.items():
@@ -92,8 +92,8 @@ def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
 
 
 def fields(text: str, run: RunSpec, job_fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of TransformerConfig that the arguments set, besides
-    `job_fields`, which the job decides. NotRunnable for an argument that says another job."""
+    """The fields of TransformerConfig that the arguments set. NotRunnable for an argument that
+    contradicts the job, which decides `job_fields`."""
     from megatron.core.transformer import TransformerConfig  # noqa: PLC0415  # after the shim
 
     hints = typing.get_type_hints(TransformerConfig)

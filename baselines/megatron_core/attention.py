@@ -1,4 +1,4 @@
-"""Tensors of core attention that Megatron-core holds beyond the operator table.
+"""Extra tensors of core attention that Megatron-core holds, not in the operator table.
 
 The attention is Megatron-core's own with materialised scores, or ours under context parallelism
 (layers.GatheredAttention).

@@ -26,7 +26,8 @@ UPDATE = AdamW()
 
 def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConfig:
     """The model, its parallelism and its recomputation as a TransformerConfig. Recomputation
-    follows the policy, or the job's own options. NotRunnable for what Megatron-core refuses."""
+    follows the policy, or the job's own options. NotRunnable for options that Megatron-core
+    refuses."""
     own = _fixed(job, policy)
     given = fields(job.options, job.run, own) if job.options else _recomputation(policy)
     try:

@@ -2,9 +2,9 @@
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
 Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels. With
-fine-grained offloading the second step is measured: in the first step Megatron-core learns which
-groups of tensors there are and offloads all of them, in later steps it keeps the groups that are
-needed first.
+fine-grained offloading the second step is measured. In the first step Megatron-core learns the
+groups of tensors and offloads all of them; in later steps it keeps the groups that are needed
+first.
 """
 
 import torch

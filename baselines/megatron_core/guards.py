@@ -1,4 +1,4 @@
-"""Jobs that Megatron-core would refuse late, run wrongly or never end: refused first, by name."""
+"""Early refusal of jobs that Megatron-core would refuse late, run wrongly or never end."""
 
 import importlib.util
 
@@ -34,7 +34,8 @@ def _options(job: PackageJob, policy: MegatronCore) -> list[Reason]:
 
 
 def has_transformer_engine(job: PackageJob) -> bool:
-    """Whether a job runs on TransformerEngine's layers: on GPUs, where it is installed."""
+    """Whether a job runs on TransformerEngine's layers: on GPUs with TransformerEngine
+    installed."""
     there = importlib.util.find_spec("transformer_engine") is not None
     return there and job.device == "cuda" and job.run.world == "executed"
 

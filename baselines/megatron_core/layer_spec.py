@@ -1,7 +1,7 @@
 """The layer spec: Megatron-core's own modules, with our norm and core attentions.
 
-Megatron-core has such a norm and such attentions only with TransformerEngine. Where
-TransformerEngine is installed (GPUs), Megatron's TE spec is used unchanged.
+Megatron-core has such a norm and such attentions only with TransformerEngine. If TransformerEngine
+is installed (GPUs), Megatron's TE spec is used unchanged.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from rematbench.worlds.torch.groups import Group
 class Norm:
     """torch's LayerNorm or RMSNorm in the parameters' dtype. Under sequence parallelism its
     gradients are summed over tensor-parallel ranks (Megatron's wrapper of torch's norms refuses
-    that)."""
+    sequence parallelism)."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         """The norm module."""
@@ -145,7 +145,7 @@ def _local_spec(run: RunSpec) -> tuple[Any, str]:
 
 def mask_padding(projection: Any, vocab: int, rank: int) -> None:
     """Mask this rank's columns of a padded vocabulary in the output projection. Megatron-core
-    counts such columns in the loss. Nothing changes where this rank has no such columns."""
+    counts such columns in the loss. A rank without such columns is unchanged."""
     width = projection.output_size_per_partition
     own = max(0, min(width, vocab - rank * width))
 

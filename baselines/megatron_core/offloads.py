@@ -1,12 +1,12 @@
-"""Tensors that megatron-core 0.16.1 holds at other times than a plan says.
+"""Tensors that megatron-core 0.16.1 holds for a different time than a plan.
 
 The softmax is made in the fp32 copy of the logits, and the gradient of the logits in the softmax;
-fp32 logits are that copy themselves, so all three share one storage (VocabParallelCrossEntropy).
-Offloaded tensors leave and come back group by group: a group is the tensors that one module of one
-layer saves. The group is offloaded when the forward of its module is over (a plan frees the
-device's copy when the copy on its own stream is done; a trace has no streams). After the backward
-of a group, the group that was committed last of those still offloaded is reloaded; if there is
-none, that of the next chunk (ChunkOffloadHandler.bulk_reload).
+if the logits are fp32, they are this copy, so all three share one storage
+(VocabParallelCrossEntropy). Tensors are offloaded and reloaded by group: a group is the tensors
+that one module of one layer saves. The group is offloaded when the forward of its module is over (a
+plan frees the device's copy when the copy on its own stream is done; a trace has no streams). After
+the backward of a group, the most recently committed group that is still offloaded is reloaded. If
+there is none, the group is taken from the next chunk (ChunkOffloadHandler.bulk_reload).
 """
 
 from baselines.megatron_core.plan import MegatronCore
@@ -39,7 +39,7 @@ operands and are not reloaded, because each view is reloaded as a tensor of its 
 
 
 class Groups:
-    """The groups of a rank; each call returns by how many bytes the device's sum changes."""
+    """The groups of a rank; each call returns the change of the device's live bytes."""
 
     def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
         """`tensors`: the tensors that each module offloads."""
@@ -90,7 +90,7 @@ class Groups:
         return alloc.nbytes
 
     def dead(self, where: Where, name: str, nbytes: int) -> int:
-        """Note a storage that the plan frees; the result is the bytes that are freed now."""
+        """Note a storage that the plan frees; return the bytes that are freed now."""
         group = self._group(name)
         if group is None:
             return nbytes
@@ -136,7 +136,7 @@ MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
 
 
 def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:
-    """The rank's largest sum of activations under a policy's plan: bytes, in issue order."""
+    """The rank's peak bytes of activations, in issue order, under a policy's plan."""
     moved = Groups(policy.moved, rank)
     sizes: dict[tuple[tuple[int, int], str], int] = {}
     live = peak = 0

@@ -1,4 +1,5 @@
-"""Megatron-core's parameters by the project's names: to fill them, and to split their gradients."""
+"""Megatron-core's parameters by the project's names, for filling weights and splitting
+gradients."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -78,9 +78,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The settings of Megatron-core: `recompute` with its `method` and `num_layers` (full) or
     `modules` (selective), and `offload_modules` of fine-grained activation offloading.
 
-    `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves its input only
+    `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves only its input
     (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline
-    neighbours exchange.  `overlap_grad_reduce`: gradients are reduced bucket by bucket.
+    neighbours exchange tensors.  `overlap_grad_reduce`: gradients are reduced bucket by bucket.
     """
 
     name: ClassVar[str] = "megatron_core"

@@ -42,7 +42,7 @@ counts in the loss (in Megatron-LM it does, with the multiple that it is given).
 
 
 def join_groups(job: PackageJob) -> Coordinates:
-    """Make Megatron-core's process groups for a layout; the result is this rank's place in them."""
+    """Make Megatron-core's process groups for a layout; return this rank's place in the groups."""
     lay = job.run.layout
     PipelineOffloadManager.reset_instance()
     mpu.destroy_model_parallel()
@@ -114,7 +114,7 @@ class Rig:
             self.optimizer.reload_model_params()
 
     def gradient_pieces(self) -> list[Piece]:
-        """This rank's parts of the summed gradients, without parts that another rank returns."""
+        """This rank's parts of the summed gradients, except parts that another rank returns."""
         if uses_distributed_optimizer(self.job.run):
             for chunk in self.chunks:
                 _gather_gradients(chunk)
@@ -222,7 +222,7 @@ def _forward_step(rig: Rig) -> Any:
 
 
 def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
-    """Run forward and backward of one step; the result is the loss function's on the last stage."""
+    """Run forward and backward of a step; return the loss function's results on the last stage."""
     for chunk in rig.chunks:
         chunk.zero_grad_buffer()
     if rig.optimizer is not None:
@@ -251,7 +251,7 @@ def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
 
 
 def pooled() -> list[torch.Tensor]:
-    """The host memory of fine-grained offloading, whose pool gives no memory back."""
+    """The host memory of fine-grained offloading; its pool never frees memory."""
     if PipelineOffloadManager.OFFLOAD_MGR is None:
         return []
     pools = PipelineOffloadManager.OFFLOAD_MGR.cpu_tensor_pool._pools
@@ -264,9 +264,9 @@ def pool_bytes() -> int:
 
 
 def measured(meter: Meter, config: Any) -> None:
-    """Fit Megatron-core to the meter. Memory that fine-grained offloading puts into its pool counts
-    as host memory. With gloo, which copies whole buffers, the reduction of gradients after the last
-    backward does not count in the peak."""
+    """Adapt Megatron-core to the meter. Memory that fine-grained offloading puts into its pool
+    counts as host memory. With gloo, which copies whole buffers, the gradient reduction after the
+    last backward is excluded from the peak."""
     GPUTensorPool.allocate = meter.host(ALLOCATE)
     if not is_gloo(None):
         return

@@ -34,7 +34,7 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    """Raise NotRunnable by the guards, before any process starts."""
+    """Raise NotRunnable if a guard fails, before any process starts."""
     policy = _policy(job)
     check(job, policy)
     if job.device == "cpu":
@@ -58,10 +58,10 @@ def _shimmed(real: bool) -> tuple[str, ...]:
 def environment(job: PackageJob) -> dict[str, str]:
     """Environment variables of Megatron-LM's launch scripts.
 
-    One hardware queue: kernels then start in the order of their issue, and a collective before the
-    GEMM that it overlaps with. A rank compiles its few small kernels on one thread: ranks, and the
-    runs of an agreement, do so side by side. For offloading also TransformerEngine's older
-    implementation, which Megatron-LM uses besides its own.
+    One hardware queue makes kernels start in issue order, and a collective start before the GEMM
+    that it overlaps with. A rank compiles its few small kernels on one thread, because ranks, and
+    the runs of an agreement, compile in parallel. Offloading also enables TransformerEngine's older
+    implementation, which Megatron-LM uses in addition to its own.
     """
     if job.device != "cuda":
         return {}
@@ -127,7 +127,7 @@ class Trainer:
             torch._dynamo.reset()  # torch would never compile functions that it met under the meter
 
     def loss(self) -> float:
-        """The mean loss, from the last stage's sum on one tensor-parallel rank."""
+        """The mean loss, computed from the last stage's sum on one tensor-parallel rank."""
         own = sum(float(one["loss"]) for one in self.losses) if self.rig.place.tp == 0 else 0.0
         total = torch.tensor([own], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)

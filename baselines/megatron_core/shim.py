@@ -45,7 +45,8 @@ CPU = torch.device("cpu")
 
 
 def causal_mask(size: int) -> torch.Tensor:
-    """Megatron-core's default causal mask on a CPU; each call makes a new tensor, as there."""
+    """Megatron-core's default causal mask on a CPU; each call makes a new tensor, as in
+    Megatron-core."""
     return torch.triu(torch.ones(size, size), diagonal=1).bool()
 
 
@@ -217,7 +218,7 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def install_missing_names() -> tuple[str, ...]:
-    """On a GPU without TransformerEngine: define only the names that are missing there too."""
+    """On a GPU without TransformerEngine, define only the names that are missing there."""
     importlib.import_module("megatron.core.models.gpt")
     _te()
     return ("te",)
@@ -225,8 +226,8 @@ def install_missing_names() -> tuple[str, ...]:
 
 @cache
 def preload() -> None:
-    """Install the parts that must precede Megatron-core, then import Megatron-core. It is imported
-    without packages of CUDA kernels, even if they are installed."""
+    """Install the parts that must precede Megatron-core, then import Megatron-core. The import
+    hides packages of CUDA kernels, even if they are installed."""
     for name in ("transformer_engine", "apex"):
         sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
     _compile()
@@ -235,7 +236,7 @@ def preload() -> None:
 
 
 def install(*, real: bool) -> tuple[str, ...]:
-    """Install every part; the result is the names of the parts for a record."""
+    """Install every part; return the names of the parts for a record."""
     preload()
     _dev()
     _rng(real)

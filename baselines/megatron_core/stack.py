@@ -1,6 +1,6 @@
-"""Tensors that Megatron-core 0.16.1 without TransformerEngine keeps beyond the operator table.
+"""Extra tensors, not in the operator table, of Megatron-core 0.16.1 without TransformerEngine.
 
-Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+Sizes come from shapes; per layer they equal the traced bytes (tests/baselines/test_stack.py).
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from rematbench.worlds.packages.stack import Extra, Stack
 
 
 def stack(policy: MegatronCore, problem: Problem) -> Stack:
-    """The tensors that Megatron-core without TransformerEngine keeps beyond the operator table."""
+    """The extra tensors that Megatron-core without TransformerEngine keeps."""
     s = shapes(problem.workload, problem.layout, problem.system)
     return Stack(
         extras=(
@@ -38,7 +38,7 @@ def stack(policy: MegatronCore, problem: Problem) -> Stack:
 
 
 def activation_peak(policy: MegatronCore, _: Problem, rank: RankProgram) -> int:
-    """The peak of activations as Megatron-core holds them, in bytes."""
+    """The peak bytes of activations, as Megatron-core holds them."""
     found: int = offloads.activation_peak(policy, rank)
     return found
 

@@ -1,4 +1,5 @@
-"""What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len S -o OUT.jsonl.
+"""Saved tensors of Transformers: python -m baselines.transformers CONFIG.json --seq-len S -o
+OUT.jsonl.
 
 The command traces one step of the model that a config.json describes, with every storage that
 autograd keeps, by operator. The record (Traced) names the versions that were traced.
@@ -21,7 +22,7 @@ from rematbench.worlds.records.record import Provenance, provenance
 
 
 class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A traced step: the config as given, the setup, what was seen, and the versions."""
+    """A traced step: the config as given, the setup, the traced result, and the versions."""
 
     config: dict[str, Any]
     setup: Setup
@@ -31,7 +32,8 @@ class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def traced(config: dict[str, Any], setup: Setup) -> Traced:
-    """The trace of a step for a config.json's content; NotRunnable for what is not modelled."""
+    """The trace of a step for a config.json's content; NotRunnable for a config that is not
+    modelled."""
     return Traced(
         config=config,
         setup=setup,
@@ -42,12 +44,12 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 
 def encode(record: Traced) -> bytes:
-    """The record as it is written: one line of sorted JSON."""
+    """The record as one line of sorted JSON."""
     return msgspec.json.encode(record, order="sorted") + b"\n"  # one .jsonl line, no Record
 
 
 def main(arguments: list[str]) -> int:
-    """Trace one setup; the exit code is 2 for bad input, 1 for a setup that is not run."""
+    """Trace one setup. The exit code is 2 for bad input and 1 for a setup that cannot run."""
     parser = argparse.ArgumentParser(prog="python -m baselines.transformers")
     parser.add_argument("config", type=Path, metavar="CONFIG.json")
     parser.add_argument("--seq-len", type=int, required=True)

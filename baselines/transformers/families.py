@@ -1,5 +1,5 @@
-"""The settings of a traced run of Transformers, and the model families that are traced, each by its
-own class and config.
+"""The settings of a traced run of Transformers, and the supported model families with their classes
+and configs.
 """
 
 from collections.abc import Callable, Mapping
@@ -94,7 +94,8 @@ def config_of(data: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def config_of_model(model: Model, family: str) -> PreTrainedConfig:
-    """The config of a Model in a family; NotRunnable if the family's config cannot say it."""
+    """The config of a Model in a family; NotRunnable if the family's config cannot express the
+    Model."""
     _known(family)
     keys = _KEYS[family]
     for field, plain in _EVERY.items():

@@ -1,4 +1,4 @@
-"""The shim: stand-ins for a GPU, and for values, while a model of Transformers is traced.
+"""The shim: stand-ins for a GPU and for tensor values while a Transformers model is traced.
 
 | part | what it answers |
 |---|---|
@@ -9,12 +9,12 @@
 torch's scaled_dot_product_attention dispatches by device.  On an Ampere or newer GPU, in 16 bits,
 causal and without a mask, it runs a flash kernel, which saves q, k, v, the output and the
 log-sum-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel
-saves the same).  A CPU's kernel saves other layouts, and for a case without a kernel the CPU
-materialises scores.  So one autograd function answers the call: it saves what the flash kernel
-saves, in the kernel's layouts.  On real tensors the function also computes values, from
+saves the same).  A CPU's kernel saves other layouts, and the CPU materialises scores if it has no
+kernel for a case.  So one autograd function replaces the call: it saves the tensors of the flash
+kernel, in the kernel's layouts.  On real tensors the function also computes values, from
 materialised scores that it drops.
 
-A call with a mask runs another kernel, and the mask is a tensor of seq_len x seq_len.
+A call with a mask runs another kernel; the mask has seq_len x seq_len elements.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,12 +41,12 @@ LARGEST_HEAD = 256
 
 
 class Flash(torch.autograd.Function):
-    """Causal attention of q (batch, heads, rows, head_dim) on k and v with as many heads or
-    fewer."""
+    """Causal attention of q (batch, heads, rows, head_dim) on k and v, which may have fewer
+    heads."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The output, stored as (batch, rows, heads, head_dim) as the kernel stores it."""
+        """The output, stored as (batch, rows, heads, head_dim) like the kernel's output."""
         batch, heads, rows, _ = q.shape
         out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -58,8 +58,8 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """The gradients of q, k and v. Where k and v have fewer heads than q, their gradients are
-        made for every query head and then summed, as in torch's kernel for grouped queries."""
+        """The gradients of q, k and v. If k and v have fewer heads than q, their gradients are made
+        for every query head and then summed, as in torch's kernel for grouped queries."""
         q, k, v, _, lse = ctx.saved_tensors
         heads, groups = q.shape[1], k.shape[1]
         dq = torch.empty_like(q)
@@ -125,8 +125,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention as the flash kernel of a GPU. NotRunnable
-    where a GPU would choose another kernel."""
+    """A replacement for torch.nn.functional.scaled_dot_product_attention that acts like a GPU's
+    flash kernel. NotRunnable if a GPU would choose another kernel."""
     if attn_mask is not None:
         shape = " x ".join(str(n) for n in attn_mask.shape)
         raise NotRunnable(f"SDPA is given a mask of {shape}: no flash kernel takes one")
@@ -154,9 +154,9 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """The function flash_attn_func of flash_attn 2.x, on (batch, rows, heads, head_dim). A window
-    and a soft cap belong to the kernel and save nothing more. Only the bytes are right: the values
-    ignore both."""
+    """A replacement for flash_attn_func of flash_attn 2.x, on (batch, rows, heads, head_dim). A
+    window and a soft cap save no further tensors in the kernel. Only the bytes are right; the
+    values ignore both arguments."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
 
@@ -181,7 +181,8 @@ _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
 
 @contextmanager
 def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
-    """The names of the shim's parts, in place while a model with this attention kernel runs."""
+    """Install the shim while a model with this attention kernel runs; yield the names of its
+    parts."""
     names = {"sdpa": ("flash",), FLASH: ("flash_attn",)}.get(kernel, ())
     parts = (*names, "unpacked") if fake else names
     with ExitStack() as stack:
@@ -191,7 +192,8 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
 
 
 class NoSquares(DispatchMode):
-    """Fails at the first tensor with two dimensions of `rows`, which no other dimension has."""
+    """Fail at the first tensor with two dimensions of size `rows`; no other dimension has this
+    size."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Live bytes of a step by phase, with and without gradients of parameters."""
+"""Live bytes of a step by phase, with and without parameter gradients."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -14,8 +14,8 @@ PHASES: tuple[Phase, ...] = ("forward", "loss", "loss_backward", "layers_backwar
 
 
 class Peak(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The peaks of a phase in bytes. They are its largest sum of activations, its largest sum with
-    gradients of parameters, and the activations that are alive at its end."""
+    """The peaks of a phase in bytes. They are the peak of activations, the peak of activations and
+    parameter gradients together, and the activations alive at the end of the phase."""
 
     phase: Phase
     activation_bytes: int
@@ -24,8 +24,8 @@ class Peak(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Phases(Meter):  # type: ignore[no-untyped-call]
-    """A meter that keeps every birth and death of a storage. Which storage is a gradient of a
-    parameter is known only when autograd hands the gradient over (`gradients`)."""
+    """A meter that records every allocation and release of a storage. It learns that a storage is a
+    parameter's gradient only when autograd delivers the gradient (`gradients`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         self._gradients: set[int] = set()
 
     def gradients(self, tensors: Iterable[Tensor]) -> None:
-        """Note that these storages, alive now, were gradients from their first byte on."""
+        """Record that these live storages have been gradients since their allocation."""
         self._gradients |= {self._births[t.untyped_storage()._cdata] for t in tensors}
 
     def peaks(self) -> tuple[Peak, ...]:
@@ -72,13 +72,14 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         super()._remove(key)
 
     def update_size(self, storage: torch.UntypedStorage) -> None:
-        """Fail: Transformers resizes no storage in a step, and this meter would miss a change."""
+        """Always fail: Transformers never resizes a storage in a step, and this meter would miss
+        it."""
         raise AssertionError(f"a storage was resized to {storage.nbytes()} bytes")
 
 
 def watch_ends(model: Any, meter: Phases) -> None:
     """Set the phases by hooks on the output projection. `loss` starts when the projection has run,
-    `layers_backward` when its input has a gradient."""
+    and `layers_backward` when the projection's input has a gradient."""
 
     def run(_: Any, args: tuple[Tensor, ...], __: Tensor) -> None:
         meter.phase = "loss"

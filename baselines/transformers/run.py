@@ -23,7 +23,7 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: PackageJob) -> None:
-    """Raise NotRunnable for jobs that are not run, before anything is built."""
+    """Raise NotRunnable for unsupported jobs, before a model is built."""
     asked = job.run
     if asked.world != "traced":
         raise NotRunnable("transformers is traced only: nothing of it is executed here")
@@ -47,7 +47,7 @@ def environment(job: PackageJob) -> dict[str, str]:
 
 
 def execute(job: PackageJob, rank: Rank) -> RankAnswer:
-    """Raise NotRunnable, as `refuse` does first."""
+    """Raise NotRunnable; `refuse` normally raises it earlier."""
     raise NotRunnable("transformers is traced only: nothing of it is executed here")
 
 

@@ -1,6 +1,6 @@
 """The storages that autograd keeps, by operator, in the order in which they were first kept.
 
-A kept tensor is named by three things that are known when autograd keeps it: the module whose
+A kept tensor is named by three facts that are known when autograd keeps it: the module whose
 forward runs (without the layer's number), the function of Transformers that called torch, and the
 torch function that was called.
 """
@@ -27,9 +27,9 @@ _called: list[str] = []
 
 
 class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One storage that autograd keeps. It is named by the operator that kept it first and by its
-    number among that operator's storages (`index`). It has the shape and dtype of the kept tensor
-    and the storage's bytes. `layers`: how many layers keep an equal storage."""
+    """One storage that autograd keeps. Its name is the operator that kept it first and its number
+    among that operator's storages (`index`). Shape and dtype are the kept tensor's; bytes are the
+    storage's. `layers`: how many layers keep an equal storage."""
 
     module: str
     function: str
@@ -49,7 +49,7 @@ class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @contextmanager
 def operator(name: str) -> Iterator[None]:
-    """Name tensors that are kept inside this context by this operator."""
+    """A context in which kept tensors are named after this operator."""
     _called.append(name)
     try:
         yield
@@ -69,7 +69,7 @@ class _Names(TorchFunctionMode):
 
 
 class Recorder:
-    """Collects the storages that autograd keeps while it is active, without those of `states`."""
+    """While active, collects the storages that autograd keeps, except storages of `states`."""
 
     def __init__(self, model: nn.Module, states: Iterable[Tensor]) -> None:
         self._states = {t.untyped_storage()._cdata for t in states}
@@ -125,7 +125,7 @@ class Recorder:
         return sum(kept.nbytes for kept in self._found.values())
 
     def release(self) -> list[Kept]:
-        """Release the storages; the result is what was kept, equal entries of layers merged."""
+        """Release the storages; return the kept entries, with equal entries of layers merged."""
         self._alive.clear()
         counts: dict[Kept, int] = {}
         for kept in self._found.values():

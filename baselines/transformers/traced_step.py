@@ -1,9 +1,9 @@
 """One forward, loss and backward of a model of Transformers on tensors without values.
 
 Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
-Parameters and token ids are states; gradients are states from their first byte on, which is when
-autograd makes them (`set_to_none`). As in Transformers' Trainer, keys and values are not cached,
-and the output with its logits is not held during the backward, unless `holds_output` asks for it.
+Parameters and token ids are states; gradients are states from the moment when autograd makes them
+(`set_to_none`). As in Transformers' Trainer, keys and values are not cached, and the output with
+its logits is not held during the backward, unless `holds_output` is set.
 """
 
 from contextlib import ExitStack, nullcontext
@@ -40,8 +40,8 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Seen(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of a traced step. `saved` is what autograd keeps between forward and backward;
-    `held_besides_bytes` are the bytes of all other storages alive then. The other fields are peaks
-    by phase and bytes of states."""
+    `held_besides_bytes` are the bytes of all other storages alive at that time. The remaining
+    fields are peaks by phase and bytes of states."""
 
     saved: tuple[Kept, ...]
     held_besides_bytes: int

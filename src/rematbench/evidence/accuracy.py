@@ -1,4 +1,4 @@
-"""Accuracy as a promise: groups of published cells, their targets, and how errors are counted.
+"""Groups of published cells, their accuracy targets, and the rules for counting errors.
 
 `config/accuracy.yaml` declares the groups.  A cell is `fitted` (a constant was fitted to its
 speed), `in-sample` (its source shaped a formula) or `held-out`.  Fitted cells never count as
@@ -38,7 +38,7 @@ FEWEST_OOMS = 50
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A promised statistic: its target, and the value last reached (`accepted`) with the reason and
-    the date.  Tests and `rematbench validate` fail where the statistic exceeds `accepted`."""
+    the date.  Tests and `rematbench validate` fail if the statistic exceeds `accepted`."""
 
     target: float
     accepted: float
@@ -47,11 +47,11 @@ class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cells scored together: the cells that `rule` selects, one metric, its promised statistics.
-    `reported`: statistics that are printed and not promised, each with a remark.
+    """The cells that `rule` selects, scored together by one metric and its promised statistics.
+    `reported`: statistics that are printed but not promised, each with a remark.
 
     `sheet`: the sheet of results/published with the cells. `in_sample` names the part of the model
-    that these cells shaped without a fit of a constant.
+    that these cells influenced although no constant was fitted to them.
     """
 
     name: str
@@ -71,8 +71,8 @@ class Accuracy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_accuracy() -> Accuracy:
-    """The committed targets.  ConfigError with the place of a misspelt key, or of a missed target
-    without a reason."""
+    """The committed targets.  ConfigError, with the location, for a misspelt key or for a missed
+    target without a reason."""
     path = data_dir("config") / "accuracy.yaml"
     try:
         found = msgspec.yaml.decode(path.read_bytes(), type=Accuracy)
@@ -92,8 +92,7 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
-    """Whether constants were fitted to a cell, its source shaped a formula, or neither.  Constants
-    are fitted to speeds only."""
+    """Whether a cell is fitted, in-sample or held-out.  Constants are fitted to speeds only."""
     if group.metric in ("tokens_per_s_per_gpu", "gain") and is_fit(row, calibration.fit):
         return "fitted"
     shaped = any(entry.source in row["source"] for entry in calibration.shaped_by)
@@ -101,7 +100,7 @@ def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
 
 
 def ratio_error(row: Row, key: str) -> float | None:
-    """Signed relative error of `pred_<key>`; None where the published or the predicted value is
+    """Signed relative error of `pred_<key>`; None if the published or the predicted value is
     missing."""
     published, predicted = number(row, key), number(row, f"pred_{key}")
     if published is None or predicted is None or published == 0:
@@ -110,8 +109,8 @@ def ratio_error(row: Row, key: str) -> float | None:
 
 
 def gain_errors(rows: Sequence[Row]) -> list[float]:
-    """Predicted less published gain between cells that are neighbours in published speed, as
-    fractions (0.06: 6 percentage points of gain)."""
+    """Predicted minus published gain between cells with neighbouring published speeds, as fractions
+    (0.06: 6 percentage points of gain)."""
     key = "tokens_per_s_per_gpu"
     pairs = [(number(row, key), number(row, f"pred_{key}")) for row in rows]
     known = sorted((a, b) for a, b in pairs if a and b)
@@ -119,7 +118,7 @@ def gain_errors(rows: Sequence[Row]) -> list[float]:
 
 
 def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
-    """Signed errors of a group's cells by its metric; none for verdicts, which are counted."""
+    """Signed errors of a group's cells by its metric; empty for verdicts, which are counted."""
     if metric == "verdict":
         return []
     if metric == "gain":
@@ -152,7 +151,7 @@ OVER_ROWS: dict[str, Callable[[Sequence[Row]], int]] = {
 
 
 def statistic(name: Statistic, metric: Metric, rows: Sequence[Row]) -> float | None:
-    """A statistic of a group's cells; None where no cell can be compared."""
+    """A statistic of a group's cells; None if no cell can be compared."""
     if name in OVER_ROWS:
         return float(OVER_ROWS[name](rows)) if rows else None
     errors = [abs(error) for error in errors_of(metric, rows)]
@@ -168,7 +167,7 @@ Status = Literal["met", "accepted", "FAIL", "reported", "-"]
 
 class Check(Struct, frozen=True, kw_only=True):
     """A statistic with the value reached (None: no cell could be compared).  `target` and
-    `accepted` are None where it is reported and not promised."""
+    `accepted` are None if the statistic is reported but not promised."""
 
     group: str
     statistic: str
@@ -191,7 +190,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 class GroupReport(Struct, frozen=True, kw_only=True):
-    """Absolute errors of a group's predictions, without fitted cells, and two references.
+    """Absolute errors of a group's predictions (fitted cells excluded), and two references.
 
     `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to.
     `left_out` is the mean error with constants refitted without the group's source.
@@ -224,9 +223,9 @@ class GroupReport(Struct, frozen=True, kw_only=True):
 
 
 class Verdicts(Struct, frozen=True, kw_only=True):
-    """Published against predicted verdicts.  `counts` and `headroom_bytes` (negative: predicted not
-    to fit) are by (published status, predicted status).  `tight` counts the cells predicted to fit
-    with a headroom below the error of peaks."""
+    """Published and predicted verdicts.  `counts` and `headroom_bytes` (negative: predicted not to
+    fit) have (published status, predicted status) as keys.  `tight` counts the cells predicted to
+    fit with a headroom below the error of peaks."""
 
     tight: int
     counts: dict[tuple[str, str], int]
@@ -275,8 +274,8 @@ def validate(
     more: Sequence[Row] = (),
 ) -> Report:
     """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
-    `left_out`: mean errors out of source by group.  `more`: predicted rows of runs_more.csv, which
-    only the groups of that sheet read; without them these groups are left out."""
+    `left_out`: mean errors out of source, by group.  `more`: predicted rows of runs_more.csv.
+    Groups of that sheet are scored only if `more` is given."""
     groups = [
         _group_report(g, more if g.sheet == MORE else rows, calibration, left_out or {})
         for g in accuracy.groups
@@ -286,7 +285,7 @@ def validate(
 
 
 def by_source(rows: Sequence[Row]) -> Accuracy:
-    """Groups without promises, for rows of no declared group: one per source and metric."""
+    """Groups without promises for rows outside the declared groups: one per source and metric."""
     found: dict[str, Group] = {}
     for row in rows:
         source = str(row["source"])
@@ -401,7 +400,7 @@ def _constants(cells: Sequence[Row], calibration: Calibration) -> int:
 
 
 def mfu_per_speed(row: Row) -> float | None:
-    """MFU per token/s/GPU of a row, from the FLOPs per token and the GPU's peak; None where the row
+    """MFU per token/s/GPU of a row, from the FLOPs per token and the GPU's peak; None if the row
     has no prediction."""
     mfu, speed = number(row, "pred_mfu_causal"), number(row, f"pred_{SPEED}")
     return mfu / speed if mfu and speed else None
@@ -463,7 +462,7 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 
 
 def headroom_bytes(row: Row) -> float | None:
-    """Usable device bytes less the predicted peak; None where the row has no prediction."""
+    """Usable device bytes minus the predicted peak; None if the row has no prediction."""
     peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
     return None if peak is None or usable is None else usable - peak
 

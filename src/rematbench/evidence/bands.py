@@ -4,9 +4,9 @@ The kind of evidence for a job is the number of its properties that no other sou
 properties are the stack, GPU generation, scale (GPUs), context and mechanisms.  The half-width of a
 band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.  Each row is
 predicted with constants fitted without its source; every source has weight 1.  Kinds with fewer
-than LEAST_SOURCES sources are pooled with their neighbours, and a band with more properties outside
-is never narrower (pool adjacent violators, Barlow et al. 1972).  All numbers come from
-config/left_out.csv.  `coverage` judges the rows of each source by the bands learnt from all other
+than LEAST_SOURCES sources are pooled with their neighbours, and more properties outside never give
+a narrower band (pool adjacent violators, Barlow et al.  1972).  All numbers come from
+config/left_out.csv.  `coverage` tests the rows of each source against bands learnt from all other
 sources.  LEVEL is the share of rows that a band promises to hold.
 """
 
@@ -53,7 +53,7 @@ Errors = dict[str, list[float]]
 
 
 def quantile(errors: Errors, level: float = LEVEL) -> float:
-    """Weighted quantile of errors: every source has weight 1, which its values share equally.
+    """Weighted quantile of errors: each source has weight 1, divided equally among its values.
 
     The quantile is linear between the middles of the values' weights.  For n values of weight 1 it
     is the value of rank level (n + 1/3) + 1/3, which is median-unbiased for every distribution
@@ -71,13 +71,13 @@ def quantile(errors: Errors, level: float = LEVEL) -> float:
 
 
 def source_quantile(errors: Sequence[float]) -> float:
-    """Quantile of the errors of one source, each of weight 1."""
+    """Quantile of the errors of one source; each error has weight 1."""
     return quantile({str(row): [error] for row, error in enumerate(errors)})
 
 
 class Pool(Struct, frozen=True):
-    """Neighbouring kinds of evidence with one width; `most`: the largest number of properties
-    outside among the pooled kinds."""
+    """Neighbouring kinds of evidence that share one width; `most`: the largest number of properties
+    outside among these kinds."""
 
     most: int
     errors: Errors
@@ -93,7 +93,7 @@ def _pool(most: int, *parts: Errors) -> Pool:
 
 
 class Bands(Struct, frozen=True):
-    """The bands learnt from published rows out of source, and the range that the rows cover."""
+    """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover."""
 
     covered: Range
     pools: tuple[Pool, ...]
@@ -178,7 +178,7 @@ def shipped() -> Bands:
 def band_of(problem: Problem, family: str) -> Band:
     """The band of a method's speed on a problem; `family`: the composed name without parameters.
 
-    A stack that its user calibrated has the half-width of the calibration, except where the job has
+    A stack calibrated by its user has the half-width of the calibration, unless the job has
     properties outside and the shipped band is at least as wide.
     """
     found = shipped().band(job_of(problem, family))
@@ -190,20 +190,20 @@ def band_of(problem: Problem, family: str) -> Band:
 
 @cache
 def ratio_band(*, one_layout: bool = True) -> float:
-    """Half-width of ln(speed / other speed) on one stack: at one layout (the methods or
-    micro-batches differ), or between layouts of a sweep."""
+    """Half-width of ln(speed / other speed) on one stack, either at one layout (methods or
+    micro-batches differ) or between layouts of a sweep."""
     return quantile(ratio_errors(left_out_cells(), one_layout=one_layout))
 
 
 @cache
 def peak_band() -> float:
-    """Half-width of the ln by which a peak lies above its prediction (`peak_half_width`)."""
+    """Half-width of ln(actual peak / predicted peak), as in `peak_half_width`."""
     return peak_half_width(out_of_source())
 
 
 def reserve_bytes(usable_bytes: int) -> int:
-    """Device bytes to leave free, so that a plan fits although its peak exceeds the predicted peak
-    by the factor exp(`peak_band`)."""
+    """Device bytes to leave free so that a plan still fits if its peak is exp(`peak_band`) times
+    the predicted peak."""
     return math.ceil(usable_bytes * -math.expm1(-peak_band()))
 
 
@@ -224,8 +224,8 @@ def fits_word(headroom_bytes: float, usable_bytes: float) -> Fit:
 
 
 class Coverage(Struct, frozen=True, kw_only=True):
-    """How well bands hold a source's rows: the share of rows inside, the median half-width, and the
-    80 % quantile of the rows' absolute errors (both logarithms)."""
+    """Coverage of a source's rows: the share inside their bands, the median half-width, and the 80
+    % quantile of absolute errors (both are logarithms)."""
 
     source: str
     rows: int
@@ -273,8 +273,8 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
 
 
 def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Coverage]:
-    """The coverage of every source's ratios (its pairs of rows) under the band that the ratios of
-    the other sources teach."""
+    """The coverage of every source's ratios (its pairs of rows) under the band learnt from the
+    ratios of the other sources."""
     errors = ratio_errors(cells, one_layout=one_layout)
     found = []
     for source, own in errors.items():
@@ -292,7 +292,7 @@ def ratio_coverage(cells: Iterable[LeftOutCell], *, one_layout: bool) -> list[Co
 
 
 def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
-    """The coverage over all sources, each of weight 1; `errors`: those behind `coverages`."""
+    """The coverage over all sources, each of weight 1; `errors`: the errors behind `coverages`."""
     return Coverage(
         source="all, each source weighs 1",
         rows=sum(map(len, errors.values())),
@@ -306,8 +306,8 @@ def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
 
 
 def with_band(result: Result, family: str = "") -> Result:
-    """A result with the band of its speed and a word for its headroom.  The band is that of
-    `family`; without one, of the result's methods, or of keep_all where they change nothing."""
+    """A result with the band of its speed and the word for its headroom.  The band is for `family`
+    if given, otherwise for the result's methods, or for keep_all if they change nothing."""
     plan, verdict, problem = result.plan, result.verdict, result.problem
     if not family:
         idle = plan is not None and same_plan(plan) == same_plan(result.base)
@@ -319,8 +319,8 @@ def with_band(result: Result, family: str = "") -> Result:
 
 
 def with_ties(results: Sequence[Result], half_width: float) -> list[Result]:
-    """The results, with a mark on those that fit and are slower than the first that fits by less
-    than `half_width`: the error when two methods are compared, a logarithm."""
+    """The results, with ties marked: results that fit and are slower than the first fitting result
+    by less than `half_width`, the error (a logarithm) of comparing two methods."""
     first = next((result for result in results if result.fits), None)
     lowest = (first.tokens_per_s_per_gpu or 0.0) * math.exp(-half_width) if first else 0.0
     return [

@@ -138,7 +138,7 @@ SLOW_HOST = 4.0
 
 def tangents(row: Row, calibration: Calibration) -> dict[str, float]:
     """The columns of a row's two tangents of ln(step seconds) in the log scales: the slopes at the
-    scales of the row's stack; the slopes and the step where the host is SLOW_HOST times as slow."""
+    scales of the row's stack, and the slopes and the step with a host SLOW_HOST times as slow."""
     lowered = _lowered(read_case(row, discover()), calibration)
     late = _scaled(lowered, "host", SLOW_HOST)
     step = math.log(_seconds(late, calibration) / _seconds(lowered, calibration))
@@ -192,8 +192,7 @@ def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> Fi
 
 
 def concerns(calibration: Calibration) -> Concerns:
-    """Which constants concern a row: those of its cluster's GPU generation and network, and of its
-    stack."""
+    """The constants that concern a row: constants of its GPU generation, network and stack."""
 
     def concerned(name: str, row: Row) -> bool:
         cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
@@ -208,9 +207,9 @@ def concerns(calibration: Calibration) -> Concerns:
 
 
 def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
-    """The calibration from which a fit without `source` starts.  FIT sweeps of the source are
-    removed, and constants of generations, networks and stacks that only rows of the source informed
-    are at the centres of their priors."""
+    """The starting calibration for a fit without `source`.  The source's FIT sweeps are removed.
+    Constants of generations, networks and stacks that only the source covers are reset to the
+    centres of their priors."""
     kept = tuple(rule for rule in calibration.fit if source not in rule.source)
     left = fit_rows(rows, kept)
     seen = {("networks", row["cluster"]) for row in left}
@@ -227,9 +226,9 @@ def leave_one_out(
     accuracy: Accuracy,
     processes: int = 2,
 ) -> list[Cell]:
-    """The lines of config/left_out.csv.  A cell of a source in the accuracy groups is predicted
-    with constants fitted to the other sources only; every other cell, whose source no constant was
-    fitted to, is predicted with the shipped constants."""
+    """The lines of config/left_out.csv.  A cell whose source is in the accuracy groups is predicted
+    with constants fitted to the other sources only.  No constant was fitted to the sources of the
+    remaining cells; the shipped constants predict these cells."""
     places = [(name, index) for name in SHEETS for index in range(len(sheets[name]))]
     rows = [sheets[name][index] for name, index in places]
     made: dict[int, tuple[str, dict[str, Any], Calibration]] = {}
@@ -268,8 +267,8 @@ def sources(accuracy: Accuracy) -> list[str]:
 def left_out_rows(
     rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
 ) -> Iterator[tuple[str, list[dict[str, Any]], Calibration]]:
-    """For every source: its name, its rows predicted with constants fitted without it, and these
-    constants.
+    """For every source: its name, its rows predicted with constants fitted without the source, and
+    these constants.
 
     The programs and the slopes of the step model are computed once, with `calibration`; the errors
     of every trial are simulated.

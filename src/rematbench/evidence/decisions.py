@@ -1,7 +1,7 @@
-"""Predictions judged by decisions: the speed that the predicted layout loses in every sweep.
+"""Predictions judged as decisions: how much speed the predicted layout loses in each sweep.
 
-A sweep is one job (source, stack, cluster, model, GPUs, length, batch) in four layouts or more.
-The pick of the simulator is compared with the choice of a person without a simulator, who assumes
+A sweep is one job (source, stack, cluster, model, GPUs, length, batch) in four layouts or more. The
+simulator's pick is compared with the choice of a person without a simulator. That person assumes
 one MFU for all layouts that fit by a published memory formula.
 """
 
@@ -45,8 +45,8 @@ FEWEST_LAYOUTS = 4
 
 
 def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
-    """Rows with a speed or out of memory, by SWEEP, of the jobs that a source ran in at least
-    FEWEST_LAYOUTS layouts."""
+    """Rows that have a speed or are out of memory, grouped by SWEEP, for jobs that a source ran in
+    at least FEWEST_LAYOUTS layouts."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if is_scored(row) and (row["status"] == "oom" or number(row, SPEED)):
@@ -60,15 +60,15 @@ def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
 
 def regret(rows: Sequence[Row]) -> float:
     """Share of the best measured speed that a sweep's pick loses.  The pick is the row with the
-    highest predicted speed among the rows predicted to fit.  1 where the pick ran out of memory or
-    no row is predicted to fit."""
+    highest predicted speed among the rows predicted to fit.  1 if the pick ran out of memory or no
+    row is predicted to fit."""
     fitting = [row for row in rows if row["pred_status"] == "ok"]
     pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
     return 1.0 if pick is None else lost(pick, rows)
 
 
 def lost(pick: Row, rows: Sequence[Row]) -> float:
-    """Share of the best measured speed that a row loses; 1 where the row ran out of memory."""
+    """Share of the best measured speed that a row loses; 1 if the row ran out of memory."""
     return 1.0 - (number(pick, SPEED) or 0.0) / max(number(row, SPEED) or 0.0 for row in rows)
 
 
@@ -76,7 +76,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     """The scores of a sweep.  `correlation` is Spearman's, of predicted and measured speeds.
     `regret` is the share of the best measured speed that the pick loses, `left_out` the regret with
     constants fitted without the source, and `floor` the regret of one MFU with a memory formula
-    (`constant_mfu_regret`).  None where nothing can be compared."""
+    (`constant_mfu_regret`).  None if nothing can be compared."""
 
     job: dict[str, str]
     rows: int
@@ -87,8 +87,8 @@ class Decision(Struct, frozen=True, kw_only=True):
 
 
 def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decision]:
-    """A decision for each sweep of predicted rows, then for each sweep that only the rows out of
-    source have."""
+    """A decision for each sweep of predicted rows, then for each sweep that appears only in the
+    rows out of source."""
     registry = discover()
     timed = [row for row in out_of_source if number(row, f"pred_{SPEED}")]
     unseen_sweeps = sweeps([{**row, "pred_status": "ok"} for row in timed])
@@ -110,8 +110,8 @@ def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decisio
 
 
 def rank_correlation(rows: Sequence[Row]) -> float | None:
-    """Spearman's correlation of predicted and measured speeds; None where fewer than three rows
-    have both, or where all predicted or all measured speeds are equal."""
+    """Spearman's correlation of predicted and measured speeds; None if fewer than three rows have
+    both, or if all predicted or all measured speeds are equal."""
     from scipy.stats import spearmanr  # noqa: PLC0415 (slow, and only validation needs it)
 
     pairs = [(number(row, SPEED), number(row, f"pred_{SPEED}")) for row in rows]
@@ -124,8 +124,8 @@ def rank_correlation(rows: Sequence[Row]) -> float | None:
 
 def constant_mfu_regret(rows: Sequence[Row], registry: Registry) -> float | None:
     """The regret of one MFU for all layouts.  All layouts then have the same predicted speed, so
-    the regret is the mean loss over the rows that fit by the memory formula (over all rows where
-    none fits).  None where the formula does not cover a row."""
+    the regret is the mean loss over the rows that fit by the memory formula (over all rows if none
+    fits).  None if the formula does not cover a row."""
     shares = [formula_share(row, registry) for row in rows]
     if any(share is None for share in shares):
         return None
@@ -134,9 +134,9 @@ def constant_mfu_regret(rows: Sequence[Row], registry: Registry) -> float | None
 
 
 def formula_share(row: Row, registry: Registry) -> float | None:
-    """Estimated bytes of the first pipeline rank over usable device bytes; None where no formula
-    covers the row.  States, and activations by Fujii et al. (where `fujii_refusal` has no reason
-    and nothing is recomputed) or else by Korthikanti et al."""
+    """Estimated bytes of the first pipeline rank over usable device bytes; None if no formula
+    covers the row.  The bytes are states plus activations.  Activations are by Fujii et al.  if
+    `fujii_refusal` is empty and nothing is recomputed, otherwise by Korthikanti et al."""
     try:
         case = read_case(row, registry)
         problem = case.problem()
@@ -163,9 +163,9 @@ COMPARED = ("regret", "left_out", "floor")
 
 
 def mean_lines(judged: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]]:
-    """(number of sweeps, means): over the sweeps that have each of COMPARED that any sweep has, so
-    that means side by side are of the same sweeps.  Where this leaves sweeps out, there is a second
-    line over all sweeps, with the scores that all have."""
+    """Lines of (number of sweeps, means).  The first line averages sweeps that have every available
+    score of COMPARED, so that its means compare the same sweeps.  If this leaves sweeps out, a
+    second line averages the common scores of all sweeps."""
     some = [key for key in COMPARED if any(getattr(one, key) is not None for one in judged)]
     same = [one for one in judged if all(getattr(one, key) is not None for key in some)]
     lines = [(len(same), summary(same))] if same else []
@@ -176,7 +176,7 @@ def mean_lines(judged: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]
 
 
 def summary(judged: Sequence[Decision]) -> Mapping[str, Any]:
-    """The number of rows, and the mean of every score over the sweeps that have the score."""
+    """The total number of rows, and the mean of each score over the sweeps that have it."""
     names = ("correlation", "regret", "left_out", "floor")
     values = {key: [getattr(one, key) for one in judged] for key in names}
     known = {key: [v for v in some if v is not None] for key, some in values.items()}

@@ -1,4 +1,4 @@
-"""Fit the `fitted` constants of config/calibration.yaml to the declared FIT rows, and to no others.
+"""Fit the `fitted` constants of config/calibration.yaml to the declared FIT rows only.
 
 The step model is a callable argument, so that this file depends on no engine.
 """
@@ -99,15 +99,15 @@ def value_of(calibration: Calibration, name: str) -> float:
 
 
 def row_weights(rows: Sequence[Row]) -> Logs:
-    """Square-root weights of rows: a source (on one cluster) counts as the root of its number of
-    rows, so that a long sweep weighs more than a short sweep without hiding it."""
+    """Square roots of row weights. The total weight of a source on one cluster is the square root
+    of its number of rows: a long sweep weighs more than a short sweep without dominating it."""
     keys = [(row["source"], row["cluster"]) for row in rows]
     counts = Counter(keys)
     return np.array([counts[key] ** -0.25 for key in keys])
 
 
 def all_concern(name: str, row: Row) -> bool:
-    """Any constant may move any row."""
+    """Assume that any constant may affect any row."""
     del name, row
     return True
 
@@ -118,8 +118,8 @@ def fit(
     predict_all: PredictAll,
     concerns: Concerns = all_concern,
 ) -> FitReport:
-    """Least squares on log step seconds over the FIT rows, robust, with log-normal priors, from
-    the calibration's present values."""
+    """Fit by robust least squares on log step seconds over the FIT rows, with log-normal priors,
+    from the calibration's present values."""
     step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, predict_all, concerns)
     every = range(len(step_fit.rows))
     fitted = step_fit.solved(calibration, every)
@@ -173,7 +173,7 @@ class StepFit:
 
     def slopes(self, at: Calibration) -> Logs:
         """d log(seconds) / d log(constant), [rows, names], by differences of 1 % (the step model
-        has corners); one batch predicts all of them."""
+        has corners), predicted in one batch."""
         base = self.log_errors(at, range(len(self.rows)))
         steps, jobs = [], []
         for name, moved in zip(self.names, self.moves, strict=True):
@@ -191,8 +191,8 @@ class StepFit:
     def solved(
         self, start: Calibration, chosen: Sequence[int], slopes: Logs | None = None
     ) -> Calibration:
-        """The constants fitted to the chosen rows, from the values of `start` on.  A constant that
-        moves none of the rows keeps its value.  `slopes`: slopes to use at every trial."""
+        """The constants fitted to the chosen rows, starting from `start`.  A constant that affects
+        none of the rows keeps its value.  `slopes`: slopes to use at every trial."""
         from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
 
         own = set(chosen)
@@ -207,7 +207,7 @@ class StepFit:
             return with_values(start, names, np.exp(logs))
 
         def residuals(logs: Logs) -> Logs:
-            """Robust weighted errors, then the pull of the priors."""
+            """Robust weighted errors, then the residuals of the priors."""
             pull = [(x - np.log(p.centre)) / p.spread for x, p in zip(logs, priors, strict=True)]
             return np.concatenate([_soft(self.log_errors(trial(logs), chosen) * scale), pull])
 

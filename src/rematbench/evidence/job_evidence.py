@@ -1,11 +1,11 @@
 """Evidence for a job: published rows predicted with constants fitted without their source, and the
 range of jobs that the rows cover.
 
-`config/left_out.csv` has a line per published row.  Rows of a source that constants were fitted to
-are predicted with constants refitted without it; rows of other sources with the shipped constants.
-The properties of a job that evidence is about are its stack, generation, cluster, scale, context
-and mechanisms.  Stacks and clusters are identified by their facts and not by their names: a copy of
-a stack under another name has the evidence of the shipped stack, and a cluster with other FLOP/s
+`config/left_out.csv` has a line per published row.  If constants were fitted to a source, its rows
+are predicted with constants refitted without it; all other rows are predicted with the shipped
+constants.  The properties of a job are its stack, generation, cluster, scale, context and
+mechanisms.  Stacks and clusters are identified by their facts and not by their names: a copy of a
+stack under another name has the evidence of the shipped stack, and a cluster with other FLOP/s
 under a shipped name has none of its evidence.
 """
 
@@ -56,7 +56,7 @@ PLACE = ("sheet", "row", SPEED, PEAK)
 
 def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
     """The line of left_out.csv for a row of a sheet; `scored`: the row with its predictions, `how`:
-    REFITTED or SHIPPED.  Empty where neither speed nor peak is both published and predicted."""
+    REFITTED or SHIPPED.  Empty if neither speed nor peak is both published and predicted."""
     if row["status"] != "ok" or not is_scored(row):
         return {}
     line = {"sheet": sheet, "row": str(index + 1), "constants": how}
@@ -70,7 +70,7 @@ def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
 
 
 def slope_column(scale: str, *, late: bool = False) -> str:
-    """The column of d ln(step seconds) / d ln(scale); `late`: of the tangent with a slow host."""
+    """The column of d ln(step seconds) / d ln(scale); `late`: for the tangent with a slow host."""
     return f"{SLOPE}{LATE * late}{scale}"
 
 
@@ -78,7 +78,7 @@ def slope_column(scale: str, *, late: bool = False) -> str:
 def out_of_source() -> tuple[Cell, ...]:
     """The lines of config/left_out.csv, each with the columns of its published row.
 
-    ConfigError where a published row has changed since its prediction.
+    ConfigError if a published row has changed since its prediction.
     """
     lines = read_sheet(
         data_dir("config") / NAME, (*PLACE, "constants", f"pred_{SPEED}", f"pred_{PEAK}")
@@ -88,7 +88,7 @@ def out_of_source() -> tuple[Cell, ...]:
 
 
 def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
-    """A line of left_out.csv with the columns of its published row; ConfigError where the row has
+    """A line of left_out.csv with the columns of its published row; ConfigError if the row has
     changed."""
     rows, index = sheets.get(line["sheet"], ()), int(line["row"]) - 1
     row = rows[index] if 0 <= index < len(rows) else {}
@@ -102,13 +102,13 @@ def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
 
 
 def log_error(row: Row, key: str = SPEED) -> float | None:
-    """ln(predicted / published) of a column; None where either value is missing."""
+    """ln(predicted / published) of a column; None if either value is missing."""
     told, made = number(row, key), number(row, f"pred_{key}")
     return math.log(made / told) if told and made else None
 
 
 def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean absolute error of the speeds of every source in lines of left_out.csv."""
+    """Mean absolute speed error of each source in lines of left_out.csv."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         error = log_error(row)
@@ -122,8 +122,8 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 
 class Job(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
-    shipped stack with the same facts ("": none); `cluster` describes what is different from the
-    nearest shipped cluster ("": one has the same facts, as those of published rows)."""
+    shipped stack with the same facts ("": none); `cluster` describes the differences from the
+    nearest shipped cluster ("": no difference, as for published rows)."""
 
     stack: str
     generation: str
@@ -162,8 +162,8 @@ class Range(Struct, frozen=True):
 
     def outside(self, job: Job) -> dict[str, str]:
         """The properties of a job that no published row covers, each with its description.  Tokens
-        and GPUs are compared with the rows of the job's stack on its generation; where there are
-        none, with the rows of its generation, or else with all rows."""
+        and GPUs are compared with the rows of the job's stack on its generation; if there are none,
+        with the rows of its generation, otherwise with all rows."""
         found = {}
         if job.stack not in {stack for stack, _ in self.spans}:
             found["stack"] = f"stack {job.stack or 'with facts of no shipped stack'}"
@@ -247,8 +247,8 @@ NO_SPEED = frozenset(
 
 def published_stack(problem: Problem) -> str:
     """The name of the shipped stack, with any of its options on, that has the speed facts and
-    constants of the problem's stack; "" where there is none.  Among several, a stack with published
-    rows goes first, then the stack of the same name."""
+    constants of the problem's stack; "" if there is none.  Among several, a stack with published
+    rows is preferred, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
     if problem.attention == "flash":
         mine = replace(mine, attention=problem.kernel)
@@ -283,8 +283,8 @@ NO_CLUSTER_SPEED = frozenset(
 
 
 def unlike_shipped(problem: Problem) -> str:
-    """The facts of speed (with the constants) in which the problem's cluster is different from the
-    shipped cluster that is nearest to it, in words; "" where a shipped cluster has all of them."""
+    """The speed facts and constants in which the problem's cluster differs from the nearest shipped
+    cluster, in words; "" if a shipped cluster has all of them."""
     mine, calibration = problem.cluster, problem.calibration
     own, unlike = _cluster_facts(mine, calibration), {}
     for cluster in _clusters():

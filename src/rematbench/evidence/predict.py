@@ -55,7 +55,8 @@ def predict_rows(
     progress: Progress | None = None,
     constants: Calibration | None = None,
 ) -> list[dict[str, Any]]:
-    """Every row with its pred_* columns, in order; equal configurations are predicted once."""
+    """Return every row with its pred_* columns, in order; equal configurations are predicted
+    once."""
     registry = discover(methods)
     keys: list[bytes | None] = []
     cases: dict[bytes, PublishedCase] = {}
@@ -125,8 +126,8 @@ def _effort(case: PublishedCase) -> int:
 def predict_case(
     case: PublishedCase, registry: Registry, constants: Calibration | None = None
 ) -> Cells:
-    """The pred_* columns of a case; only status and reason where the case cannot be predicted.
-    Bands are learnt for the shipped constants."""
+    """The pred_* columns of a case; only status and reason if the case cannot be predicted. Bands
+    are learnt for the shipped constants."""
     try:
         result = run_case(case, case.problem(constants), registry)
         if result.evaluation is not None and constants is None:
@@ -144,9 +145,9 @@ def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Resul
 
 
 def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Composition:
-    """A case's recompute policy, then pp_offload with the given share.  Without a given share the
-    smallest share that fits: by the paper's estimate on the paper's own stack, or else by the
-    ledger; no offload where the layout or the stack does not support pp_offload."""
+    """A case's recompute policy, then pp_offload with the given share.  If no share is given, use
+    the smallest share that fits, by the paper's estimate on the paper's own stack, otherwise by the
+    ledger.  There is no offload if the layout or the stack does not support pp_offload."""
     plain = registry.resolve(case.method, case.settings)
     if case.offload == 0.0:
         return plain

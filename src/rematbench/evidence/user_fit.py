@@ -1,18 +1,18 @@
-"""A stack calibrated by its user: four scales fitted to a few rows of the user's logs.
+"""Calibration of a stack by its user: four scales fitted to a few rows of the user's logs.
 
 The step time is the length of the longest path, and the length of a path is a sum of terms that the
 scales multiply.  So ln(step) is convex in the log scales theta (Boyd and Vandenberghe 2004, section
 4.5).  The model of ln(step) is the larger of two tangents b + S theta, one at the prediction and
 one at a slow host, with S the slopes d ln(step) / d ln(scale).  With e = ln(predicted / published
 speed) the log scales are the MAP of e = max(b + S theta) + noise, theta ~ N(0, spreads^2).  For
-fixed active tangents the MAP is a ridge regression in closed form (Hoerl and Kennard 1970), which
-is repeated until the active tangents no longer change, from one start for each tangent.  The
+fixed active tangents the MAP is a closed-form ridge regression (Hoerl and Kennard 1970).  It is
+repeated until the active tangents no longer change, once from each tangent as the start.  The
 spreads are the prior spreads of the same kinds of constants in a refit (evidence/fit.py).  The
 noise is learnt from published stacks, each of the same weight, by expectation maximisation.
 
 The value of a calibration is measured on published stacks: for every (source, stack, cluster) with
 LEAST_ROWS rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate predictions out of source, with
-a prior from the other sources.  The errors are those of the rows that were not drawn.
+a prior from the other sources.  Errors are measured on the rows that were not drawn.
 """
 
 import math
@@ -100,7 +100,7 @@ def measured(rows: Sequence[Row]) -> MeasuredRows:
 
 
 def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Rows with a speed and slopes by (source, stack, cluster)."""
+    """Rows that have a speed and slopes, grouped by (source, stack, cluster)."""
     found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if log_error(row) is not None and number(row, slope_column(SCALES[0])) is not None:
@@ -177,9 +177,9 @@ SIGMAS = 3.0
 
 
 def suspects(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> list[str]:
-    """At most two lines: on rows that the fit leaves beyond SIGMAS times the noise, and on scales
-    beyond SIGMAS of their prior spreads, each with the row that is the furthest off.  One row with
-    a unit mistyped makes either."""
+    """At most two warnings, each naming the row that is furthest off: rows whose remaining error
+    exceeds SIGMAS times the noise, and scales beyond SIGMAS of their prior spreads.  One row with a
+    mistyped unit can cause either."""
     left, found = rows.left(theta), []
     far = np.flatnonzero(np.abs(left) > SIGMAS * prior.noise)
     if len(far):
@@ -208,8 +208,8 @@ def suspects(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> list[str]:
 
 def refusals(rows: Sequence[Row], prior: ScalePrior) -> list[str]:
     """One line for each row that no scale explains: a step faster than its kernels, or a job given
-    twice with contradictory speeds.  Rows are of one job where their cases are equal, whatever
-    their other columns (`table`, `source`, `mfu_pct_as_published`, ...) say."""
+    twice with contradictory speeds.  Rows are the same job if their cases are equal, whatever other
+    columns (`table`, `source`, `mfu_pct_as_published`, ...) say."""
     found, registry = [], discover()
     seen: dict[bytes, tuple[int, float]] = {}
     for line, row in enumerate(rows, start=1):
@@ -242,8 +242,8 @@ WIDEST = 10.0
 
 class Calibrated(Struct, frozen=True, kw_only=True):
     """Mean errors of a stack as fractions: `uncalibrated`, and `fitted` with the scales fitted to
-    all rows.  `after` and `mfu` have, by number of calibrating rows, the median over draws of the
-    mean error of the rows that were not drawn: calibrated, and predicted by one MFU of the drawn
+    all rows.  `after` and `mfu` map the number of calibrating rows to the median over draws of the
+    mean error of the rows that were not drawn: after calibration, and with one MFU of the drawn
     rows."""
 
     source: str
@@ -309,14 +309,13 @@ def band_after(count: int) -> float:
 
 
 def band_of_rows(data: MeasuredRows, theta: Array, before: ScalePrior) -> float:
-    """Half-width of the band after a calibration on `data`, with the fitted log scales `theta`: the
-    wider of `band_after` and of the LEVEL quantile of the rows' own absolute log errors, each left
-    out of the fit (`bands.quantile`: the largest of up to three).
+    """Half-width of the band after a calibration on `data`, with the fitted log scales `theta`. It
+    is the larger of `band_after` and the LEVEL quantile of the rows' absolute leave-one-out log
+    errors (`bands.quantile`: the largest of up to three).
 
-    Reasons: few rows that agree do so by chance, so they never narrow what published stacks teach;
-    rows that disagree are of a stack, or of a log, whose errors published stacks do not have.
-    Nothing can be left out of a single row: what the fit leaves of it is then the least that the
-    band must hold.
+    Reasons: a few rows may agree by chance, so they never narrow the band of published stacks. Rows
+    that disagree show errors that published stacks do not have. A single row cannot be left out;
+    its remaining error is then the smallest half-width.
     """
     one = len(data.errors) == 1
     errors = [float(data.left(theta)[0])] if one else leave_one_out_errors(data, before)

@@ -1,13 +1,13 @@
-"""The tables and figures that exist, read from their files: a new file is a new table or figure.
+"""The list of tables and figures, read from their files: adding a file adds a table or figure.
 
 A file NAME.py of `paper/tables/` declares INPUTS, a name and a path for each argument of its
 `build`, which returns the Table (or several).  Paths are relative to the checkout.  A path with a
 `*` or a placeholder of `VALUES` stands for all paths that match and gives `build` a list; `{suite}`
-stands for one suite.  Where the file makes other tables than NAME, TABLES names them, and SHEETS
-those without a printed form; READS has the files that its code reads by itself.  A file of
-`figures/` that is drawn from tables alone names them in TABLES.
+stands for one suite.  If the file makes tables under names other than NAME, TABLES lists the names.
+SHEETS lists the tables without a printed form, READS the files that the code reads by itself.  A
+file of `figures/` that uses only tables lists the tables in TABLES.
 
-All of these are literals, so that no file is imported to list its tables.
+All declarations are literals, so tables are listed without importing a file.
 """
 
 import ast
@@ -36,7 +36,7 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one file of tables declares; `name`: the file's name without suffix."""
+    """The declarations of one table file; `name`: the file's name without suffix."""
 
     name: str
     inputs: dict[str, str]
@@ -51,7 +51,7 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def of_any_suite(self) -> bool:
-        """Whether every suite has these tables, not only the paper's."""
+        """Whether every suite has these tables, and not only the paper's suite."""
         return any(SUITE in pattern for pattern in self.inputs.values())
 
     @property
@@ -75,7 +75,8 @@ class TableFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return made
 
     def files(self, suite: str) -> dict[str, list[str]]:
-        """The files behind all inputs by name: of a committed folder, the records below it."""
+        """The files behind all inputs, by name; a committed folder stands for the records below
+        it."""
         patterns = self.inputs | {f"reads_{i}": path for i, path in enumerate(self.reads)}
         return {
             name: [file for path in expanded(pattern, suite) for file in _files(path, pattern)]
@@ -91,8 +92,8 @@ def _files(path: str, pattern: str) -> list[str]:
 
 @cache
 def table_files() -> dict[str, TableFile]:
-    """Every file of tables by name; ConfigError for a wrong declaration and for a table that two
-    files make."""
+    """Every table file by name; ConfigError for a wrong declaration or a table made by two
+    files."""
     found: dict[str, TableFile] = {}
     makers: dict[str, str] = {}
     for path in sorted(TABLES.glob("*.py")):
@@ -192,8 +193,8 @@ def sheets() -> dict[str, list[dict[str, str]]]:
 
 @cache
 def matrix_parts() -> dict[str, list[str]]:
-    """The parts that the matrix is computed in, a model and half of the lengths each, with the
-    options of `rematbench matrix`."""
+    """The parts in which the matrix is computed, with the options of `rematbench matrix`. Each part
+    is a model with half of the lengths."""
     spec = load_matrix(Path("config/paper.yaml"))
     half = len(spec.seq_lens) // 2
     halves = {"short": spec.seq_lens[:half], "long": spec.seq_lens[half:]}

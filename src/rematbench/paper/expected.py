@@ -1,4 +1,4 @@
-"""The artifact's claims against results/expected: PASS or FAIL, each with its reason."""
+"""Check the artifact's claims against results/expected: PASS or FAIL, with the reason."""
 
 import csv
 import math
@@ -34,11 +34,12 @@ class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Find(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A count that a table must show.
+    """An expected count of rows in a table.
 
-    Of the rows whose cells under the columns of `rows` are not empty, of which there are `of`,
-    `count` have the texts of `rows` there. With `same`: of the rows that have the texts of `rows`,
-    `count` agree in the columns of `same` with some row that has the texts of `beside`.
+    `rows` maps columns to texts. `of` rows have a non-empty cell in each of these columns, and
+    `count` of them have the texts of `rows`. With `same`, `count` is the number of rows with the
+    texts of `rows` that agree, in the columns of `same`, with some row that has the texts of
+    `beside`.
     """
 
     says: str
@@ -51,8 +52,8 @@ class Find(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TableClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One claim: tables that must be as expected, counts in them, and a bound on a statistic. A
-    claim with neither `finds` nor `bound` says only that a table has not changed."""
+    """One claim: tables that must be as expected, row counts, and a bound on a statistic. A claim
+    with neither `finds` nor `bound` only states that a table has not changed."""
 
     id: str
     text: str
@@ -93,7 +94,7 @@ def load_artifact() -> Artifact:
 
 
 def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding]:
-    """The findings of all claims, in the order of the claims."""
+    """Return the findings of all claims, in the order of the claims."""
     found = []
     for claim in artifact.claims:
         lacking = [name for name in claim.tables if not (tables / f"{name}.csv").is_file()]
@@ -147,7 +148,7 @@ def _key(row: Mapping[str, str], columns: Iterable[str]) -> tuple[str | None, ..
 
 
 def read_cells(path: Path) -> Cells | None:
-    """The lines of a CSV file, the head first; None where there is no such file."""
+    """The lines of a CSV file, header first; None if the file does not exist."""
     if not path.is_file():
         return None
     with path.open(encoding="utf-8", newline="") as file:
@@ -157,8 +158,8 @@ def read_cells(path: Path) -> Cells | None:
 def differences(
     ours: Cells, theirs: Cells, tolerance: float, nothing: float = NOTHING
 ) -> list[str]:
-    """Where two tables differ by more than a relative tolerance and more than `nothing`; texts must
-    be equal."""
+    """The differences between two tables that exceed both a relative tolerance and `nothing`; texts
+    must be equal."""
     if len(ours) != len(theirs):
         return [f"{len(ours) - 1} rows, expected {len(theirs) - 1}"]
     found = []
@@ -173,8 +174,8 @@ def differences(
 
 
 def compare_folders(actual: Path, committed: Path) -> list[str]:
-    """A line for each committed CSV file, which the file of its name must repeat up to ROUNDING;
-    CommandError for a file that is not there or differs."""
+    """A line for each committed CSV file. The new file of the same name must agree up to ROUNDING;
+    CommandError if it is missing or differs."""
     said = []
     for path in sorted(committed.glob("*.csv")):
         ours, theirs = read_cells(actual / path.name), read_cells(path)
@@ -196,7 +197,7 @@ def _near(cell: str, wanted: str, tolerance: float, nothing: float) -> bool:
 
 
 def measured(bound: Bound, tables: Path) -> float | None:
-    """The statistic that a bound limits; None where no cell has a value."""
+    """The statistic that a bound limits; None if no cell has a value."""
     cells = read_cells(tables / f"{bound.table}.csv") or []
     if not cells or bound.column not in cells[0]:
         return None

@@ -20,9 +20,9 @@ Cell = tuple[str, str]
 
 
 class Shown(Struct, frozen=True):
-    """A table as the template takes it. `heads` are the open columns and `hidden` the columns
-    behind a click; each line has the open cells, and the (heading, text) pairs that a click
-    shows."""
+    """A table in the form that the template needs. `heads` are the visible columns, and `hidden`
+    the columns that a click shows. Each line has the visible cells and the hidden (heading, text)
+    pairs."""
 
     heads: tuple[Cell, ...]
     hidden: tuple[str, ...]
@@ -30,8 +30,8 @@ class Shown(Struct, frozen=True):
 
 
 class Grid(Struct, frozen=True, kw_only=True):
-    """The matrix of one model and cluster. Each arm has its name, the name to type on a command
-    line, and per length a row with its command (None: not run)."""
+    """The matrix of one model and cluster. Each arm has its name, its command-line name, and a row
+    with its command for each length (None: not run)."""
 
     table: str
     name: str
@@ -61,13 +61,13 @@ def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
 
 
 def picture(path: Path) -> str:
-    """A PNG file as a data URL, so that the page needs no other file."""
+    """A PNG file as a data URL, so that the page is self-contained."""
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     return f"data:image/png;base64,{data}"
 
 
 def shown(table: TableText, folded: Sequence[str]) -> Shown:
-    """A table as the template takes it; columns in `folded` stand behind a click."""
+    """A table in the form that the template needs; a click shows the columns in `folded`."""
     heads = list(enumerate(table.heads))
     open_, hidden = ([i for i, h in heads if (h in folded) is behind] for behind in (False, True))
     numbers = {i for i in open_ if any(_is_number(row[i]) for row in table.rows)}

@@ -24,7 +24,7 @@ GPUS = ("H800", "A800", "A100", "H100", "H200")
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A section of the page: its tables and figures by pattern, in this order. The figures of a
-    pattern come before its tables; an `open` section shows without a click."""
+    pattern come before its tables. An `open` section is visible without a click."""
 
     title: str
     parts: tuple[str, ...]
@@ -51,8 +51,8 @@ class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """One table (as printed) or figure of the page. `source` is the path of its raw file and
-    `shown` the path of what the page shows, both below the results folder."""
+    """One table (as printed) or figure of the page. `source` is the path of the raw file and
+    `shown` the path of the displayed file, both below the results folder."""
 
     name: str
     path: Path
@@ -71,8 +71,8 @@ FilledSection = tuple[Section, tuple[Part, ...]]
 
 class Page(Struct, frozen=True, kw_only=True):
     """The content of the page: the first screen, then every section with its parts. The first
-    screen has the outcome, whether bands hold, what was never measured, and facts; its two sections
-    come first in `filled`."""
+    screen has the outcome, the coverage of bands, the things never measured, and facts; its two
+    sections come first in `filled`."""
 
     config: ReportConfig
     outcome: str
@@ -154,8 +154,8 @@ def whether_bands_hold(tables: Path) -> str:
 
 
 def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
-    """Sentences on GPUs that were not used, on winners outside the published range, and on
-    out-of-memory cells that are too few for a promised rate."""
+    """Sentences on unused GPUs, winners outside the published range, and out-of-memory cells that
+    are too few for a promised rate."""
     winners = _rows(tables / "matrix_fastest.csv")
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)

@@ -1,9 +1,9 @@
 """Curves of kernel rates fitted to published rows: GEMM, attention and memory-bound operators.
 
 GEMM: share of the peak by shape.  Attention: share of the peak by backend, length, heads and head
-dimension; a curve is fitted to medians, at every length to the median log ratio over sources.
-Memory-bound operators: bytes per element by implementation, which are seconds times the HBM rate
-that the row's generation reaches, so that the bytes are valid on other generations.
+dimension; a curve is fitted to the median log ratio over sources at every length.  Memory-bound
+operators: bytes per element by implementation.  The bytes are seconds times the reached HBM rate of
+the row's generation, so they are valid on other generations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,9 +57,9 @@ def solve(
     bounds: tuple[Sequence[float], Sequence[float]],
     near: float | None = None,
 ) -> list[float]:
-    """The parameters that minimise the squared `misses` within `bounds`, deterministically.
-    `misses`: parameters -> residuals (rows,), differences of logarithms.  `near`: the residual at
-    which a row's weight starts to fall (soft L1; None: plain least squares)."""
+    """The parameters within `bounds` that minimise the squared `misses`; deterministic.  `misses`:
+    parameters -> residuals (rows,), differences of logarithms.  `near`: the residual at which a
+    row's weight starts to fall (soft L1; None: plain least squares)."""
     from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
 
     best = least_squares(
@@ -82,7 +82,7 @@ def rounded(value: float, smallest: float = 1e-6) -> float:
 
 
 def document_weights(rows: Rows) -> Array:
-    """Weights of residuals, shape (rows,), that give every document the same weight in a sum of
+    """Weights of residuals, shape (rows,); every document gets the same weight in a sum of
     squares."""
     documents = [row.source for row in rows]
     return np.array([documents.count(name) ** -0.5 for name in documents])
@@ -142,7 +142,7 @@ HIGHEST = (1.5, 2e4)
 
 
 def attention_fraction(sources: Sources, row: KernelRow) -> float:
-    """Share of the GPU's dense peak that an attention row reaches, causal pairs counted half."""
+    """Share of the GPU's dense peak that an attention row reaches; causal masks halve the pairs."""
     return measured(row).value / sources.gpus[row.gpu].peak_flop_per_s
 
 
@@ -166,7 +166,7 @@ def fit_half_waves(sources: Sources, rows: Rows, sm_count: int) -> dict[str, Sha
     """`half_waves` of both directions (the waves of tiles at which half the speed is reached), from
     rows whose number of heads varies.
 
-    The efficiency and, where the rows have several lengths, half_rows are fitted too and dropped.
+    The efficiency is fitted too and dropped, as is half_rows if the rows have several lengths.
     """
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     return {
@@ -213,8 +213,8 @@ def fit_attention(
     like: AttentionRates | None = None,
 ) -> AttentionRates:
     """The fitted rates of a backend: efficiency and half_rows of both directions, then a factor for
-    every other head dimension.  `like`: one direction is fitted, and the ratio of backward to
-    forward is that of this backend."""
+    every other head dimension.  `like`: only one direction is fitted; the ratio of backward to
+    forward is taken from this backend."""
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     sides = 2 if like is None else 1
 
@@ -325,7 +325,7 @@ def elements(row: KernelRow) -> int:
 
 
 def seconds(row: KernelRow) -> float:
-    """Seconds of a memory-bound row, from seconds or from bytes/s; KernelRowError where the row has
+    """Seconds of a memory-bound row, from seconds or from bytes/s; KernelRowError if it has
     neither."""
     figure = measured(row)
     if figure.quantity == "seconds":
@@ -357,7 +357,7 @@ def fit_bytes(
     sources: Sources, declared: ByteRows, rows: Rows, hbm: Mapping[str, float]
 ) -> ByteRates:
     """Bytes per element and fixed seconds of both passes, fitted jointly by robust least squares of
-    logarithms.  KernelFitError where the rows have only one pass."""
+    logarithms.  KernelFitError if the rows have only one pass."""
     own = [row for row in rows if declared.match.holds(row)]
     kinds = {row.shape.get("pass") for row in own}
     if "forward" not in kinds or len(kinds) < 2:

@@ -51,7 +51,7 @@ HEADER = """# Written by `python -m rematbench.evidence.kernels.kernel_fit` from
 
 
 def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[KernelRow]:
-    """The rows of a generation that match; KernelFitError where no row matches."""
+    """The rows of a generation that match; KernelFitError if no row matches."""
     found = [r for r in rows if sources.of_generation(generation, r) and match.holds(r)]
     if not found:
         raise KernelFitError(
@@ -64,7 +64,7 @@ def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[
 
 
 def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
-    """The bytes/s of the link or memory that a row's share refers to; 1 where `of` is `one`."""
+    """The bytes/s of the link or memory that a row's share refers to; 1 if `of` is `one`."""
     if of == "one":
         return 1.0
     if of in ("pcie", "nic"):
@@ -74,7 +74,7 @@ def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
 
 
 def fit_share(sources: Sources, generation: str, declared: ShareRows, rows: Rows) -> Share:
-    """The median of a share over its rows, or the declared value; KernelFitError where sources.yaml
+    """The median of a share over its rows, or the declared value; KernelFitError if sources.yaml
     gives neither or no row matches."""
     if declared.match is None:
         if declared.value is None or not declared.source:
@@ -133,8 +133,8 @@ def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
 
 
 def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
-    """The content of every file of config/kernels except sources.yaml, by name.  KernelFitError
-    where a row is neither used nor excluded.  The result is deterministic."""
+    """The content of every file of config/kernels except sources.yaml, by name.  KernelFitError if
+    a row is neither used nor excluded.  The result is deterministic."""
     sources = load_sources(folder / f"{SOURCES}.yaml")
     every = read_kernel_rows(published)
     lost = unclaimed(sources, every)

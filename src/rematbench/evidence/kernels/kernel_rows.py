@@ -2,7 +2,7 @@
 
 One row is one figure of one document.  `read_kernel_rows` types every row.  `measured` converts a
 row to FLOP/s, bytes/s, seconds or a share, and removes the convention of the row's source.  `Match`
-selects rows by what was run.
+selects rows by the conditions of the measurement.
 
 config/kernels/sources.yaml (`Sources`) names the rows behind every rate, and the excluded rows.
 Every row is used by a rate or excluded by name, and a row more than 10 % off its curve needs a
@@ -72,7 +72,8 @@ COLUMNS = (
 
 
 class KernelRowError(ValueError):
-    """A row that cannot be read; one line with the file, line, column and allowed values."""
+    """A row cannot be read; the message is one line with the file, line, column and allowed
+    values."""
 
 
 class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,8 +92,8 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     note: str
 
     def size(self, key: str) -> int:
-        """A whole number of the shape; KernelRowError where the key is missing or its value is not
-        a whole number."""
+        """A whole number of the shape; KernelRowError if the key is missing or its value is not a
+        whole number."""
         try:
             return int(self.shape[key])
         except (KeyError, ValueError):
@@ -139,7 +140,7 @@ def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
 
 
 def parse_shape(text: str) -> dict[str, str]:
-    """`b=4;h=16;s=4096` as a mapping; ValueError where a part is not a pair or a key repeats."""
+    """`b=4;h=16;s=4096` as a mapping; ValueError if a part is not a pair or a key repeats."""
     shape: dict[str, str] = {}
     for part in filter(None, text.split(";")):
         key, found, value = part.partition("=")
@@ -150,7 +151,7 @@ def parse_shape(text: str) -> dict[str, str]:
 
 
 def attention_flop(row: KernelRow) -> float:
-    """FLOPs of an attention row, causal pairs counted half: 2 (d_qk + d_v) b h pairs x passes.
+    """FLOPs of an attention row: 2 (d_qk + d_v) b h pairs x passes; causal masks halve the pairs.
 
     Source: Dao 2023 (arXiv 2307.08691), section 4.1; `d=192/128` names d_qk and d_v.
     """
@@ -162,7 +163,7 @@ def attention_flop(row: KernelRow) -> float:
 
 def gemm_flop(row: KernelRow) -> float:
     """FLOPs of a GEMM row: 2 m n k, or the sum over a layer's four linears (qkv with 3 h columns,
-    out with h, up and down with ffn) where the shape has `gemms`."""
+    out with h, up and down with ffn) if the shape has `gemms`."""
     if "gemms" in row.shape:
         m, h, ffn = (row.size(key) for key in ("m", "h", "ffn"))
         return 2.0 * m * h * (4 * h + 2 * ffn)
@@ -191,7 +192,7 @@ def measured(row: KernelRow) -> Figure:
 
 
 class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A condition on rows; a row matches where every non-empty field holds.
+    """A condition on rows; a row matches if every non-empty field holds.
 
     `what`, `gpu`, `dtype`, `unit` and the values of `shape` must equal one of the listed words.
     `source`, `implementation`, `convention` and `note` must contain one of the listed texts.
@@ -246,7 +247,7 @@ Of = Literal["hbm", "nvlink", "nic", "pcie", "one", "against"]
 
 
 class KernelFitError(ValueError):
-    """Rows that no rate uses, or that lie off their curve without a reason; one line."""
+    """Rows are unused by any rate, or off their curve without a reason; the message is one line."""
 
 
 class GpuFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -276,15 +277,15 @@ class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class AttentionRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows of one attention backend.  `like`: the backend that gives the ratio of backward to
-    forward, where not both directions are published."""
+    forward if only one direction is published."""
 
     match: Match
     like: str = ""
 
 
 class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows of one share: the share is their median over the rate `of` (or over the median of
-    the rows `against`).  Or a declared `value` with its `source`."""
+    """The rows of one share.  The share is the rows' median divided by the rate `of`, or by the
+    median of the rows `against`; or it is a declared `value` with its `source`."""
 
     of: Of = "one"
     match: Match | None = None
@@ -394,10 +395,10 @@ TOLERANCE = 0.10
 def outliers(
     sources: Sources, rows: Sequence[KernelRow], deviations: Mapping[int, float]
 ) -> tuple[Outlier, ...]:
-    """The rows more than TOLERANCE off their curve, by reason.  KernelFitError where such a row has
-    no reason.
+    """The rows more than TOLERANCE off their curve, by reason.  KernelFitError if such a row has no
+    reason.
 
-    `deviations`: measured over predicted speed, less 1, by line of the CSV.
+    `deviations`: measured / predicted speed - 1, by line of the CSV.
     """
     by_reason: dict[str, list[int]] = {}
     nameless = []
@@ -430,8 +431,8 @@ def evidence(
     fitted: tuple[str, ...],
     source: str = "",
 ) -> Evidence:
-    """The evidence of fitted numbers; `speeds`: measured over predicted speed by line of the CSV.
-    KernelFitError where an outlier has no reason."""
+    """The evidence of fitted numbers; `speeds`: measured / predicted speed by line of the CSV.
+    KernelFitError if an outlier has no reason."""
     off = {line: float(speed) - 1.0 for line, speed in speeds.items()}
     return Evidence(
         fitted=fitted,

@@ -1,5 +1,5 @@
 """Published closed-form estimates of memory, to print next to the ledger.  A formula refuses a run
-that it does not cover, with the reason."""
+outside its scope, with the reason."""
 
 from typing import Literal
 
@@ -30,8 +30,8 @@ class ClosedForm(Struct, frozen=True, kw_only=True):
 
 
 def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
-    """The estimate of a plan by a formula; Unsupported with the reason where the formula does not
-    cover the plan, and for `ledger`, which is not a formula."""
+    """The estimate of a plan by a formula. Unsupported, with the reason, if the formula does not
+    cover the plan; `ledger` is not a formula and always unsupported."""
     if name == "fujii":
         return _fujii(problem, plan)
     if name == "atc24":
@@ -53,7 +53,7 @@ def _fujii(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
 
 
 def fujii_refusal(problem: Problem) -> str:
-    """Why Fujii's formula does not cover a problem; empty where it does."""
+    """The reason why Fujii's formula does not cover a problem; empty if it does."""
     lay, model = problem.layout, problem.workload.model
     rules = (
         (problem.attention != "flash", "assumes flash attention"),
@@ -100,7 +100,7 @@ def _atc24(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
 
 
 def atc24_refusal(problem: Problem, plan: Plan) -> str:
-    """Why ATC'24's formula does not cover a plan; empty where it does."""
+    """The reason why ATC'24's formula does not cover a plan; empty if it does."""
     lay, model = problem.layout, problem.workload.model
     fates = [rule.fate for rule in plan.rules]
     whole = any(getattr(fate, "whole", False) for fate in fates)

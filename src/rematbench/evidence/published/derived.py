@@ -1,7 +1,7 @@
 """Rows derived from published rows, for tables of the paper.
 
-A derived row has the columns of runs.csv and `cell`, its purpose.  The rows that one composed
-method plans form one bundle, so that editing a method's file reruns only the bundles of the method.
+A derived row has the columns of runs.csv and `cell`, its purpose.  All rows planned by one composed
+method form a bundle, so editing a method's file reruns only the bundles of that method.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,8 +89,8 @@ def derived(row: Mapping[str, str], cell: str, **changes: str) -> Cell:
 
 def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
     """Rows for the abstract's result at 32,768 tokens, whose layout is not published: every layout
-    of `layouts` with the batch of Table 8, under full recomputation without offload and under the
-    paper's method."""
+    of `layouts` with the batch of Table 8, once with full recomputation and no offload, and once
+    with the paper's method."""
     rows = list(rows)
     abstract = [row for row in rows if row["table"].startswith("abstract")]
     table = [row for row in rows if row["table"].startswith("Table 8")]

@@ -1,7 +1,7 @@
-"""Sheets of published cells (results/published/runs.csv, or a user's), and a row of one -> problem
-and method.
+"""Read sheets of published cells (results/published/runs.csv, or a user's sheet), and turn a row
+into a problem and a method.
 
-Every cell is a text.  A missing or wrong cell raises a RowError of one line.
+Every cell is text.  A missing or wrong cell raises a one-line RowError.
 """
 
 import csv
@@ -79,8 +79,8 @@ class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
         return msgspec.json.encode(self, order="deterministic")
 
     def problem(self, constants: Calibration | None = None) -> Problem:
-        """The problem, with `constants` or the shipped constants.  RowError where the layout breaks
-        a rule or no kernel rate covers the problem."""
+        """The problem, with `constants` or the shipped constants.  RowError if the layout is
+        invalid or no kernel rate covers the problem."""
         try:
             return make_problem(self, constants)
         except LayoutError as error:
@@ -90,7 +90,7 @@ class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
 
 
 def read_case(row: Row, registry: Registry) -> PublishedCase:
-    """The case of a row; RowError where a cell is missing, wrong or not modelled."""
+    """The case of a row; RowError if a cell is missing, wrong or not modelled."""
     system = _system(row)
     layout = _layout(row, system)
     word = text(row, "recompute")
@@ -124,13 +124,13 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
 
 
 def text(row: Row, column: str) -> str:
-    """The stripped text of a cell; empty where the column is missing."""
+    """The stripped text of a cell; empty if the column is missing."""
     return str(row.get(column) or "").strip()
 
 
 def whole(row: Row, column: str, default: int | None = None) -> int:
-    """The positive whole number in a cell (`zero_stage` may be 0), or `default` where the cell is
-    empty.  RowError for another text, or for an empty cell without a default."""
+    """The positive whole number in a cell (`zero_stage` may be 0), or `default` if the cell is
+    empty.  RowError for any other text, or for an empty cell without a default."""
     cell = text(row, column)
     if not cell:
         if default is None:
@@ -374,7 +374,7 @@ class Sheet(list[Cell]):
 
 
 def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
-    """The rows of a CSV file.  ConfigError where the file cannot be read, lacks a needed column,
+    """The rows of a CSV file.  ConfigError if the file cannot be read, lacks a needed column,
     repeats a column, or has a line with too many cells."""
     label = str(path)
     try:
@@ -407,9 +407,9 @@ def read_cells(
     columns: Iterable[str] = CONFIGURATION,
     checked: bool = False,
 ) -> Sheet:
-    """A sheet with the columns `columns` and, of published or predicted cells, the columns
-    `needed`; UserError with the option's name if one is missing or (with `needed`, or `checked`)
-    a number is wrong."""
+    """Read a sheet with the columns `columns` and, for published or predicted cells, `needed`.
+    UserError with the option's name if a column is missing or if a number is wrong (numbers are
+    checked with `needed` or `checked`)."""
     try:
         sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
         if needed or checked:
@@ -420,7 +420,7 @@ def read_cells(
 
 
 def read_predicted(path: Path) -> Sheet:
-    """The predicted rows of a sheet; UserError as of `read_cells`."""
+    """The predicted rows of a sheet; raises the UserError of `read_cells`."""
     sheet = read_cells(path, str(path.parent), *TABLED, "pred_status")
     return sheet
 
@@ -447,7 +447,7 @@ def _is_number(cell: str, *, positive: bool) -> bool:
 
 
 def bundle_of(row: Mapping[str, str], registry: Registry) -> str:
-    """The name of the composed method that plans a row, which is the name of the row's bundle."""
+    """The name of a row's bundle, which is the composed method that plans the row."""
     try:
         name, _ = recompute_method(text(row, "recompute"), registry)
     except RowError:
@@ -465,7 +465,7 @@ LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "zero_stage")
 
 
 def number(row: Row, key: str) -> float | None:
-    """The number in a column of a row; None where the column is missing or empty."""
+    """The number in a column of a row; None if the column is missing or empty."""
     value = row.get(key)
     return None if value in ("", None) else float(str(value))
 

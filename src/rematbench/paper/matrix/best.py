@@ -48,12 +48,11 @@ Task = tuple[Work, int]
 
 
 class CommittedPlan(Struct, frozen=True, kw_only=True):
-    """A row of the committed answers of searches, one for each search of a cell; its plan is
-    evaluated again (`sweep`).  It has the method's text, the layout with its layers by chunk (None:
-    no plan fits), the step in seconds, the gap that is proved (a fraction; None: none is), and the
-    layouts and simulations of the proof.  Where no plan fits: the smallest shortage of an excluded
-    plan on a device, in bytes (in host memory, where none lacked device memory), or why the arm
-    has no plan."""
+    """The committed answer of one search of a cell; its plan is evaluated again (`sweep`).  It has
+    the method's text, the layout with its layers by chunk (None: no plan fits), the step in
+    seconds, the proved gap (a fraction; None: not proved), and the layouts and simulations of the
+    proof.  If no plan fits, it has the reason or the smallest shortage in bytes of an excluded
+    plan: of device memory, or of host memory if no plan lacked device memory."""
 
     name: str = ""
     choice: Choice | None = None
@@ -66,7 +65,7 @@ class CommittedPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def proof(self) -> Line:
-        """The columns of the proof, and of the bytes that are short."""
+        """The columns of the proof and of the missing bytes."""
         line: Line = {key: getattr(self, key) for key in ("gap", "layouts", "simulations")}
         return line | {f"{place}_short_bytes": nbytes for place, nbytes in self.short.items()}
 
@@ -79,8 +78,8 @@ def cell_job(
     evaluator: Evaluator | None = None,
     programs: ProbePrograms | None = None,
 ) -> SearchJob:
-    """The searches of one cell.  `evaluator` and `programs` (of probes): what the cells of one
-    model and length share."""
+    """The searches of one cell.  The cells of one model and length share `evaluator` and `programs`
+    (of probes)."""
     hosts = may_host(load_cluster(cluster), load_system(spec.system))
     home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
     problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
@@ -95,16 +94,16 @@ def runs(arm: Arm, seq_len: int) -> bool:
 
 
 def searched(arm: Arm, seq_len: int, registry: Registry) -> bool:
-    """Whether the best layout of an arm is searched: the arm runs at this length, and its plan is
-    a closed form (planners are tried at the cell's one layout only)."""
+    """Whether the best layout of an arm is searched: the arm runs at this length and is not a
+    planner (planners are tried only at the cell's one layout)."""
     names = [method.name for method in arm.resolved(registry).methods]
     return not registry.has_planner(names) and runs(arm, seq_len)
 
 
 class Answers:
-    """The answers of a cell, by table and arm: those of the `committed` lines with the same
-    question, and the rest by search.  `arms` and `methods` are by arm's name; `searched`: the
-    names of the arms whose best layouts are searched."""
+    """The answers of a cell, by table and arm.  An answer comes from the `committed` line with the
+    same question if there is one, otherwise from a search.  `arms` and `methods` have arm names as
+    keys; `searched`: the names of the arms whose best layouts are searched."""
 
     def __init__(
         self,
@@ -131,8 +130,8 @@ class Answers:
         return tuple(getattr(self.cell.request.spec, key) for key in CELL)
 
     def question(self, table: str, name: str) -> str:
-        """The question of an answer in words: a method and its job, and for the one layout the
-        pipeline ranks that it prefers; for the fastest plan of all, the methods that it may use."""
+        """The question of an answer in words: a method and its job. The question for the one layout
+        adds the preferred pipeline ranks, and for the fastest plan of all the allowed methods."""
         job = shlex.join(self.cell.request.spec.to_arguments())
         if table == ANY:
             return f"{','.join(sorted(self.registry.methods))} {job}"
@@ -151,8 +150,8 @@ class Answers:
         return min(map(self.best, self.searched), key=lambda answer: answer.step_s)
 
     def one_layout(self) -> CommittedPlan:
-        """The baseline's best layout with `same_layout_pp` pipeline ranks, or else with fewer;
-        where the baseline fits nowhere, the layout of the fastest arm."""
+        """The baseline's best layout with `same_layout_pp` pipeline ranks, otherwise with fewer. If
+        the baseline fits nowhere, the layout of the fastest arm."""
         key = (SAME, self.spec.baseline)
         if key not in self._answers:
             found = self._best(self.spec.baseline, self.spec.same_layout_pp)
@@ -161,8 +160,8 @@ class Answers:
         return self._answers[key]
 
     def any_plan(self) -> CommittedPlan:
-        """The fastest plan of all methods and compositions; the fastest arm's where no other plan
-        is faster."""
+        """The fastest plan of all methods and compositions, or the fastest arm's plan if no other
+        plan is faster."""
         if (ANY, "") not in self._answers:
             fastest, search = self.fastest, self.cell.search()
             search.note_step(fastest.step_s)
@@ -233,7 +232,7 @@ def _answer(cell: SearchJob, search: Search) -> CommittedPlan:
 
 def best_lines(spec: MatrixSpec, *, processes: int) -> Iterator[Line]:
     """The answers of all searches of the matrix, as lines.  One process searches all cells of one
-    model and length, whose programs are equal on every cluster."""
+    model and length, because their programs are equal on every cluster."""
     registry = discover()
     for arm in spec.all_arms(registry):
         arm.resolved(registry)  # raises here, and not in a worker process
@@ -279,7 +278,7 @@ class Worker:
 
 
 def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Line:
-    """The line of an answer, as it is committed."""
+    """The line to commit for an answer."""
     line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.at, strict=True))
     line |= {"table": table, "arm": arm, "asked": answers.question(table, arm), "name": answer.name}
     if answer.choice:
@@ -290,7 +289,7 @@ def line_of(answers: Answers, table: str, arm: str, answer: CommittedPlan) -> Li
 
 
 def read_answer(row: Row, cell: SearchJob) -> CommittedPlan:
-    """The answer of a committed line; CommandError where the line is damaged."""
+    """The answer of a committed line; CommandError if the line is damaged."""
     try:
         return _read(row, cell)
     except (ValueError, StopIteration, LayoutError) as error:

@@ -1,6 +1,6 @@
 """The grand matrix, simulated: every arm at one layout, and every arm at its best layout.
 
-The two tables are never mixed: the first isolates the effect of a method, the second has the
+The two tables are never mixed: the first isolates the effect of a method, and the second shows the
 layouts that a user would run.
 """
 
@@ -49,8 +49,8 @@ Cell = tuple[Line, Result | None]
 def run_matrix(
     spec: MatrixSpec, registry: Registry, answers: Iterable[Row] = ()
 ) -> Iterator[list[Line]]:
-    """The result lines of every cell.  `answers`: committed lines of searches (`best`), whose plans
-    are simulated again; what has no such line is searched."""
+    """The result lines of every cell.  `answers`: committed lines of searches (`best`).  Their
+    plans are simulated again; questions without a line are searched."""
     collect_rarely()
     known: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
     for row in answers:
@@ -65,8 +65,8 @@ def run_matrix(
 
 
 def run_cell(answers: Answers, programs: Evaluator) -> list[Line]:
-    """The result lines of a cell: each arm at the one layout and at its best, and the fastest plan
-    of all."""
+    """The result lines of a cell: each arm at the one layout and at its best layout, and the
+    fastest plan of all."""
     cells = [*_of_arms(answers, programs), _of_answer(answers, ANY, "", programs)]
     for table in TABLES:
         _add_parts([cell for cell in cells if cell[0]["table"] == table], programs)

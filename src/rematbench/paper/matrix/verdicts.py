@@ -1,4 +1,4 @@
-"""The trust in the matrix's numbers: bands, properties that nobody published, ties and gains."""
+"""Confidence in the matrix's numbers: bands, unpublished properties, ties and gains."""
 
 import math
 import statistics
@@ -20,11 +20,11 @@ Row = Mapping[str, Any]
 
 
 def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
-    """The matrix's lines with the bands of their speeds, the words of `fits_word`, the properties
-    outside of published rows, and ties.
+    """The matrix's lines with speed bands, the words of `fits_word`, the properties outside
+    published rows, and ties.
 
-    An arm ties if it is slower than the fastest arm of the cell by less than the error of speed
-    ratios: at one layout where both have the same layout, or else between layouts.
+    An arm ties if it is slower than the cell's fastest arm by less than the error of speed ratios.
+    The error is for one layout if both arms have the same layout, otherwise between layouts.
     """
     problems: dict[tuple[Any, ...], Problem] = {}
     lines: list[Line] = []
@@ -69,7 +69,7 @@ def _trust(row: Row, band: Band) -> Line:
 
 
 def speed(line: Row) -> float:
-    """Tokens/s/GPU of a line; 0 where the arm does not fit."""
+    """Tokens/s/GPU of a line; 0 if the arm does not fit."""
     return (number(line, "tokens_per_s_per_gpu") or 0.0) if line["status"] == "ok" else 0.0
 
 
@@ -86,8 +86,8 @@ def _mark_ties(cell: list[Line]) -> None:
 
 
 def summary(lines: Sequence[Line], baseline: str) -> str:
-    """The best-layout table in one sentence: the cells where an arm fits, the gains of the fastest
-    arm over the baseline at its best layout, ties, and what bears out the winners."""
+    """The best-layout table in one sentence: cells where an arm fits, gains of the fastest arm over
+    the baseline at its best layout, ties, and the evidence for the winners."""
     cells = by_cell(line for line in lines if line["table"] == BEST)
     fitting = [cell for cell in cells.values() if any(speed(line) for line in cell)]
     winners = [max(cell, key=speed) for cell in fitting]

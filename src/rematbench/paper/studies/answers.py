@@ -46,8 +46,8 @@ Values = dict[str, Number]
 
 
 class StudyAnswer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cell of a study: numbers by name, or the reason why there are none. Numbers are in SI
-    units; `mfu_*` and `*_share` are fractions. `command` prints the same figures."""
+    """One cell of a study: numbers by name, or the reason why numbers are missing. Numbers are in
+    SI units; `mfu_*` and `*_share` are fractions. `command` prints the same figures."""
 
     study: str
     ask: Ask

@@ -1,5 +1,4 @@
-"""Traced points of a baseline: trace them, and compare their bytes with predicted and published
-bytes."""
+"""Trace the points of a baseline, and compare traced bytes with predicted and published bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from rematbench.worlds.records.record import Record, keep_record, read_record
 class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One traced run: a problem, a policy's settings, a rank, and its published value.
 
-    The published value is that of a `cell` of runs.csv (table, model, recompute, offload fraction),
-    or a `claim`: the longest sequence in tokens, by the row's id in claims.csv and the position
-    among the row's values.
+    The published value is a `cell` of runs.csv (table, model, recompute, offload fraction) or a
+    `claim`. A claim is the longest sequence in tokens, given by the row's id in claims.csv and the
+    position among the row's values.
     """
 
     name: str
@@ -49,12 +48,12 @@ class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def words(self) -> str:
-        """The settings of the policy as KEY=VALUE words; `none` where there are none."""
+        """The settings of the policy as KEY=VALUE words; `none` if there are no settings."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "none"
 
 
 class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of points: the fields of each, its `layout` as a mapping."""
+    """The file of points: the fields of each point, with its `layout` as a mapping."""
 
     source: str
     points: tuple[dict[str, Any], ...]
@@ -79,7 +78,7 @@ def _point(values: dict[str, Any], label: str) -> Point:
 
 def trace_points(points: tuple[Point, ...], folder: Path) -> list[Record]:
     """Trace points and return their records.  Each record is written to `folder`/<name>.json when
-    its trace ends; a record equal to the file's keeps the file's date."""
+    its trace ends; an unchanged record keeps the date in the file."""
     found = []
     for point in points:
         (record,) = run_jobs(point.baseline, [_job(point)])
@@ -97,12 +96,12 @@ def _method(point: Point) -> Composition:
 
 
 def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
-    """A row per point that has a record in `folder`: traced, predicted and published bytes.
+    """A row for each point with a record in `folder`: traced, predicted and published bytes.
 
-    Predictions are of the plan that the baseline's plan.py makes of the policy.
+    Predictions use the plan that the baseline's plan.py makes from the policy.
     `known_extra_bytes`: bytes at the peak that the package's stack keeps beyond the operator table.
     `unexplained`: (traced - known extra) / predicted - 1.  `freed_against_none`: share of traced
-    activation bytes that the policy frees, against the same engine, model and layout without
+    activation bytes that the policy frees, compared with the same engine, model and layout without
     settings.
     """
     there = tuple(point for point in points if (folder / f"{point.name}.json").exists())
@@ -147,7 +146,7 @@ def _where(point: Point) -> tuple[Any, ...]:
 def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     """Predicted peak device bytes of the traced rank's stage under the plan of the baseline's
     plan.py, on the point's system; `with_stack` adds the tensors of the package's stack;
-    `unsupported` where there is no plan."""
+    `unsupported` if there is no plan."""
     method = _method(point)
     problem = package_problem(method, point.problem) if with_stack else point.problem
     plan = method.plan(problem)
@@ -163,9 +162,9 @@ def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
 
 
 def published(point: Point) -> int | str:
-    """The published value of a point: of a cell its peak device bytes, or its status where it has
-    none; of a claim whether the claim says that the point's sequence length fits; else empty.
-    ConfigError for a cell or claim that is not published."""
+    """The published value of a point. For a cell: its peak device bytes, or its status if it has no
+    peak. For a claim: whether the point's sequence length fits. Otherwise empty. ConfigError for a
+    cell or claim that is not published."""
     if point.claim is not None:
         longest = _longest(point, *point.claim)
         return "fits" if point.seq_len <= longest else "does not fit"

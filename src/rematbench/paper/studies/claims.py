@@ -1,7 +1,7 @@
 """The declarations of config/claims.yaml: how each claim is computed, and its tolerance.
 
-This file has no results. Published values are read from results/published/claims.csv; our values
-come from answers of studies (rematbench.paper.studies.answers).
+This file contains no results. Published values are read from results/published/claims.csv; our
+values come from answers of studies (rematbench.paper.studies.answers).
 """
 
 import re
@@ -37,12 +37,13 @@ class Tolerance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One number that is computed from the answers of a study.
 
-    `of`: workloads, each with the best of its layouts and of `methods`. `to` and `to_methods`: what
-    these workloads are compared with (empty `to`: the same workloads; one workload for all, or one
-    for each). `form`: `value` is the metric itself, `ratio` is `of` / `to`, `less_pct` and
+    `of`: workloads, each with its best layout and the best of `methods`. `to` and `to_methods`: the
+    workloads and methods to compare with. `to` is empty (the same workloads), one workload for all,
+    or one for each. `form`: `value` is the metric itself, `ratio` is `of` / `to`, `less_pct` and
     `more_pct` say by how many percent `of` lies below or above `to`. `reduce` says how the numbers
-    of several workloads become one. With `same_layout`, `of` and `to` share a layout and each
-    layout counts; else `of` and `to` have their best layouts. `scale` is a unit conversion.
+    of several workloads become one number. With `same_layout`, `of` and `to` share a layout and
+    each layout counts; otherwise `of` and `to` have their best layouts. `scale` is a unit
+    conversion.
     """
 
     study: str
@@ -65,9 +66,9 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     number.
 
     `over`: the published number is divided by the number at this index. `beside`: words of the
-    row's conditions; the published number is then the first number in these words (a number after
-    the headline). `also`: a question other than the claim's own words; it never counts. `declared`:
-    `after` where the question was written or changed after our value was computed.
+    row's conditions; the published number is then the first number in these words, which come after
+    the headline. `also`: a question that the claim does not ask; it never counts. `declared`:
+    `after` if the question was written or changed after our value was computed.
     """
 
     query: Query
@@ -81,15 +82,15 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unscored(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Words with numbers after the headline of a row that no part scores, with the reason."""
+    """Words with numbers after the headline of a row, which are not scored, and the reason."""
 
     words: str
     reason: str
 
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one row of claims.csv is compared, or why it is not compared. `because` says what in the
-    model the source shaped, where the basis is not held-out. `unscored`: numbers of the row
+    """How one row of claims.csv is compared, or why it is not compared. If the basis is not
+    held-out, `because` names the part of the model that the source influenced. `unscored`: numbers
     after the headline that are not compared."""
 
     id: str
@@ -186,8 +187,8 @@ def published(text: str) -> Published:
 
 
 class Ours(Struct, frozen=True, kw_only=True):
-    """Our number for a query, and the answers that it comes from. `counted` of the `total`
-    workloads (or layouts) entered the number; `problem` describes an error (empty: none)."""
+    """Our number for a query, and the answers behind it. `counted` of the `total` workloads (or
+    layouts) entered the number; `problem` describes an error (empty: none)."""
 
     value: float | None
     answers: tuple[StudyAnswer, ...] = ()
@@ -197,8 +198,8 @@ class Ours(Struct, frozen=True, kw_only=True):
 
 
 def evaluate_query(query: Query, answers: list[StudyAnswer]) -> Ours:
-    """Our number for a query. Plans that do not fit count only where no fitting plan is left; the
-    number then names that problem."""
+    """Our number for a query. Plans that do not fit count only if no plan fits; the number then
+    names that problem."""
     selected = [a for a in answers if a.study == query.study and a.ask == query.ask]
     found = _pairs(query, selected)
     if query.may_not_fit:

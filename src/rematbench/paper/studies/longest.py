@@ -20,8 +20,8 @@ Reserved = Callable[[Problem, Plan], int]
 
 class Longest(Struct, frozen=True, kw_only=True):
     """The longest sequence that fits, in tokens (0: none fits), and the peak at that length.
-    `fails_at` is the next longer length that was tried and does not fit, `binds` the memory that it
-    lacks."""
+    `fails_at` is the next longer length that was tried and does not fit; `binds` names the memory
+    that is then too small."""
 
     seq_len: int
     fails_at: int
@@ -41,8 +41,8 @@ def longest_sequence(
     """Bracket the longest fitting length, then narrow the bracket.
 
     Fitting must be monotone in the length. Allocated bytes are nearly linear in the length, so the
-    next length to try is where a straight line through the computed peaks meets the device; every
-    third length is the middle of the bracket.
+    next length is where a straight line through the computed peaks reaches the device's capacity.
+    Every third length is the middle of the bracket.
 
     A sequence fails if a device or a host is out of memory, or if the method or the layout refuses
     it.

@@ -1,4 +1,4 @@
-"""Numbers of claims other than step times: bytes of operators and layers, waste of an allocator."""
+"""Numbers for claims other than step times: bytes of operators and layers, allocator waste."""
 
 from collections.abc import Callable
 from math import fsum
@@ -51,9 +51,9 @@ def attention_share(problem: Problem, plan: Plan) -> Values:
 
 
 def part_peak_bytes(problem: Problem, plan: Plan) -> Values:
-    """Peak bytes over a step of two groups of operators: the LM head with its loss, and one layer's
-    MLP. Counted: everything that these operators allocate (outputs, gradients, scratch) until it is
-    freed, the operator's input, its weights and their gradients. Not counted: other operators."""
+    """Peak bytes during a step of two groups of operators: the LM head with its loss, and one
+    layer's MLP. They include all live allocations of these operators (outputs, gradients, scratch),
+    their inputs, their weights and the weights' gradients, but not other operators."""
     head = [op for op in problem.head.ops if op.name in HEAD_OPS]
     mlp = [op for op in problem.layer_kinds[0].ops if op.name in MLP_OPS]
     per_parameter = problem.system.param_bytes + problem.system.grad_bytes
@@ -88,9 +88,9 @@ def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
 
 
 def plan_waste(problem: Problem, plan: Plan) -> Values:
-    """Device bytes of the fullest rank, states included, on an unlimited device: alive at the peak,
-    planned ahead (MEMO's two levels), and reserved by the caching allocator with default and with
-    expandable segments."""
+    """Device bytes of the fullest rank on an unlimited device, states included: live bytes at the
+    peak, bytes planned ahead (MEMO's two levels), and bytes reserved by the caching allocator with
+    default and with expandable segments."""
     program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
     number = fullest_rank(ranks)
@@ -119,9 +119,9 @@ def estimated_bytes(problem: Problem, plan: Plan) -> Values:
 def hidden_from(
     factory: Callable[[int], Problem], method: Composition, *, granularity: int, limit: int
 ) -> int:
-    """The shortest sequence in tokens from which the copies of a whole layer hide behind its
-    forward. The copies hide where the method's `alpha_bandwidth`, which grows with the sequence,
-    reaches 1. 0 if the copies hide at no length up to `limit`."""
+    """The shortest sequence, in tokens, at which the copies of a whole layer hide behind its
+    forward: the method's `alpha_bandwidth`, which grows with the sequence, reaches 1. Return 0 if
+    the copies hide at no length up to `limit`."""
 
     def hides(units: int) -> bool:
         problem = factory(units * granularity)

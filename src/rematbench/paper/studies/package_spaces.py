@@ -1,5 +1,5 @@
-"""Best against best: the fastest plan of the whole space against the fastest plan that one package
-has options for."""
+"""The fastest plan of the whole space compared with the fastest plan that one package can
+express."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +21,9 @@ Space = Literal["all", "megatron_core", "deepspeed"]
 
 
 class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A problem with open degrees.  `published_mfu`: the MFU by space (a fraction), for the spaces
-    of which the source prints an MFU; `stacks`: the stack by space, where a package does not run
-    the problem's own."""
+    """A problem with open degrees.  `published_mfu`: the published MFU (a fraction) by space, for
+    spaces that have one; `stacks`: the stack by space, if a package does not run the problem's own
+    stack."""
 
     source: str
     published_mfu: dict[Space, Fraction] = field(default_factory=dict)
@@ -31,8 +31,8 @@ class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Jobs, and the spaces that are searched for each.  `within`: the gap that each search proves,
-    a share of the best step."""
+    """Jobs, and the spaces to search for each job.  `within`: the gap that each search proves, as a
+    share of the best step."""
 
     within: Fraction
     jobs: tuple[SpaceJob, ...]

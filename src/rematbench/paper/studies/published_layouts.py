@@ -1,4 +1,5 @@
-"""What published layouts lose against the best layout: a search for each published problem.
+"""The loss of published layouts compared with the best layout: one search for each published
+problem.
 
 One model simulates the published layout and the best one, so a loss compares layouts and plans.
 The table also has the model's error: the published speed and our prediction of it.
@@ -31,9 +32,9 @@ KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
 
 
 def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[dict[str, Any]]:
-    """A line for each row: the published speed, our prediction of the published layout, the best
-    plan of the search, the share of the published layout's step that it loses against that plan
-    (a fraction), and the part of the step with the largest loss (seconds)."""
+    """A line for each row: the published speed, our prediction for the published layout, the best
+    plan of the search, the share of the published layout's step lost against that plan (a
+    fraction), and the part of the step with the largest loss (seconds)."""
     registry = discover()
     for row in rows:
         try:

@@ -1,4 +1,4 @@
-"""The speed that following the search would have lost on published sweeps, and its best plans."""
+"""The speed lost on published sweeps by following the search, and the search's best plans."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,10 +19,10 @@ MOST_ROUNDS = 10 * MINUTE
 def searched_sweeps(
     rows: Sequence[Row], *, within: float, processes: int
 ) -> Iterator[dict[str, Any]]:
-    """A line for each sweep of predicted rows.  `regret`: the share of the best measured speed that
-    the row with the fastest prediction loses, of the rows that leave the search's reserve free (1
-    where that row ran out of memory).  Then the best plan of the whole space, and the share that
-    the plan loses where a row measured it."""
+    """A line for each sweep of predicted rows.  `regret`: the share of the best measured speed lost
+    by the row predicted fastest among the rows that leave the search's reserve free (1 if that row
+    ran out of memory).  The line also has the best plan of the whole space and, if a row measured
+    it, the share that the plan loses."""
     registry = discover()
     for key, own in sweeps(rows).items():
         said: dict[str, Any] = {**dict(zip(SWEEP, key, strict=True)), "rows": len(own)}

@@ -1,9 +1,9 @@
 """Fujii's 80 % rule scored on published cells: is an estimate below 80 % of the device safe?
 
 The claim is one-sided (arXiv 2411.06465: runs below 80 % never met an out-of-memory error), so only
-a cell called safe that ran out of memory refutes the rule.  A cell that ran although the
-rule does not call it safe (a false alarm) costs only a layout that a person would not try.  Fujii's
-dashes have no published cause and are counted apart.
+a cell called safe that ran out of memory refutes the rule.  A cell that ran although the rule does
+not call it safe (a false alarm) costs only a layout that a person would not try.  Dashes in Fujii's
+tables have no published cause and are counted separately.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """A study file: workloads, their candidate layouts, and questions to put to methods on them.
 
-A suite runs every method at one layout.  A study asks for claims of papers beyond a step time (the
-longest sequence, the bytes of one operator, what an allocator wastes).  It gives every method of a
+A suite runs every method at one layout.  A study asks for claims beyond step times (the longest
+sequence, the bytes of one operator, the waste of an allocator).  It gives every method of a
 question the same candidate layouts, so that best layouts are compared with best layouts.
 """
 
@@ -36,8 +36,8 @@ Ask = Literal[
 
 
 class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A problem with the layouts that every method may choose from. Each layout is written as the
-    fields in which it differs from the problem; `why` also says where the numbers come from."""
+    """A problem with the layouts that every method may choose from. A layout lists only the fields
+    that differ from the problem; `why` also names the source of the numbers."""
 
     global_batch: PositiveInt = 1
     layouts: tuple[dict[str, Any], ...] = ({},)

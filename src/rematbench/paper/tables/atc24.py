@@ -64,7 +64,7 @@ def line(cell: Row, metric: str = SPEED) -> Line:
 
 def waterfall(cells: Sequence[Row]) -> Table:
     """Table 8 at 8,192 tokens: the published 278 -> 299 -> 387 tokens/s/GPU, divided into the
-    changes of engine, layout, checkpointing and offload."""
+    effects of engine, layout, checkpointing and offload."""
     published = {
         (cell["system"], cell["recompute"]): cell
         for cell in of_kind(cells, PUBLISHED)

@@ -1,5 +1,5 @@
-"""Tables of baselines: traced, predicted and published bytes, tensors, and how far
-engines agree."""
+"""Tables of baselines: traced, predicted and published bytes, saved tensors, and the agreement of
+engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,8 +121,8 @@ def tensors_table(points: Sequence[Point]) -> Table:
 
 
 def agreement_table(folder: Path) -> Table:
-    """The table of every record's first loss and norm of the whole gradient, and their relative
-    errors against the executor's record of the same precision."""
+    """The table of first losses and whole-gradient norms of every record, with relative errors
+    against the executor's record of the same precision."""
     lines = []
     for precision in PRECISIONS:
         wanted: Measured | None = None

@@ -46,7 +46,8 @@ def build(answers: list[Path], predictions: Path, published: Path) -> Table:
 
 
 def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]) -> Table:
-    """The table of all claims in the order of claims.csv: a line per part, or why there is none."""
+    """The table of all claims in the order of claims.csv: a line per part, or the reason why it is
+    missing."""
     known = {claim.id: claim for claim in claims.claims}
     lines = [
         line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
@@ -227,8 +228,8 @@ def _command(part: Part, ours: Ours) -> str:
 
 
 def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
-    """Answers from predicted sheets. They are our layouts for ATC'24's abstract, and Fujii's 80 %
-    rule over the runs that it was stated for."""
+    """Answers from predicted sheets. They cover our layouts for ATC'24's abstract, and Fujii's 80 %
+    rule on the runs for which it was stated."""
     found = [_layout_answer(cell) for cell in cells if cell.get("cell") == LAYOUTS]
     own = [cell for cell in cells if cell.get("cell", PUBLISHED) == PUBLISHED]
     return [*found, *_rule_answer([cell for cell in own if "Fujii" in cell["source"]])]

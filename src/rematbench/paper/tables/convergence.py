@@ -28,7 +28,7 @@ def build(records: list[Path]) -> list[Table]:
 
 
 def curve_lines(entries: Entries, bases: Mapping[str, Record]) -> list[dict[str, object]]:
-    """A line for each step of every (problem, record), with the loss less the base's loss."""
+    """A line for each step of every (problem, record), with the loss minus the base's loss."""
     return [
         {
             "problem": at,

@@ -1,4 +1,4 @@
-"""Tables of our runtime on one GPU: what holds of it, and where the seconds of a step go."""
+"""Tables of our runtime on one GPU: which claims hold, and where the seconds of a step go."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ TABLES = ("gpu_checks", "gpu_actions")
 
 
 def build(runs: list[Path]) -> list[Table]:
-    """The tables of all runs; of a cell whose actions several runs timed, the last run counts."""
+    """The tables of all runs; if several runs timed the actions of a cell, the last run counts."""
     summaries = {str(path): read_summary(path / SUMMARY) for path in runs_with(runs, SUMMARY)}
     actions: dict[str, list[ActionSeconds]] = {}
     for path in runs_with(runs, "actions.jsonl"):
@@ -35,8 +35,8 @@ def build(runs: list[Path]) -> list[Table]:
 
 
 def checks_table(summaries: Mapping[str, Summary]) -> Table:
-    """Every claim of the runs, whether it holds, and its numbers.  Of a claim that several runs
-    have, the last one's counts that knows; the packages' own runs are those of all."""
+    """Every claim of the runs, whether it holds, and its numbers.  If several runs have a claim,
+    the last run with a verdict counts; the runs of packages are collected from all runs."""
     words = {True: "yes", False: "NO", None: "not known"}
     said: dict[str, tuple[str, Finding]] = {}
     for run, summary in summaries.items():
@@ -73,7 +73,7 @@ def _joined(first_run: str, first: Finding, last_run: str, last: Finding) -> tup
 
 
 def actions_table(lines: Sequence[ActionSeconds]) -> Table:
-    """Seconds of the actions of steps by kind, the largest differences of a step first."""
+    """Seconds of a step's actions by kind, with the largest differences of each step first."""
     lost = [f"{one.cell} {one.status}: {one.reason}" for one in lines if one.status != "ok"]
     lines = [one for one in lines if one.status == "ok"]
     cells = list(dict.fromkeys(line.cell for line in lines))

@@ -1,4 +1,4 @@
-"""Steps and bytes on one GPU, their predictions, and speeds over full recomputation."""
+"""Steps and bytes on one GPU, their predictions, and speeds relative to full recomputation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ KEEPS = "keep attention"
 
 
 def build(runs: list[Path], suite: Path) -> list[Table]:
-    """The tables of all cells in the suite's order; of a cell that several runs have, the last row
-    that was measured counts, else the last."""
+    """The tables of all cells in the suite's order. If several runs have a cell, its last measured
+    row counts, otherwise its last row."""
     asked = load_layers(suite)
     found: dict[str, dict[str, Any]] = {}
     for path in runs_with(runs, "layers"):
@@ -63,7 +63,7 @@ def build(runs: list[Path], suite: Path) -> list[Table]:
 
 
 def layer_rows(suite: LayerSuite, folder: Path, turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """A row for each cell that has a turn (or a refusal), with its prediction if it has one.  A
+    """A row for each cell that has a turn (or a refusal), with its prediction if there is one.  A
     rank that runs alone has no MFU."""
     known = {line.cell: line for line in read_lines(folder / PREDICTED, Prediction)}
     labels, found, by_hand = layer_names(suite), by_cell(turns), by_hand_names(suite)
@@ -145,7 +145,7 @@ def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Each method's speed over the problem's reference, and both MFUs, by context."""
+    """Each method's speed relative to the problem's reference, and both MFUs, by context."""
     low, high = KEEP_BAR
     ran = [row for row in rows if row["step_s"]]
     kept = [row["ratio"] for row in ran if KEEPS in row["method"] and row.get("ratio")]

@@ -36,7 +36,7 @@ def build(runs: list[Path]) -> Table:
 
 
 def rates_table(rates: Sequence[Rate]) -> Table:
-    """Every rate: measured, predicted, published; what did not run, with the reason."""
+    """Every rate: measured, predicted and published, with the reason if it did not run."""
     published = Published()
     rows = [_rate_row(rate, published) for rate in sorted(rates, key=_order)]
     by_kind: dict[str, list[float | None]] = {}
@@ -101,14 +101,14 @@ def _rate_row(rate: Rate, published: "Published") -> dict[str, Any]:
 
 
 class Published:
-    """The rows of kernels.csv, to look up those of a rate."""
+    """The rows of kernels.csv, looked up by rate."""
 
     def __init__(self) -> None:
         self.rows = read_kernel_rows(data_dir("published") / "kernels.csv")
         self.sources: Sources = load_sources(data_dir("config") / "kernels" / "sources.yaml")
 
     def seconds(self, rate: Rate) -> list[float]:
-        """Published seconds of the rate's work on the same GPU, a number for each row."""
+        """Published seconds of the rate's work on the same GPU, one number per row."""
         if rate.what not in WITHIN:
             return []
         device = rate.provenance.device

@@ -1,6 +1,4 @@
-"""Tables of the plans of a search, measured on one GPU: is its advice the fastest, and does
-it fit?
-"""
+"""Tables of a search's plans, measured on one GPU: is its first plan the fastest, does it fit?"""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -49,7 +47,7 @@ def build(runs: list[Path]) -> list[Table]:
 
 
 def searched_plans(runs: list[Path]) -> list[Row]:
-    """The rows of all runs' plans; of a cell that several runs have, the last's."""
+    """The rows of all runs' plans; if several runs have a cell, the last run counts."""
     name = PREDICTIONS["searched"]
     found: dict[str, Row] = {}
     for path in runs_with(runs, name):
@@ -60,7 +58,7 @@ def searched_plans(runs: list[Path]) -> list[Row]:
 
 def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]:
     """A row for each predicted plan that had a turn.  `slower`: how much longer its step is than
-    the fastest measured one of the same job and memory, a share."""
+    the fastest measured step of the same job and memory, as a share."""
     had, rows = by_cell(turns), []
     for line in lines:
         if own := had.get(line.cell):
@@ -78,8 +76,8 @@ def searched_rows(lines: Sequence[Searched], turns: Sequence[Turn]) -> list[Row]
 
 
 def advice_rows(rows: Sequence[Row]) -> list[Row]:
-    """A row for each job and memory: the search's first plan, the fastest one that was measured,
-    and the best plan of the compared methods.  `lost`: 1 where the first plan ran out of memory."""
+    """A row for each job and memory: the search's first plan, the fastest measured plan, and the
+    best plan of the compared methods.  `lost`: 1 if the first plan ran out of memory."""
     found = []
     for (job, memory), same in _answers(rows):
         pick = next((row for row in same if row["place"] == 1), None)
@@ -135,7 +133,7 @@ def searched_table(rows: Sequence[Row]) -> Table:
 
 
 def advice_table(rows: Sequence[Row]) -> Table:
-    """What following the search loses, by job and device memory."""
+    """The table of speed lost by following the search, by job and device memory."""
     most = max((row["lost"] for row in rows), default=0.0)
     out = [f"{row['job']} at {row['memory_gib']:g} GiB" for row in rows if row["status"] == "oom"]
     return Table(

@@ -31,7 +31,8 @@ def build(answers: Path) -> list[Table]:
 
 
 def lynx_ladder(answers: list[StudyAnswer]) -> Table:
-    """For each model and cluster, the best layout of Lynx against the best layout of its rivals."""
+    """The best layout of Lynx compared with the best layouts of its rivals, per model and
+    cluster."""
     runs = of(answers, "run")
     rows = []
     for workload in dict.fromkeys(answer.workload for answer in runs):
@@ -103,7 +104,7 @@ def _gap(heu: StudyAnswer | None, opt: StudyAnswer | None) -> float | None:
 
 
 def lynx_layouts(answers: list[StudyAnswer]) -> Table:
-    """Every policy at every layout: at equal layouts the difference is the method's alone."""
+    """Every policy at every layout; at equal layouts only the method makes a difference."""
     runs = of(answers, "run")
     rows = []
     for answer in runs:

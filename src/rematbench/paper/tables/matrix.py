@@ -22,7 +22,7 @@ SHOWN = 40
 
 
 def build(suite: Path, results: list[Path]) -> list[Table]:
-    """All tables, with bands, what nobody published, and ties."""
+    """All tables, with bands, unpublished properties, and ties."""
     spec = load_matrix(suite)
     rows = [row for path in results for row in read_sheet(path, ["arm"])]
     return matrix_tables(judged(rows, spec), spec)
@@ -71,7 +71,7 @@ PROVED = (Column("gap", "gap %", percent), Column("layouts", "layouts", whole))
 
 
 def layout_text(line: Mapping[str, Any]) -> str:
-    """The degrees above 1 of a line's layout (tp 2 pp 4 vpp 10 dp 16), and the layers of uneven
+    """The degrees above 1 of a line's layout (tp 2 pp 4 vpp 10 dp 16), and the layers at uneven
     ends; empty without a layout."""
     if not line.get("tp"):
         return ""
@@ -83,22 +83,22 @@ def layout_text(line: Mapping[str, Any]) -> str:
 
 
 def binds(line: Mapping[str, Any]) -> str:
-    """The missing bytes where the arm does not fit, or else the largest losses of the step (only
-    the fastest arm of a cell has them)."""
+    """The missing bytes if the arm does not fit, otherwise the largest losses of the step (known
+    only for the fastest arm of a cell)."""
     if line["status"] == "oom":
         return shortage(line)
     return losses({part: number(line, f"part_{part}") or 0.0 for part in PARTS})
 
 
 def shortage(line: Mapping[str, Any]) -> str:
-    """The missing bytes in GiB by place, or the reason where there are none."""
+    """The missing bytes in GiB by place, or the reason if there are none."""
     short = {where: number(line, f"{where}_short_bytes") for where in ("device", "host")}
     texts = [f"{nbytes / GIB:,.1f} GiB ({where})" for where, nbytes in short.items() if nbytes]
     return f"does not fit by {' and '.join(texts)}" if texts else str(line.get("reason", ""))
 
 
 def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
-    """One line per arm and cell, of the same-layout or the best-layout table."""
+    """The same-layout or the best-layout table, with one line per arm and cell."""
     rows = [_shown(line) for line in lines if line["table"] == table and line["status"] != NOT_RUN]
     one = (
         "one layout per cell, the baseline's best"
@@ -142,8 +142,8 @@ def _shown(line: Line) -> Line:
 
 
 def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
-    """The fastest arm of every cell at best layouts, the arms that tie with the fastest, the gain
-    of the fastest over the baseline, and the fastest plan of all methods and compositions."""
+    """The fastest arm of every cell at best layouts, the arms that tie with it, its gain over the
+    baseline, and the fastest plan of all methods and compositions."""
     rows = []
     anything = by_cell(line for line in lines if line["table"] == ANY)
     for where, cell in by_cell(line for line in lines if line["table"] == BEST).items():
@@ -207,7 +207,7 @@ def _short(line: Line) -> float:
 
 
 def longest_table(lines: Sequence[Line]) -> Table:
-    """The longest of the matrix's lengths that fits, by model, cluster and arm."""
+    """The longest sequence length of the matrix that fits, by model, cluster and arm."""
     found: dict[tuple[str, str, str], Line] = {}
     own = [line for line in lines if line["table"] == BEST]
     top = max((int(line["seq_len"]) for line in own), default=0)

@@ -1,6 +1,6 @@
-"""The table of measured speed: executed against simulated cells.
+"""The table of measured speed: executed compared with simulated cells.
 
-A row has step, MFU and bytes of an executed cell, and what its method gains within its engine.
+A row has the step, MFU and bytes of an executed cell, and its method's gain within its engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def build(executed: Path) -> Table:
 
 
 def signed(value: Any) -> str:
-    """A number of percent with its sign and one decimal."""
+    """A percentage with its sign and one decimal."""
     return f"{float(value):+.1f}"
 
 
@@ -103,12 +103,12 @@ def _plain(value: Any) -> str:
 
 
 def is_alike(row: Row) -> bool:
-    """Whether a cell trains alike: neither its first loss nor its gradient norm is wrong."""
+    """Whether a cell trains correctly: neither its first loss nor its gradient norm is wrong."""
     return row.get("alike") != "NO"
 
 
 def remark(row: Row) -> str:
-    """The reason why a cell has no time, no gain, or no MFU; empty where it has all."""
+    """The reason why a cell lacks a time, a gain or an MFU; empty if it has all three."""
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}".removesuffix(": ")
     if not is_alike(row):

@@ -39,7 +39,7 @@ def build(answers: Path, published: Path) -> list[Table]:
 
 
 def memo_lengths(answers: list[StudyAnswer]) -> Table:
-    """alpha, what binds, host bytes and both MFUs over the sequence length, 7B on 8 A800."""
+    """alpha, the binding limit, host bytes and both MFUs by sequence length, for 7B on 8 A800."""
     runs = [a for a in of(answers, "run") if "average" not in a.workload]
     return Table(
         name="memo_lengths",
@@ -94,7 +94,8 @@ def memo_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table
 
 
 def memo_average(answers: list[StudyAnswer]) -> Table:
-    """The MFU of MEMO over the MFU of its baselines on a grid of ours, each at its best layout."""
+    """The ratio of MEMO's MFU to its baselines' MFU on our own grid, each system at its best
+    layout."""
     runs = [a for a in of(answers, "run") if "average" in a.workload]
     rows = []
     names = [n for n in dict.fromkeys(a.workload for a in runs) if not n.endswith("-deepspeed")]
@@ -134,7 +135,7 @@ def memo_average(answers: list[StudyAnswer]) -> Table:
 
 
 def fragmentation_table(answers: list[StudyAnswer]) -> Table:
-    """Bytes of a caching allocator against the static plan, for MEMO and for its baselines."""
+    """Bytes of a caching allocator compared with the static plan, for MEMO and its baselines."""
     rows = []
     for answer in of(answers, "fragmentation"):
         live = number_of(answer, "live_bytes")

@@ -1,4 +1,5 @@
-"""Runs of a suite: the table of methods, and as sheets a line for each run and for each number."""
+"""Runs of a suite: the table of methods, a sheet with a line per run, and a sheet with a line per
+number."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,7 +146,7 @@ def _measurement(record: Record, metric: str, value: float, **where: Any) -> Lin
 
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:
     """The table of every method on every problem at the problem's layout: verdict, speed, bytes,
-    and freed bytes."""
+    freed bytes."""
     rows: list[Line] = []
     base = {problem: record for problem, record in records if record.spec.method == IDENTITY}
     for problem, record in records:

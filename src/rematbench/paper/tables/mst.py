@@ -33,7 +33,7 @@ def build(answers: Path, published: Path) -> list[Table]:
 
 
 def mst_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
-    """The longest sequence of each method, and its ratios to vanilla's and recomputation's."""
+    """The longest sequence of each method, and its ratios to vanilla and to recomputation."""
     found = of(answers, "longest")
     rows = []
     for answer in found:

@@ -1,4 +1,4 @@
-"""All predicted cells of the published sheet in one sheet, from those of each bundle."""
+"""All predicted cells of the published sheet, joined from the bundles into one sheet."""
 
 from pathlib import Path
 

@@ -116,8 +116,8 @@ def score_tables(
     more: Sequence[Row] = (),
 ) -> list[Table]:
     """The tables of `rematbench validate`.  `more`: predicted rows of runs_more.csv, whose sweeps
-    are decided like those of `rows`.  `unseen`: published rows predicted out of source.
-    Without them the coverage of bands is that of `pred_low` and `pred_high` of `rows`, and the
+    are judged like the sweeps of `rows`.  `unseen`: published rows predicted out of source.
+    Without `unseen`, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the
     tables of evidence, regret and calibration are left out."""
     cells, judged = left_out_cells() if unseen else (), decisions([*rows, *more], unseen)
     return [
@@ -132,8 +132,8 @@ def score_tables(
 
 
 def out_of_source_means(left_out: Mapping[str, float], unseen: Sequence[Row]) -> str:
-    """A sentence with both means of errors out of source: over the groups of the accuracy table,
-    and over the sources of config/left_out.csv, which have rows that are in no group."""
+    """A sentence with two means of errors out of source: over the groups of the accuracy table, and
+    over the sources of config/left_out.csv, which also has rows outside the groups."""
     sources = left_out_by_source(unseen)
     return (
         f"Left out: {percent(fmean(left_out.values()))} % on average over {len(left_out)} groups, "
@@ -184,7 +184,7 @@ def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Ro
 
 
 def promise_table(report: Report) -> Table:
-    """One line per promised or reported statistic: reached, target, accepted, and the reason of a
+    """One line per promised or reported statistic: reached, target, accepted, and the reason for a
     miss."""
     rows: list[Mapping[str, Any]] = []
     for group in report.groups:
@@ -255,8 +255,8 @@ def _of_oom(verdicts: Verdicts) -> str:
 
 
 def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
-    """Coverage of bands by source: of `cells` under bands learnt from the other sources, or,
-    without cells, of `rows` under their predicted bands."""
+    """Coverage of bands by source: for `cells`, bands learnt from the other sources; without cells,
+    the predicted bands of `rows`."""
     found = coverage(cells) if cells else shipped_coverage(rows)
     if cells:
         found.append(pooled(found, speed_errors(cells)))
@@ -318,8 +318,8 @@ def decision_table(judged: Sequence[Decision]) -> Table:
 
 
 def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
-    """Errors by the property of a job that no other source published.  A row counts at each of its
-    properties outside, or at NOTHING, and at ALL."""
+    """Errors by the job property that no other source published.  A row counts at ALL, and at each
+    of its properties outside, or at NOTHING if it has none."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
     for source, own in by_source(cells).items():

@@ -1,8 +1,8 @@
 """Tables of committed searches (results/searched).
 
-They say what published layouts lose, the regret on published sweeps, and what a package's space
-gives. A search takes minutes, but its answer takes one simulation; so each answer is simulated a
-second time before a table is written.
+They show the loss of published layouts, the regret on published sweeps, and the best plan of a
+package's space. A search takes minutes, but checking its answer takes one simulation, so each
+answer is simulated again before a table is written.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ SIMULATED = (
 
 
 def build(layouts: Path, spaces: Path, sweeps: Path) -> list[Table]:
-    """The tables; CommandError where a plan no longer takes the step that its line says."""
+    """The tables; CommandError if the step of a plan no longer agrees with its line."""
     collect_rarely()
     made = []
     for path, table in ((layouts, layout_table), (spaces, space_table), (sweeps, sweep_table)):
@@ -56,8 +56,8 @@ def build(layouts: Path, spaces: Path, sweeps: Path) -> list[Table]:
 
 
 def checked(filled: bool, rows: Sequence[Row]) -> str:
-    """A sentence on the first line whose plan no longer takes the step that the line says. Empty if
-    every line's step is confirmed.  `filled`: plans may fill the device, as published plans do."""
+    """A sentence on the first line whose plan no longer has the committed step; empty if every step
+    is confirmed.  `filled`: plans may fill the device, as published plans do."""
     reserve_gib = 0.0 if filled else None
     for row in rows:
         if not row.get("run_with"):
@@ -72,7 +72,7 @@ def checked(filled: bool, rows: Sequence[Row]) -> str:
 
 
 def layout_text(row: Row) -> str:
-    """The degrees tp-cp-pp-vpp-dp and a layout's unusual fields; empty where there is no plan."""
+    """The degrees tp-cp-pp-vpp-dp and a layout's unusual fields; empty if there is no plan."""
     if not row.get("tp"):
         return ""
     words = ["-".join(row[key] for key in DEGREES)]
@@ -99,7 +99,7 @@ PROVED = Column("gap", "gap %", percent)
 
 
 def layout_table(rows: Sequence[Row]) -> Table:
-    """The table of published layouts against the best layout of a search."""
+    """The table of published layouts compared with the best layout of a search."""
     return Table(
         name="searched_layouts",
         title="Published layouts against the best of a search (simulated)",
@@ -128,7 +128,7 @@ def layout_table(rows: Sequence[Row]) -> Table:
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
-    """The table of published sweeps: the speed that following the search would have lost."""
+    """The table of published sweeps: the speed lost by following the search."""
     return Table(
         name="searched_sweeps",
         title="Published sweeps: what following the search would have lost",
@@ -161,7 +161,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 
 def space_table(rows: Sequence[Row]) -> Table:
-    """The table of the best plan of the whole space against the best of a package's space."""
+    """The table of the whole space's best plan compared with the best plan of a package's space."""
     return Table(
         name="searched_spaces",
         title="The whole space against the space of one package (simulated)",

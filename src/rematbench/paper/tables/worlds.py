@@ -1,4 +1,4 @@
-"""The table of the worlds: for each method and layout, whether lossless, and bytes by world."""
+"""The table of worlds: bytes by world, and losslessness, for each method and layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +27,8 @@ def mib(value: Any) -> str:
 
 
 def build(executed: list[Path], traced: list[Path], retraced: Path) -> Table:
-    """The table of all records; CommandError if none is measured, if the bytes of one differ from
-    the ledger, or if one is not lossless."""
+    """The table of all records; CommandError if no record is measured, if a record's bytes differ
+    from the ledger, or if a record is not lossless."""
     found = read_records([*executed, *traced])
     if not any(record.measured for _, record in found):
         raise CommandError("no measured record")
@@ -39,8 +39,8 @@ def build(executed: list[Path], traced: list[Path], retraced: Path) -> Table:
 
 
 def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> Table:
-    """One row per problem and method, with columns of every world that has a record of the row.
-    `retraced` is a sentence on what was retraced for this table."""
+    """One row per problem and method, with columns for every world that has a matching record.
+    `retraced` is a sentence on the records retraced for this table."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
