@@ -269,7 +269,7 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
     target = tmp_path / "layouts.csv"
     sheet = data_dir("published") / "runs.csv"
-    words = ["searches", "layouts", str(sheet), "-o", str(target), "--table"]
+    words = ["searches", "layouts", str(sheet), "-o", str(target), "--within", "0.5", "--table"]
     told = RUN.invoke(app, [*words, "AE minimum demo"])
     assert told.exit_code == 0, (told.output, told.exception)
     rows = list(csv.DictReader(target.open()))
