@@ -26,7 +26,7 @@ from tests.problems import all_methods, layers, problem, tight
 from tests.strategies import problems
 
 REGISTRY = all_methods()
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "global_batch": 2},
     "1f1b": {"tp": 2, "pp": 2, "global_batch": 3},

@@ -18,7 +18,7 @@ from rematbench.worlds.torch.case import Case, Result, combine
 from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.worlds.torch import reference
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).with_name("torchrun.py")
 LAUNCH_S = 900.0
 FLOOR = 1e-6

@@ -24,7 +24,7 @@ from rematbench.worlds.torch.case import Case, Result
 from tests.problems import remade
 from tests.worlds.torch.laws import run_here
 
-SUITE = Path(__file__).resolve().parents[2] / "config" / "executed.yaml"
+SUITE = Path(__file__).resolve().parents[3] / "config" / "executed.yaml"
 SHARE = 1 / 3
 """Of bf16's own distance from fp32, at every step; seen: at most 1 / 5."""
 

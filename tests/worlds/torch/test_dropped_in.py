@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 from tests.worlds.torch.test_execute_cli import METHOD
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("config", "methods", "src", "tests", "pyproject.toml", "results/published")
 TESTS = (
     "tests/worlds/torch/test_one.py",

@@ -19,7 +19,7 @@ from rematbench.worlds.records.suite_cells import cells
 from tests.campaigns import suite_text, tiny
 from tests.typed import Ran, typed
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRACED = ROOT / "config" / "traced.yaml"
 RECORDS = sorted((ROOT / "results" / "measured" / "traced").glob("*.json"))
 """One of every cell (tests/worlds): their names, without planning them."""

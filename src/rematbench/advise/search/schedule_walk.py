@@ -19,10 +19,6 @@ from numpy.typing import NDArray
 
 from rematbench.engine.lowering.schedule import ScheduleName, passes
 
-Node = tuple[int, bool, int, int]
-"""(rank, forward, micro-batch, chunk)."""
-
-
 NONE = -1
 
 
@@ -91,15 +87,6 @@ class Events(NamedTuple):
     warming: Sequence[int]
     pass_id: Sequence[int]
     source: Sequence[int]
-
-
-def in_order(turns: Turns) -> list[Node]:
-    """All passes of all ranks, each after the passes that it waits for."""
-    (order,) = events(turns, None)
-    return [
-        (rank, bool(piece % 2), pass_id % turns.micro_batches, piece // 2 // turns.pp)
-        for rank, piece, pass_id in zip(order.rank, order.piece, order.pass_id, strict=True)
-    ]
 
 
 @lru_cache(maxsize=128)
