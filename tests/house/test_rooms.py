@@ -17,7 +17,7 @@ SRC = ROOT / "src"
 ROOMS: dict[str, tuple[str, ...]] = {
     "host": (),
     "workload": (),
-    "spec": (),
+    "spec": (".", "jobfiles"),
     "costs": ("operators", "."),
     "plan": (),
     "problem": (),

@@ -1,10 +1,12 @@
 """The command line `rematbench COMMAND`.  Wrong input ends with one line and exit code 2."""
 
 import importlib
+import re
 import sys
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import fields
 from typer import Option, TyperException
 from typer.core import TyperGroup
 
@@ -13,6 +15,8 @@ from rematbench.engine.program.profile import LedgerError
 from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.errors import UserError
+from rematbench.spec.jobfiles.megatron import NUMBERS
+from rematbench.spec.problemspec import ProblemSpec, flag
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
@@ -49,6 +53,8 @@ def top(
 COMMANDS = (
     *(
         "shipped.methods",
+        "shipped.models",
+        "shipped.clusters",
         "shipped.systems",
         "plan.plan",
         "plan.simulate",
@@ -57,7 +63,7 @@ COMMANDS = (
     ),
     *("plan.timeline", "stages.stages", "baseline.flags", "doctor.doctor", "execute.execute"),
     *("execute.trace", "verify.verify", "sheet.predict", "validate.validate"),
-    "calibrate.calibrate",
+    *("calibrate.calibrate", "read.read"),
 )
 """The user's commands, except the group of baselines: module of this folder and function."""
 WORKFLOW = (
@@ -121,7 +127,8 @@ def main() -> None:
         code = app(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
         context = getattr(error, "ctx", None)
-        _fail(context.command_path if context else "rematbench", error.format_message())
+        text = error.format_message()
+        _fail(context.command_path if context else "rematbench", text + _our_option(text))
     except UserError as error:
         _fail(command, str(error))
     except UNSOUND as error:
@@ -138,6 +145,14 @@ def main() -> None:
     if code == INTERRUPTED:  # typer turns KeyboardInterrupt into this code
         _fail("rematbench", "interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _our_option(message: str) -> str:
+    """A hint to the option here for an unknown option of Megatron; empty for other messages."""
+    unknown = re.match(r"No such option:? '?--([\w-]+)", message)
+    name = NUMBERS.get(unknown[1], "") if unknown else ""
+    options = {field.name: flag(field.name) for field in fields(ProblemSpec)}
+    return f"; here it is {options[name]}" if name in options else ""
 
 
 def _fail(where: str, message: str, code: int = 2) -> None:

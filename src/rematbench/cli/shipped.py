@@ -1,4 +1,4 @@
-"""The commands `methods` (list, and check of a file), `systems` and `examples`."""
+"""The commands that list what is shipped (`methods` also checks a file), and `examples`."""
 
 import shutil
 import signal
@@ -13,10 +13,10 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_folder
 from rematbench.evaluate.method_contract import check_file
-from rematbench.host.console import CommandError, align_left, console, grid, plain
+from rematbench.host.console import GIB, CommandError, align_left, console, grid, plain
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
-from rematbench.spec.load import calibration, load_system
+from rematbench.spec.load import calibration, load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.stackfacts import Fact, chain, defaults, facts, listed
 
@@ -81,6 +81,57 @@ def _limited(path: Path) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+def models() -> None:
+    """List the shipped models: parameters, layers, widths, heads and vocabulary.
+
+    \b
+    Example:
+      rematbench models
+    """
+    columns = (
+        "model",
+        "parameters",
+        "layers",
+        "hidden",
+        "heads",
+        "KV heads",
+        "ffn",
+        "vocab",
+        "mlp",
+    )
+    table = align_left(grid(*columns), 8)
+    for name in names("model"):
+        model = load_model(name)
+        sizes = (model.num_layers, model.hidden, model.num_heads, model.num_kv_heads)
+        sizes = (*sizes, model.ffn, model.vocab)
+        parameters = f"{model.parameters / 1e9:.2f} B"
+        table.add_row(plain(name), parameters, *map(str, sizes), plain(model.mlp))
+    console().print(table)
+
+
+def clusters() -> None:
+    """List the shipped clusters: GPUs, memory, and the rates of a GPU, a node and its network.
+
+    \b
+    Example:
+      rematbench clusters
+    """
+    units = ("TFLOP/s", "GiB", "NVLink GB/s", "NICs GB/s", "host GiB")
+    table = align_left(grid("cluster", "GPU", "generation", "GPUs a node", *units), 1, 2)
+    for name in names("cluster"):
+        cluster = load_cluster(name)
+        numbers = (
+            str(cluster.gpus_per_node),
+            f"{cluster.peak_flop_per_s / 1e12:.0f}",
+            f"{cluster.hbm_bytes / GIB:.0f}",
+            f"{cluster.nvlink_bytes_per_s / 1e9:.0f}",
+            f"{cluster.node_network_bytes_per_s / 1e9:.0f}",
+            f"{cluster.host_bytes / GIB:.0f}",
+        )
+        table.add_row(plain(name), plain(cluster.gpu), plain(cluster.generation), *numbers)
+    console().print(table)
 
 
 def systems(

@@ -21,6 +21,17 @@ from rematbench.spec.configfile import closest, validation_problem
 Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
 
 
+RECOMPUTATION_WORDS = {
+    "none": "keep_all",
+    "no": "keep_all",
+    "full": "full_recompute",
+    "uniform": "full_recompute",
+    "selective": "selective_recompute",
+    "balanced": "balanced_checkpointing",
+}
+"""Words of a sheet's column `recompute` and of launch lines, each with its method."""
+
+
 class MethodError(UserError):
     """A method cannot be located, loaded or built with these parameters; the message is one
     line."""
@@ -242,7 +253,9 @@ class Registry(Struct, frozen=True):
             if Path(path).stem == name:
                 raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")
         broken = [Path(path).stem for path in self.broken]
-        hint = closest(name, (*self.methods, *self.policies, *broken))
+        word = RECOMPUTATION_WORDS.get(name.lower())
+        hint = f"; did you mean {word!r}?" if word else ""
+        hint = hint or closest(name, (*self.methods, *self.policies, *broken))
         if name.endswith(".py"):
             file = Path(name)
             hint = f"; use --methods {file.parent} and the name {file.stem}"

@@ -64,9 +64,18 @@ for each in (_Loader, _ShippedLoader):
 
 
 def closest(word: str, allowed: Iterable[str]) -> str:
-    """A did-you-mean clause for `word`; empty if no allowed word is similar."""
-    match = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    """A did-you-mean clause for `word`; empty if no allowed word is similar.  Case is ignored.
+    Words that begin with `word` go first, then words of its family (the text before a hyphen)."""
+    by_lower = {name.lower(): name for name in sorted(allowed, reverse=True)}
+    low = word.lower()
+    longer = sorted(name for name in by_lower if low and name.startswith(low))
+    family = [name for name in by_lower if name.split("-")[0] == low.split("-")[0]]
+    match = (
+        longer[:1]
+        or difflib.get_close_matches(low, family, n=1, cutoff=0.5)
+        or difflib.get_close_matches(low, list(by_lower), n=1, cutoff=0.5)
+    )
+    return f"; did you mean {by_lower[match[0]]!r}?" if match else ""
 
 
 def require_unique(names: Sequence[str], label: str, key: str) -> None:

@@ -13,6 +13,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError, closest, convert, flatten, read_mapping
 from rematbench.spec.constants import Calibration, load_calibration
 from rematbench.spec.facts import LOSS, check_cluster, check_model, check_system
+from rematbench.spec.foreign import package_of, pointer
 from rematbench.spec.huggingface import is_huggingface, model_from_huggingface
 from rematbench.spec.paths import data_dir
 from rematbench.spec.system import System
@@ -21,6 +22,10 @@ from rematbench.workload import Model
 Kind = Literal["model", "cluster", "system"]
 
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
+
+
+LAUNCH = (".toml", ".sh")
+"""Ends of the names of files that describe jobs, never models, clusters or stacks."""
 
 
 def names(kind: Kind) -> tuple[str, ...]:
@@ -55,6 +60,7 @@ def calibration(path: Path | None = None) -> Calibration:
 def _model(path: Path) -> Model:
     label = _label(path)
     data = read_mapping(path, label)
+    _refuse_job(data, label)
     if is_huggingface(data):
         model = model_from_huggingface(data, path)
     else:
@@ -87,6 +93,13 @@ def _system(path: Path) -> System:
     return system
 
 
+def _refuse_job(data: dict[str, Any], label: str) -> None:
+    """ConfigError for a configuration of a training package, with the command that reads it."""
+    package = package_of(data)
+    if package is not None:
+        raise ConfigError(label, "", pointer(package, label))
+
+
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
     "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
@@ -105,6 +118,7 @@ def _inherited(
     source, or for circular bases."""
     label = _label(path)
     data = read_mapping(path, label)
+    _refuse_job(data, label)
     for key in (*NOT_FACTS[kind], "constants", "sources"):
         if key in data and key not in NOT_FACTS[kind]:
             raise ConfigError(label, key, "cannot be set in a file")
@@ -173,11 +187,15 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
     """The file of a name, an alias or a path; ConfigError if it does not exist."""
     text = str(name_or_path)
     path = Path(name_or_path)
-    if path.suffix in {".yaml", ".yml", ".json"} or "/" in text or path.is_dir():
+    if path.suffix in {".yaml", ".yml", ".json", *LAUNCH} or "/" in text or path.is_dir():
         if path.is_dir():
             path = path / "config.json"
         if not path.is_file():
             raise ConfigError(text, "", f"no such {kind} file{_of_a_hub(kind, text)}")
+        if path.suffix in LAUNCH:
+            raise ConfigError(
+                text, "", f"not a {kind} file; read a job with: rematbench read {text}"
+            )
         return path
     aliases = _aliases() if kind == "system" else {}
     stem = aliases.get(text, text)

@@ -1,0 +1,110 @@
+"""The command `read`: the job of a training package's files as a `simulate` command."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+from typer import Argument, Option
+
+from rematbench.cli.targets import need_folder
+from rematbench.evidence.published.sheets import recompute_method
+from rematbench.host.console import CommandError
+from rematbench.plugins.discover import discover
+from rematbench.spec.jobfiles.files import read_files
+from rematbench.spec.jobfiles.job import FileJob, file_job
+from rematbench.spec.jobfiles.reading import Reading
+
+
+def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
+    files: Annotated[
+        list[Path], Argument(metavar="FILE...", help="Launch script, JSON, YAML or TOML.")
+    ],
+    model: Annotated[
+        str | None, Option(metavar="M", help="Name or file, if no FILE has it.")
+    ] = None,
+    cluster: Annotated[str | None, Option(metavar="C", help="Name or file of the cluster.")] = None,
+    system: Annotated[
+        str | None, Option(metavar="Y", help="Stack, instead of the package's.")
+    ] = None,
+    gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs.")] = None,
+    seq_len: Annotated[int | None, Option(min=1, metavar="S", help="Tokens.")] = None,
+    global_batch: Annotated[
+        int | None, Option(min=1, metavar="B", help="Sequences per step.")
+    ] = None,
+    vocab: Annotated[
+        int | None, Option(min=1, metavar="V", help="Tokens of the vocabulary.")
+    ] = None,
+    method: Annotated[
+        str, Option(metavar="METHOD", help="Instead of the files' recomputation.")
+    ] = "",
+    output: Annotated[
+        Path,
+        Option("-o", "--output", metavar="DIR", help="Where model and stack files are written."),
+    ] = Path(),
+    run: Annotated[bool, Option("--run", help="Also run the command.")] = False,
+) -> None:
+    """Read the files of a training job and print the equal `simulate` command.
+
+    FILE: a Megatron launch line or script, a DeepSpeed JSON, a YAML of accelerate, TRL,
+    LLaMA-Factory or axolotl, a TOML of torchtitan, and the model's config.json.  Options replace
+    values of the files.
+
+    \b
+    Example:
+      rematbench read train.yaml ds_z3.json config.json --cluster h100-80gb --gpus 8 --run
+    """
+    reading = read_files(files)
+    given = {"model": model, "cluster": cluster, "system": system, "gpus": gpus}
+    given |= {"seq_len": seq_len, "global_batch": global_batch, "vocab": vocab}
+    job = _named(file_job(reading, given, method, files[0].stem))
+    _write(job, output)
+    _print(job, reading, output)
+    if not run:
+        return
+    if reading.refused:
+        raise CommandError(f"not run: {'; '.join(reading.refused)}")
+    if job.missing:
+        raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
+    from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module
+
+    command_line("simulate")(["simulate", *_words(job, output)], standalone_mode=False)
+
+
+def _named(job: FileJob) -> FileJob:
+    """The job with the method that a published word, as `selective(op)`, stands for."""
+    name, settings = recompute_method(job.method, discover([]))
+    words = tuple(
+        f"{key}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+        for key, value in settings.items()
+    )
+    return replace(job, method=name, settings=(*job.settings, *words))
+
+
+def _write(job: FileJob, output: Path) -> None:
+    if job.files:
+        need_folder("-o", output)
+    for name, text in job.files.items():
+        (output / name).write_text(text, encoding="utf-8")
+        typer.echo(f"wrote {output / name}")
+
+
+def _words(job: FileJob, output: Path) -> list[str]:
+    return [str(output / word) if word in job.files else word for word in job.words]
+
+
+def _print(job: FileJob, reading: Reading, output: Path) -> None:
+    typer.echo(f"rematbench simulate {shlex.join(_words(job, output))}")
+    if job.missing:
+        typer.echo(f"not in the files: {', '.join(job.missing)}")
+    for kind, lines in (
+        ("not modelled", reading.refused),
+        ("note", reading.notes),
+    ):
+        for line in lines:
+            typer.echo(f"{kind}: {line}")
+    if reading.unknown:
+        typer.echo(f"unknown keys, not read: {', '.join(dict.fromkeys(reading.unknown))}")
+    if reading.ignored:
+        typer.echo(f"no effect on bytes or time: {', '.join(dict.fromkeys(reading.ignored))}")

@@ -1,0 +1,1 @@
+"""Jobs as the files of training packages describe them."""

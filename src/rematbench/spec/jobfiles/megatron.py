@@ -1,0 +1,370 @@
+"""Reads a Megatron-LM launch line or launch script."""
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.jobfiles.reading import Reading, whole, without_effect
+
+ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
+REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
+ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+SBATCH = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
+DEPTH = 8
+"""Rounds of replacing variables by their values."""
+
+NUMBERS = {
+    "tensor-model-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "context-parallel-size": "cp",
+    "num-layers-per-virtual-pipeline-stage": "layers_per_chunk",
+    "num-virtual-stages-per-pipeline-rank": "vpp",
+    "micro-batch-size": "micro_batch",
+    "global-batch-size": "global_batch",
+    "seq-length": "seq_len",
+    "nproc-per-node": "gpus_per_node",
+    "nproc_per_node": "gpus_per_node",
+    "gpus-per-node": "gpus_per_node",
+    "ntasks-per-node": "gpus_per_node",
+    "nnodes": "nodes",
+    "nodes": "nodes",
+    "num_nodes": "nodes",
+    "num_gpus": "gpus_per_node",
+    "ds-sequence-parallel-size": "ulysses",
+    "vocab-size": "vocab",
+}
+"""Options with a positive whole number, each with the value of a job."""
+SHAPES = {
+    "num-layers": "num_layers",
+    "hidden-size": "hidden",
+    "ffn-hidden-size": "ffn",
+    "num-attention-heads": "num_heads",
+    "num-query-groups": "num_kv_heads",
+    "num-key-value-heads": "num_kv_heads",
+    "kv-channels": "head_dim",
+    "max-position-embeddings": "max_positions",
+}
+"""Options with a dimension of the model, each with the field of Model."""
+FACTS: dict[str, tuple[str, object]] = {
+    "overlap-grad-reduce": ("reduce_overlap", True),
+    "overlap-param-gather": ("gather_overlap", True),
+    "cross-entropy-loss-fusion": ("fused_loss", True),
+    "grad-reduce-in-bf16": ("reduce_bytes", 2),
+    "tp-comm-overlap": ("tp_overlap", "gemm"),
+    "no-rope-fusion": ("rope", "eager"),
+    "cuda-graph-impl": ("cuda_graphs", True),
+    "enable-cuda-graph": ("cuda_graphs", True),
+}
+"""Options that state a fact of the stack."""
+ABSENT: dict[str, tuple[str, object]] = {
+    "overlap-grad-reduce": ("reduce_overlap", False),
+    "overlap-param-gather": ("gather_overlap", False),
+}
+"""Facts that hold where Megatron's switch is absent."""
+REFUSED = {
+    "num-experts": "experts are not modelled",
+    "expert-model-parallel-size": "experts are not modelled",
+    "multi-latent-attention": "latent attention is not modelled",
+    "mtp-num-layers": "multi-token prediction is not modelled",
+    "fp8-format": "FP8 is not modelled",
+    "fp8-hybrid": "FP8 is not modelled",
+    "fp4-format": "FP4 is not modelled",
+    "hybrid-override-pattern": "state-space layers are not modelled",
+    "optimizer-offload-fraction": "only the whole optimizer can be on the host",
+    "pipeline-model-parallel-layout": "give the layers of each stage with --partition",
+}
+"""Options that turn on a feature which is not modelled, each with the reason."""
+SETTLED = {
+    *("sequence-parallel", "use-distributed-optimizer", "bf16", "fp16", "swiglu", "normalization"),
+    *("untie-embeddings-and-output-weights", "disable-bias-linear", "add-qkv-bias", "qk-layernorm"),
+    *("group-query-attention", "position-embedding-type", "use-rotary-position-embeddings"),
+    *("rotary-percent", "rotary-base", "recompute-granularity", "recompute-method"),
+    *("recompute-num-layers", "recompute-modules", "recompute-activations", "attention-backend"),
+    *(
+        "use-flash-attn",
+        "optimizer-cpu-offload",
+        "optimizer",
+        "hidden-dropout",
+        "apply-layernorm-1p",
+    ),
+    *(
+        "attention-dropout",
+        "squared-relu",
+        "transformer-impl",
+        "use-mcore-models",
+        "tokenizer-type",
+    ),
+    *(
+        "window-size",
+        "deepspeed",
+        "zero-stage",
+        "deepspeed_config",
+        "deepspeed-activation-checkpointing",
+    ),
+    *("cp-comm-type", "ddp-bucket-size", "attention-softmax-in-fp32", "no-masked-softmax-fusion"),
+    *("no-gradient-accumulation-fusion", "no-persist-layer-norm", "use-precision-aware-optimizer"),
+    *(
+        "checkpoint-activations",
+        "make-vocab-size-divisible-by",
+        "use-torch-fsdp2",
+        "no-bias-gelu-fusion",
+    ),
+    *("no-bias-dropout-fusion", "no-bias-swiglu-fusion", "account-for-embedding-in-pipeline-split"),
+    *(
+        "account-for-loss-in-pipeline-split",
+        "decoder-first-pipeline-num-layers",
+        "no-pipeline-parallel",
+    ),
+    *("decoder-last-pipeline-num-layers", "manual-gc", "no-async-tensor-model-parallel-allreduce"),
+    *(
+        "cpus-per-task",
+        "gres",
+        "mem",
+        "exclusive",
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "mpi",
+    ),
+}
+"""Options that `_read` uses or that change nothing which is modelled."""
+VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
+"""Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
+and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
+POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "learned"}
+BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
+
+
+def is_launch(text: str) -> bool:
+    """Whether a text is a launch line of Megatron."""
+    return "--num-layers" in text and ("--seq-length" in text or "--micro-batch-size" in text)
+
+
+def read_megatron(text: str, file: str) -> Reading:
+    """The reading of a launch line or of a shell script.  ConfigError for a wrong value."""
+    options = _options(text, file)
+    reading = Reading(file=file, package="Megatron", system="megatron-core")
+    if "deepspeed" in options:
+        reading.system = "megatron-deepspeed"
+    done = set(SETTLED)
+    for option, name in NUMBERS.items():
+        if options.get(option):
+            reading.put(name, whole(options[option][0], file, f"--{option}"), f"--{option}")
+    for option, name in SHAPES.items():
+        if options.get(option):
+            reading.model[name] = whole(options[option][0], file, f"--{option}")
+    done |= {*NUMBERS, *SHAPES, *FACTS, *REFUSED}
+    for option, reason in REFUSED.items():
+        if option in options and options[option][:1] != ["1"]:
+            reading.refused.append(f"--{option}: {reason}")
+    _layout(reading, options)
+    _model(reading, options)
+    _facts(reading, options)
+    reading.method = _method(reading, options)
+    for option in sorted(set(options) - done):
+        (reading.ignored if without_effect(option) else reading.unknown).append(f"--{option}")
+    return reading
+
+
+Options = dict[str, list[str]]
+
+
+def _options(text: str, file: str) -> Options:
+    """The options of a launch line with their values; the variables of a script are replaced."""
+    headers = " ".join(SBATCH.findall(text)).replace("=", " ")
+    joined = re.sub(r"\\\s*\n", " ", text)
+    variables = {name: _without_self(name, value) for name, value in _assignments(joined)}
+    body = "\n".join(line for line in joined.splitlines() if not line.lstrip().startswith("#"))
+    body = ASSIGNMENT.sub("", body)
+    expanded = _expand(_without_assignments(body), variables)
+    try:
+        words = shlex.split(f"{headers}\n{expanded}", comments=True)
+    except ValueError as error:
+        raise ConfigError(file, "", f"not a shell command ({error})") from error
+    options: Options = {}
+    current: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            current = options.setdefault(name, [])
+            if equals:
+                current.append(value)
+        else:
+            current.append(word)
+    return options
+
+
+def _without_self(name: str, value: str) -> str:
+    """A variable's value; its reference to itself (`PP=${PP:-2}`) becomes the default there."""
+    return REFERENCE.sub(lambda m: (m[2] or "") if m[1] == name else m[0], value)
+
+
+def _assignments(text: str) -> Iterator[tuple[str, str]]:
+    """The variables of a script, also arrays over several lines."""
+    arrays = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\(\s*(.*?)\)", re.MULTILINE | re.DOTALL)
+    for name, body in arrays.findall(text):
+        lines = (line.split(" #")[0] for line in body.splitlines())
+        yield name, " ".join(line for line in lines if not line.lstrip().startswith("#"))
+    quoted = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=\"([^\"]*)\"", re.MULTILINE)
+    yield from quoted.findall(text)
+    for line in text.splitlines():
+        match = ASSIGNMENT.match(line)
+        if match and not match[2].startswith(("(", '"')):
+            yield match[1], match[2].split(" #")[0].strip().strip("'\"").rstrip(";")
+
+
+def _without_assignments(text: str) -> str:
+    text = re.sub(r"^\s*[A-Za-z_]\w*\+?=\(.*?\)", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^\s*(?:export\s+)?[A-Za-z_]\w*=\"[^\"]*\"", "", text, flags=re.MULTILINE)
+    kept = (line for line in text.splitlines() if not ASSIGNMENT.match(line))
+    return "\n".join(kept)
+
+
+def _expand(text: str, variables: dict[str, str]) -> str:
+    for _ in range(DEPTH):
+        before = text
+        text = REFERENCE.sub(lambda m: variables.get(m[1], m[2] or ""), text)
+        text = ARITHMETIC.sub(lambda m: _calculated(m[1], variables), text)
+        if text == before:
+            break
+    return text
+
+
+def _calculated(text: str, variables: dict[str, str]) -> str:
+    """The value of a product, sum or quotient of whole numbers; the text itself otherwise."""
+    plain = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], m[0]), text)
+    words = re.findall(r"\d+|[*/+-]", plain)
+    if not words or "".join(words) != re.sub(r"\s+", "", plain):
+        return text
+    value = int(words[0])
+    for sign, number in zip(words[1::2], map(int, words[2::2]), strict=False):
+        value = {"*": value * number, "+": value + number, "-": value - number}.get(
+            sign, value // max(1, number)
+        )
+    return str(value)
+
+
+def _first(options: Options, name: str, default: str = "") -> str:
+    return (options.get(name) or [default])[0]
+
+
+def _layout(reading: Reading, options: Options) -> None:
+    stage = "1" if "use-distributed-optimizer" in options else "0"
+    if "deepspeed" in options:
+        stage = _first(options, "zero-stage", "0")
+    if "use-torch-fsdp2" in options:
+        stage = "3"
+    reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--use-distributed-optimizer")
+    reading.put("sp", "sequence-parallel" in options, "--sequence-parallel")
+    for word in ("bf16", "fp16"):
+        if word in options:
+            reading.put("precision", word, f"--{word}")
+    if "precision" not in reading.values:
+        reading.put("precision", "fp32", "neither --bf16 nor --fp16")
+    backend = _first(options, "attention-backend", "auto")
+    if backend not in BACKENDS:
+        reading.refused.append(f"--attention-backend: {backend} (allowed: {', '.join(BACKENDS)})")
+    local = _first(options, "transformer-impl") == "local" or "deepspeed" in options
+    unfused = local and "use-flash-attn" not in options and not options.get("attention-backend")
+    attention = "unfused" if unfused else BACKENDS.get(backend, "flash")
+    reading.put("attention", attention, "--attention-backend")
+    if "optimizer-cpu-offload" in options:
+        reading.put("optimizer", "host", "--optimizer-cpu-offload")
+    if _first(options, "optimizer", "adam") != "adam":
+        reading.refused.append(f"--optimizer: {_first(options, 'optimizer')} (only adam)")
+    _stages(reading, options)
+
+
+def _stages(reading: Reading, options: Options) -> None:
+    """The layers of each stage where first and last stages differ from the others."""
+    names = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+    layers, pp = reading.model.get("num_layers", 0), reading.get("pp", 1)
+    first, last = (int(_first(options, name, "0") or 0) for name in names)
+    ends = [count for count in (first, last) if count]
+    if not ends or pp <= len(ends):
+        return
+    middle = (layers - sum(ends)) // (pp - len(ends))
+    sizes = [middle] * (pp - len(ends))
+    sizes = ([first] if first else []) + sizes + ([last] if last else [])
+    reading.put("partition", ",".join(map(str, sizes)), f"--{names[0]}")
+
+
+def _model(reading: Reading, options: Options) -> None:
+    """Set the fields of the model that switches determine, as Megatron's defaults have them."""
+    model = reading.model
+    gated = "swiglu" in options
+    norm = _first(options, "normalization", "LayerNorm").lower()
+    position = _first(options, "position-embedding-type", "learned_absolute")
+    if "use-rotary-position-embeddings" in options:
+        position = "rope"
+    if position not in POSITIONS:
+        reading.refused.append(f"--position-embedding-type: {position}")
+    if "squared-relu" in options:
+        reading.refused.append("--squared-relu: only GELU and SwiGLU are modelled")
+    hidden, heads = model.get("hidden", 0), model.get("num_heads", 0)
+    bias = "disable-bias-linear" not in options
+    if hidden and "ffn" not in model:
+        model["ffn"] = (int(4 * hidden * 2 / 3) // 64 * 64) if gated else 4 * hidden
+    if hidden and heads:
+        model.setdefault("head_dim", hidden // heads)
+    grouped = "group-query-attention" in options or "num-key-value-heads" in options
+    model["num_kv_heads"] = model.get("num_kv_heads", 1) if grouped else heads
+    model |= {
+        "mlp": "swiglu" if gated else "gelu",
+        "norm": "rmsnorm" if norm == "rmsnorm" else "layernorm",
+        "position": POSITIONS.get(position, "rope"),
+        "tied_embeddings": "untie-embeddings-and-output-weights" not in options,
+        "qkv_bias": bias or "add-qkv-bias" in options,
+        "proj_bias": bias,
+        "mlp_bias": bias,
+        "qk_norm": "qk-layernorm" in options,
+        "dropout": float(_first(options, "hidden-dropout", "0.1") or 0.1),
+    }
+    if options.get("window-size"):
+        window = re.sub(r"[^\d,]", "", "".join(options["window-size"])).split(",")[0]
+        if window and "num_layers" in model:
+            model["attention_window"] = [int(window)] * model["num_layers"]
+    tokenizer = _first(options, "tokenizer-type")
+    if "vocab" not in reading.values and tokenizer in VOCABULARIES:
+        reading.put("vocab", VOCABULARIES[tokenizer], "--tokenizer-type")
+
+
+def _facts(reading: Reading, options: Options) -> None:
+    for option, (fact, value) in ABSENT.items():
+        if option not in options:
+            reading.facts[fact] = value
+    for option, (fact, value) in FACTS.items():
+        if option in options and _first(options, option) != "none":
+            reading.facts[fact] = value
+    kind = _first(options, "cp-comm-type")
+    if kind:
+        kinds = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
+        if kind not in kinds:
+            reading.refused.append(f"--cp-comm-type: {kind} (allowed: {', '.join(kinds)})")
+        else:
+            reading.facts["cp_kind"] = kinds[kind]
+
+
+def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]:
+    """The recomputation of the launch line as a method with settings."""
+    granularity = _first(options, "recompute-granularity")
+    if "recompute-activations" in options:
+        granularity = granularity or "selective"
+    if "checkpoint-activations" in options:
+        granularity = "full"
+    if granularity == "full":
+        method = _first(options, "recompute-method", "uniform")
+        layers = int(_first(options, "recompute-num-layers", "1") or 1)
+        settings: dict[str, object] = {} if method == "uniform" else {"method": method}
+        return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
+    modules = options.get("recompute-modules") or ["core_attn"]
+    if granularity == "selective":
+        extra = sorted(set(modules) - {"core_attn"})
+        if extra:
+            reading.refused.append(
+                f"--recompute-modules: {' '.join(extra)} (compare with --engine megatron_core)"
+            )
+        return "selective_recompute", {}
+    return "keep_all", {}

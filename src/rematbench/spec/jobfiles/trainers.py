@@ -1,0 +1,293 @@
+"""Reads the YAML files of Hugging Face trainers: accelerate, TRL, LLaMA-Factory and axolotl."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.jobfiles.deepspeed import read_deepspeed, read_optimizer, read_zero
+from rematbench.spec.jobfiles.reading import (
+    AUTO,
+    Reading,
+    read_whole,
+    sort_rest,
+    switch,
+    without_effect,
+)
+
+BATCHES = {
+    "per_device_train_batch_size": "micro_batch",
+    "micro_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "accumulation",
+    "cutoff_len": "seq_len",
+    "sequence_len": "seq_len",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+    "sequence_parallel_degree": "cp",
+    "sequence_parallel_size": "ulysses",
+    "context_parallel_size": "cp",
+    "tensor_parallel_size": "tp",
+}
+MODELS = ("model_name_or_path", "base_model")
+ATTENTION = {
+    "flash_attention_2": "fa2",
+    "flash_attention_3": "fa3",
+    "fa2": "fa2",
+    "fa3": "fa3",
+    "sdpa": "flash",
+    "eager": "unfused",
+    "disabled": "unfused",
+    "auto": "flash",
+    "kernels-community/vllm-flash-attn3": "fa3",
+    "kernels-community/flash-attn3": "fa3",
+    "kernels-community/flash-attn2": "fa2",
+}
+ADAPTERS = ("lora", "qlora", "dora", "freeze", "oft", "prompt")
+REFUSED = {
+    "use_peft": "adapters are not modelled",
+    "load_in_4bit": "quantised weights are not modelled",
+    "load_in_8bit": "quantised weights are not modelled",
+    "use_galore": "GaLore is not modelled",
+    "use_apollo": "Apollo is not modelled",
+    "use_badam": "BAdam is not modelled",
+    "quantization_bit": "quantised weights are not modelled",
+    "use_unsloth": "unsloth's kernels are not modelled",
+    "fp8": "FP8 is not modelled",
+}
+"""Switches that turn on a feature which is not modelled, each with the reason."""
+LIGER = ("use_liger_kernel", "enable_liger_kernel", "use_liger")
+LIGER_FACTS = {
+    "norm": "fused",
+    "norm_keeps_steps": False,
+    "rope": "fused",
+    "fused_swiglu": True,
+    "fused_loss": True,
+    "loss_in_place": True,
+}
+"""The facts of Liger's kernels: https://github.com/linkedin/Liger-Kernel, README, "apply all"."""
+
+
+def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
+    """The reading of a TRL, LLaMA-Factory or axolotl file.  ConfigError for a wrong value."""
+    system = "huggingface-deepspeed" if data.get("deepspeed") else "huggingface-flash"
+    reading = Reading(file=file, package=package, system=system)
+    done = read_whole(reading, data, BATCHES)
+    done |= _model(reading, data) | _precision(reading, data) | _attention(reading, data)
+    done |= _recomputation(reading, data) | _kernels(reading, data) | _refuse(reading, data)
+    if data.get("deepspeed"):
+        done.add("deepspeed")
+        _nested(reading, data["deepspeed"])
+    for key in ("fsdp", "fsdp_config"):
+        if data.get(key):
+            done.add(key)
+            _fsdp(reading, data[key], f"{key}.")
+    if "optim" in data or "optimizer" in data:
+        key = "optim" if "optim" in data else "optimizer"
+        done.add(key)
+        read_optimizer(reading, str(data[key]), key)
+    for key in ("packing", "sample_packing", "neat_packing"):
+        if data.get(key):
+            done.add(key)
+            text = "attention is counted over whole sequences (documents are shorter)"
+            reading.notes.append(f"{key}: {text}")
+    sort_rest(reading, set(data) - done, without_effect)
+    return reading
+
+
+def _model(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    for key in MODELS:
+        if data.get(key):
+            reading.put("model", str(data[key]), key)
+    return set(MODELS)
+
+
+def _precision(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    done = set()
+    for word in ("bf16", "fp16", "pure_bf16"):
+        if word in data:
+            done.add(word)
+            if data[word] not in (AUTO, "full", None) and switch(data[word], reading.file, word):
+                reading.put("precision", word.removeprefix("pure_"), word)
+    return done | {"tf32", "torch_dtype", "dtype"}
+
+
+def _attention(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    done = {"flash_attn", "attn_implementation", "flash_attention", "sdp_attention"}
+    for key in ("flash_attn", "attn_implementation"):
+        word = data.get(key)
+        if word is None:
+            continue
+        if word not in ATTENTION:
+            reading.refused.append(f"{key}: {word} (allowed: {', '.join(ATTENTION)})")
+        else:
+            reading.put("attention", ATTENTION[word], key)
+    if data.get("flash_attention"):
+        reading.put("attention", "fa2", "flash_attention")
+    return done
+
+
+def _recomputation(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    """LLaMA-Factory recomputes unless a key turns it off; the other trainers follow their key."""
+    done = {"gradient_checkpointing", "disable_gradient_checkpointing"}
+    done |= {"gradient_checkpointing_kwargs", "activation_offloading"}
+    checkpoint = data.get("gradient_checkpointing")
+    if reading.package == "LLaMA-Factory":
+        checkpoint = not data.get("disable_gradient_checkpointing", False)
+    if checkpoint is None:
+        checkpoint = reading.package == "TRL"  # SFTConfig's default
+    if checkpoint in ("offload", "offload_disk") or data.get("activation_offloading"):
+        reading.method = ("full_recompute", {"inputs": "host"})
+    else:
+        on = switch(checkpoint, reading.file, "gradient_checkpointing")
+        reading.method = ("full_recompute" if on else "keep_all", {})
+    return done
+
+
+def _kernels(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    for key in LIGER:
+        if data.get(key) and switch(data[key], reading.file, key):
+            reading.facts |= LIGER_FACTS
+    if data.get("torch_compile"):
+        reading.facts["compiled"] = True
+    return {*LIGER, "torch_compile"}
+
+
+def _refuse(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    for key, why in REFUSED.items():
+        if data.get(key):
+            reading.refused.append(f"{key}: {why}")
+    for key in ("finetuning_type", "adapter"):
+        if str(data.get(key, "")).lower() in ADAPTERS:
+            reading.refused.append(f"{key}: {data[key]} (adapters are not modelled)")
+    stage = str(data.get("stage", "sft"))
+    if reading.package == "LLaMA-Factory" and stage not in ("pt", "sft"):
+        reading.refused.append(f"stage: {stage} (only pt and sft have one model and one loss)")
+    lora = {key for key in data if str(key).startswith(("lora_", "peft_"))}
+    return {*REFUSED, "finetuning_type", "adapter", "stage", *lora}
+
+
+def _nested(reading: Reading, value: Any) -> None:
+    """Read a DeepSpeed section, or name the DeepSpeed file to be read."""
+    if isinstance(value, Mapping):
+        merge(reading, read_deepspeed(value, reading.file))
+    else:
+        reading.files.append(Path(str(value)))
+
+
+def merge(reading: Reading, more: Reading) -> None:
+    """Add a reading of the same job to a reading.  ConfigError if both give a value and the values
+    differ."""
+    for name, value in more.values.items():
+        named = name == "model" and more.package == "config.json"  # the file of that name
+        if reading.values.get(name, value) != value and not named:
+            here, there = reading.keys.get(name, name), more.keys.get(name, name)
+            problem = f"{value}, but {reading.file} has {here}: {reading.values[name]}"
+            raise ConfigError(more.file, there, problem)
+        reading.put(name, value, more.keys.get(name, name))
+    reading.facts |= more.facts
+    reading.model |= more.model
+    reading.method = reading.method or more.method
+    reading.system = more.system or reading.system
+    for name in ("ignored", "unknown", "refused", "notes", "files"):
+        getattr(reading, name).extend(getattr(more, name))
+
+
+SHARDING = {
+    "FULL_SHARD": 3,
+    "SHARD_GRAD_OP": 2,
+    "NO_SHARD": 0,
+    "HYBRID_SHARD": 3,
+    "1": 3,
+    "2": 2,
+    "3": 0,
+    "4": 3,
+}
+FSDP_SYSTEM = "torchtitan"
+
+
+def _fsdp(reading: Reading, section: Any, prefix: str) -> None:
+    """Read a section of FSDP.  FSDP2 shards all states; `reshard_after_forward: false` keeps the
+    gathered parameters until the backward, as ZeRO-2's gradients with sharded parameters."""
+    reading.system = FSDP_SYSTEM
+    if not isinstance(section, Mapping):
+        words = str(section).split()
+        section = {"sharding_strategy": "FULL_SHARD" if "full_shard" in words else words[0]}
+    plain = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
+    strategy = str(plain.get("sharding_strategy", "FULL_SHARD")).upper()
+    if strategy not in SHARDING:
+        problem = f"{strategy} (allowed: {', '.join(SHARDING)})"
+        raise ConfigError(reading.file, f"{prefix}sharding_strategy", problem)
+    stage = SHARDING[strategy]
+    if "HYBRID" in strategy:
+        reading.notes.append(f"{prefix}sharding_strategy: {strategy} shards inside a node")
+    if str(plain.get("reshard_after_forward", "true")).lower() == "false":
+        stage = 2
+    reading.put("zero_stage", stage, f"{prefix}sharding_strategy")
+    if plain.get("activation_checkpointing"):
+        reading.method = ("full_recompute", {})
+    if plain.get("offload_params") or plain.get("cpu_offload"):
+        reading.refused.append(f"{prefix}offload_params: FSDP's parameters on the host")
+    done = {"sharding_strategy", "reshard_after_forward", "activation_checkpointing"}
+    done |= {"offload_params", "cpu_offload", "version"}
+    sort_rest(reading, set(plain) - done, _fsdp_without_effect, prefix)
+
+
+def _fsdp_without_effect(key: str) -> bool:
+    words = ("auto_wrap", "cls_to_wrap", "state_dict", "sync_module", "cpu_ram", "use_orig", "xla")
+    return any(word in key for word in words) or without_effect(key)
+
+
+PROCESSES = {"num_processes": "gpus", "num_machines": "nodes"}
+
+
+def read_accelerate(data: Mapping[str, Any], file: str) -> Reading:
+    """The reading of an accelerate configuration.  ConfigError for a wrong value."""
+    kind = str(data.get("distributed_type", "NO")).upper()
+    reading = Reading(file=file, package="accelerate", system="huggingface-flash")
+    done = read_whole(reading, data, PROCESSES) | {"distributed_type", "mixed_precision"}
+    word = str(data.get("mixed_precision", "no")).lower()
+    if word in ("bf16", "fp16"):
+        reading.put("precision", word, "mixed_precision")
+    elif word == "fp8":
+        reading.refused.append("mixed_precision: fp8 (FP8 is not modelled)")
+    if kind == "DEEPSPEED":
+        reading.system = "huggingface-deepspeed"
+        done.add("deepspeed_config")
+        _accelerate_deepspeed(reading, data.get("deepspeed_config") or {})
+    elif kind == "FSDP":
+        done.add("fsdp_config")
+        _fsdp(reading, data.get("fsdp_config") or {}, "fsdp_config.")
+    elif kind in ("MULTI_GPU", "NO"):
+        reading.put("zero_stage", 0, "distributed_type")
+    else:
+        reading.refused.append(f"distributed_type: {kind} is not modelled")
+    if isinstance(data.get("parallelism_config"), Mapping):
+        done.add("parallelism_config")
+        _parallelism(reading, data["parallelism_config"])
+    sort_rest(reading, set(data) - done, without_effect)
+    return reading
+
+
+def _accelerate_deepspeed(reading: Reading, section: Mapping[str, Any]) -> None:
+    if section.get("deepspeed_config_file"):
+        reading.files.append(Path(str(section["deepspeed_config_file"])))
+        return
+    zero: dict[str, Any] = {"stage": section.get("zero_stage", 2)}
+    for word in ("optimizer", "param"):
+        device = section.get(f"offload_{word}_device", "none")
+        zero[f"offload_{word}"] = {"device": device}
+    read_zero(reading, zero, "deepspeed_config.zero_")
+    names = {"gradient_accumulation_steps": "accumulation"}
+    done = read_whole(reading, section, names, "deepspeed_config.")
+    done |= {"zero_stage", "offload_optimizer_device", "offload_param_device"}
+    done |= {"zero3_init_flag", "zero3_save_16bit_model"}
+    sort_rest(reading, set(section) - done, without_effect, "deepspeed_config.")
+
+
+def _parallelism(reading: Reading, section: Mapping[str, Any]) -> None:
+    prefix = "parallelism_config_"
+    names = {"cp_size": "cp", "tp_size": "tp", "sp_size": "ulysses"}
+    names |= {"dp_shard_size": "shards", "dp_replicate_size": "replicas"}
+    plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
+    done = read_whole(reading, plain, names, "parallelism_config.")
+    sort_rest(reading, set(plain) - done, without_effect, "parallelism_config.")

@@ -1,0 +1,165 @@
+"""Files of training packages, and the equal command of each."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.foreign import SIGNS, package_of
+from rematbench.spec.jobfiles.files import read_files
+from rematbench.spec.jobfiles.job import FileJob, file_job
+from rematbench.spec.jobfiles.reading import Reading
+from rematbench.spec.load import load_cluster, load_model, load_system
+
+JOBS = Path(__file__).parent / "jobs"
+
+
+def job(*files: str, **given: object) -> tuple[FileJob, Reading]:
+    reading = read_files([JOBS / file for file in files])
+    return file_job(reading, dict(given), "", Path(files[0]).stem), reading
+
+
+EXPECTED = {
+    ("megatron_llama.sh",): (
+        "selective_recompute --model llama-3.1-8b --cluster CLUSTER --system megatron-core "
+        "--gpus 32 --seq-len 8192 --global-batch 128 --tp 4 --pp 2"
+    ),
+    ("megatron_gpt.sh",): (
+        "full_recompute --model megatron_gpt-model.yaml --cluster CLUSTER "
+        "--system megatron_gpt-stack.yaml --gpus 16 --seq-len 2048 --global-batch 512 --tp 2 "
+        "--micro-batch 4 --zero 0 --no-sp --precision fp16 --set method=block --set num_layers=8"
+    ),
+    ("zero2.json", "trl_sft.yaml"): None,  # two values of the micro-batch
+    ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
+    ("zero3_offload.json", "axolotl_full.yaml"): None,  # two values of the micro-batch
+    ("titan_8b.toml",): (
+        "selective(op) --model llama-3.1-8b --cluster CLUSTER --system torchtitan-compiled "
+        "--gpus 8 --seq-len 8192 --global-batch 8 --zero 3"
+    ),
+    ("titan_70b.toml",): (
+        "full_recompute --model llama-3.1-70b --cluster CLUSTER --system torchtitan --gpus 256 "
+        "--seq-len 8192 --global-batch 64 --tp 8 --pp 4 --vpp 2 --zero 3"
+    ),
+    ("axolotl_full.yaml",): (
+        "full_recompute --model mistral-7b --cluster CLUSTER --system torchtitan --gpus GPUS "
+        "--seq-len 4096 --global-batch GLOBAL_BATCH --micro-batch 2 --zero 3 --attention fa2"
+    ),
+    ("accelerate_zero3.yaml",): (
+        "keep_all --model MODEL --cluster CLUSTER --system huggingface-deepspeed --gpus 16 "
+        "--seq-len SEQ_LEN --global-batch GLOBAL_BATCH --zero 3"
+    ),
+    ("zero2.json",): (
+        "keep_all --model MODEL --cluster CLUSTER --system zero2-stack.yaml --gpus GPUS "
+        "--seq-len SEQ_LEN --global-batch 128 --micro-batch 2 --zero 2 --precision fp16"
+    ),
+}
+
+
+@pytest.mark.parametrize("files", EXPECTED, ids="+".join)
+def test_a_file_gives_the_equal_command(files: tuple[str, ...]) -> None:
+    expected = EXPECTED[files]
+    if expected is None:
+        with pytest.raises(ConfigError, match="but"):
+            job(*files)
+    else:
+        assert " ".join(job(*files)[0].words) == expected
+
+
+def test_an_accelerate_file_adds_gpus_and_states_to_a_trainer(tmp_path: Path) -> None:
+    text = (JOBS / "trl_sft.yaml").read_text().replace("steps: 8", "steps: 2")
+    (tmp_path / "sft.yaml").write_text(text)
+    reading = read_files([tmp_path / "sft.yaml", JOBS / "accelerate_zero3.yaml"])
+    words = file_job(reading, {}, "", "sft").words
+    assert words[words.index("--global-batch") + 1] == str(16 * 2)
+    assert words[words.index("--zero") + 1] == "3"
+
+
+@pytest.mark.parametrize(
+    ("file", "unknown"),
+    [("megatron_llama.sh", "--surprising-option"), ("zero3_offload.json", "mystery")],
+)
+def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
+    reading = job(file)[1]
+    assert reading.unknown == [unknown]
+    assert unknown not in reading.ignored
+
+
+@pytest.mark.parametrize(
+    ("file", "refusal"),
+    [
+        ("megatron_experts.sh", "--num-experts"),
+        ("factory_lora.yaml", "finetuning_type: lora"),
+        ("titan_70b.toml", "float8"),
+        ("zero1_nvme.json", "nvme"),
+    ],
+)
+def test_a_request_that_is_not_modelled_is_named(file: str, refusal: str) -> None:
+    assert any(refusal in line for line in job(file)[1].refused)
+
+
+def test_a_file_that_another_file_names_is_read_from_its_folder() -> None:
+    made, reading = job("factory_lora.yaml")
+    assert made.options["zero_stage"] == "3"
+    assert made.options["optimizer"] == "host"
+    assert "mystery" in reading.unknown
+
+
+def test_files_for_model_and_stack_load(tmp_path: Path) -> None:
+    made, _ = job("megatron_gpt.sh")
+    for name, text in made.files.items():
+        (tmp_path / name).write_text(text)
+    model = load_model(tmp_path / "megatron_gpt-model.yaml")
+    assert (model.ffn, model.qkv_bias, model.position) == (8192, True, "learned")
+    stack = load_system(tmp_path / "megatron_gpt-stack.yaml")
+    assert (stack.reduce_overlap, stack.gather_overlap) == (False, False)
+
+
+@pytest.mark.parametrize("file", sorted(JOBS.iterdir()), ids=lambda path: path.name)
+def test_every_other_door_points_to_read(file: Path) -> None:
+    for load in (load_model, load_cluster, load_system):
+        with pytest.raises(ConfigError, match=r"rematbench read|unknown"):
+            load(file)
+
+
+def test_every_sign_identifies_its_package() -> None:
+    for package, signs in SIGNS:
+        for sign in signs:
+            assert package_of(dict.fromkeys(sign)) == package
+
+
+def test_a_gpt_neox_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "neox.yml"
+    path.write_text('{"pipe_parallel_size": 4, "num_layers": 44}')
+    with pytest.raises(ConfigError, match="GPT-NeoX"):
+        read_files([path])
+
+
+@pytest.mark.parametrize("text", ["{}", "[1, 2]", "hello"])
+def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        read_files([path])
+
+
+def test_the_command_runs_what_it_prints(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "rematbench", "read", str(JOBS / "megatron_llama.sh")]
+    words += ["--cluster", "h100-80gb", "-o", str(tmp_path), "--run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    first, *rest = done.stdout.splitlines()
+    assert first.startswith("rematbench simulate selective_recompute --model llama-3.1-8b")
+    assert any(line.startswith("FITS") for line in rest)
+
+
+def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    )
+    words = [sys.executable, "-m", "rematbench", "read", str(file), "--run"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("rematbench read: not run: zero_optimization.offload_param")
