@@ -14,7 +14,8 @@ from rematbench.advise.search import questions
 from rematbench.advise.search.processes import Progress, rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.cli.app import command_line
-from rematbench.evidence.published.sheets import read_case, read_sheet
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.paper.studies.package_spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.paper.studies.published_layouts import search_question
 from rematbench.paper.studies.published_sweeps import searched_sweeps

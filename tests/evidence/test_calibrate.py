@@ -10,7 +10,8 @@ from rematbench.evidence.calibrate import StepModel, _lowered, _seconds, without
 from rematbench.evidence.fit import PRIORS, fit_rows, with_values
 from rematbench.evidence.job_evidence import REFITTED, joined, line_of, log_error, out_of_source
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import SPEED, read_case, read_sheet
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import SPEED, read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir

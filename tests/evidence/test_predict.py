@@ -8,14 +8,8 @@ import pytest
 
 from rematbench.cli.sheet import predict as predict_sheet
 from rematbench.evidence.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
-from rematbench.evidence.published.sheets import (
-    PublishedCase,
-    RowError,
-    read_case,
-    read_cells,
-    read_sheet,
-    recompute_method,
-)
+from rematbench.evidence.published.row_cases import PublishedCase, read_case, recompute_method
+from rematbench.evidence.published.sheets import RowError, read_cells, read_number, read_sheet
 from rematbench.host.console import CommandError
 from rematbench.host.errors import UserError
 from rematbench.host.table import write_sheet
@@ -275,11 +269,99 @@ def test_what_an_unknown_model_takes_from_another_is_said() -> None:
     """Norms and biases of the family, or of the plainest model with such an MLP."""
     taken = "unknown model: norms, biases and positions taken from"
     assert predict(row(model="llama-new"))["pred_reason"].startswith(f"{taken} llama-")
-    assert predict(row(model="new"))["pred_reason"] == f"{taken} llama-7b"
-    assert predict(row(model="new", mlp="gelu"))["pred_reason"] == f"{taken} gpt-22b"
+    rest = "; head_dim 128, ends not tied, no windows"
+    assert predict(row(model="new"))["pred_reason"] == f"{taken} llama-7b{rest}"
+    gelu = predict(row(model="new", mlp="gelu"))["pred_reason"]
+    assert gelu == f"{taken} gpt-22b; head_dim 128, tied ends, no windows"
     short = predict(row(model="new", global_batch="256", micro_batch="32"))
     assert short["pred_status"] == "oom"
-    assert re.search(rf"device memory of .*; {taken} llama-7b$", short["pred_reason"])
+    assert re.search(rf"device memory of .*; {taken} llama-7b{rest}$", short["pred_reason"])
+
+
+WIDE = {"hidden": "5120", "heads": "64", "kv_heads": "8", "ffn": "25600", "vocab": "151936"}
+
+
+def test_heads_of_a_model_without_a_file_are_of_its_family_or_asked_for() -> None:
+    """Qwen3's heads have 128 columns where hidden / heads = 80; a model of an unknown family must
+    say its head_dim, or have the usual one."""
+    qwen = case(model="qwen3-32b", layers="64", **WIDE).model
+    assert (qwen.head_dim, qwen.qk_norm, qwen.qkv_bias) == (128, True, False)
+    failed = predict(row(model="new", **WIDE))
+    assert failed["pred_status"] == "failed"
+    assert "head_dim" in failed["pred_reason"]
+    assert case(model="new", head_dim="128", **WIDE).model.head_dim == 128
+    assert case(model="new", head_dim="128", tied="yes", **WIDE).model.tied_embeddings
+    assert predict(row(model="gemma-3-4b", hidden="2048"))["pred_status"] == "failed"
+
+
+def test_a_sheet_takes_the_file_of_a_model(tmp_path: Path) -> None:
+    """Its shape columns are empty or the file's; other shapes are an error."""
+    file = tmp_path / "mine.yaml"
+    text = Path("config/models/llama-7b.yaml").read_text().replace("llama-7b", "mine")
+    file.write_text(text.replace("head_dim: 128", "head_dim: 64"))
+    empty = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "mlp"), "")
+    assert case(**{**empty, "model": str(file)}).model.head_dim == 64
+    wrong = predict(row(**{**empty, "model": str(file), "layers": "31"}))
+    assert "column layers: 31, but" in wrong["pred_reason"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "number"),
+    [("8192", 8192), ("8,192", 8192), ("1,812.5", 1812.5), ("0.1", 0.1), ("152,064", 152064)],
+)
+def test_thousands_are_read_one_way(cell: str, number: float) -> None:
+    assert read_number(cell) == number
+
+
+@pytest.mark.parametrize("cell", ["0,1", "8,19", "81,92", "1,8121", "nan", "inf", "-", "1 000"])
+def test_other_commas_are_refused(cell: str) -> None:
+    with pytest.raises(ValueError, match="is not a number"):
+        read_number(cell)
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "problem"),
+    [
+        ("peak_device_bytes", "59.6", "59.6 GiB is 63995012710"),
+        ("tokens_per_s_per_gpu", "1,8", "write 1.8"),
+        ("seq_len", "8,192,", "is not a number"),
+    ],
+)
+def test_numbers_of_another_form_are_named(
+    tmp_path: Path, column: str, cell: str, problem: str
+) -> None:
+    values = {"source": "mine", "status": "ok", **row(), column: f'"{cell}"'}
+    path = tmp_path / "mine.csv"
+    path.write_text(",".join(values) + "\n" + ",".join(values.values()) + "\n")
+    with pytest.raises(UserError, match=re.escape(problem)):
+        read_cells(path, "--rows", checked=True)
+
+
+def test_a_step_time_counts_as_a_speed(tmp_path: Path) -> None:
+    values = {**row(), "step_s": "4", "gpus": ""}
+    values.pop("tokens_per_s_per_gpu", None)
+    path = tmp_path / "mine.csv"
+    path.write_text(",".join(values) + "\n" + ",".join(values.values()) + "\n")
+    cell = read_cells(path, "--rows", checked=True)[0]
+    ranks = int(cell["tp"]) * int(cell["pp"]) * int(cell["dp"])
+    tokens = int(cell["seq_len"]) * int(cell["global_batch"])
+    assert float(cell["tokens_per_s_per_gpu"]) == tokens / 4 / ranks
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (";".join(without()), "separated by ';'"),
+        ("\t".join(without()), r"separated by '\\t'"),
+        (",".join(["Model", *without("model")]), "'Model' must be written 'model'"),
+        (",".join([" tp ", *without("tp")]), "' tp ' must be written 'tp'"),
+    ],
+)
+def test_another_form_of_the_first_line_is_named(tmp_path: Path, head: str, problem: str) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(head + "\n")
+    with pytest.raises(UserError, match=problem):
+        read_cells(path, "--rows")
 
 
 NEEDED = "model, cluster, system, seq_len, global_batch, tp, pp"

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from rematbench.evidence.published.derived import all_cells, bundles, layouts
-from rematbench.evidence.published.sheets import bundle_of, read_sheet
+from rematbench.evidence.published.row_cases import bundle_of
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import rich_table
 from rematbench.host.table import Column, Table, TableText, gib, signed_percent, write_sheet
 from rematbench.spec.configfile import ConfigError

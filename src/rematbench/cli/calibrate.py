@@ -167,19 +167,11 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
     for line, row in enumerate(predict_rows(sheet, processes=processes), start=1):
         if row["pred_tokens_per_s_per_gpu"] == "":
             raise CommandError(f"{path}: row {line}: {row['pred_reason'] or row['pred_status']}")
-        found.append({**row, SPEED: row.get(SPEED) or _rate(row, path, line)})
+        if not row.get(SPEED):
+            problem = f"needs {SPEED} or step_s, a number above 0"
+            raise CommandError(f"{path}: row {line}: {problem}")
+        found.append(row)
     return found
-
-
-def _rate(row: dict[str, Any], path: Path, line: int) -> float:
-    """Tokens/s/GPU of a row with `step_s`: predicted rate x predicted step / measured step."""
-    try:
-        step_s = float(row.get("step_s") or "")
-    except ValueError:
-        step_s = 0.0
-    if not step_s > 0.0:
-        raise CommandError(f"{path}: row {line}: needs {SPEED} or step_s, a number above 0")
-    return float(row[f"pred_{SPEED}"]) * float(row["pred_step_s"]) / step_s
 
 
 def with_tangents(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from typer import Argument, Option
 
 from rematbench.cli.targets import need_folder
-from rematbench.evidence.published.sheets import recompute_method
+from rematbench.evidence.published.row_cases import recompute_method
 from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 from rematbench.spec.jobfiles.files import read_files

@@ -12,11 +12,8 @@ from rematbench.cli.targets import (
 )
 from rematbench.evidence.predict import COLUMNS, predict_rows
 from rematbench.evidence.published.derived import all_cells, bundles
-from rematbench.evidence.published.sheets import (
-    ASSUMED,
-    Cell,
-    read_cells,
-)
+from rematbench.evidence.published.row_cases import ASSUMED
+from rematbench.evidence.published.sheets import Cell, read_cells
 from rematbench.host.console import CommandError, progress_bar
 from rematbench.host.table import write_sheet
 from rematbench.host.workers import collect_rarely

@@ -104,8 +104,8 @@ def models() -> None:
     table = align_left(grid(*columns), 8)
     for name in names("model"):
         model = load_model(name)
-        sizes = (model.num_layers, model.hidden, model.num_heads, model.num_kv_heads)
-        sizes = (*sizes, model.ffn, model.vocab)
+        heads = (model.num_heads, model.num_kv_heads)
+        sizes = (model.num_layers, model.hidden, *heads, model.ffn, model.vocab)
         parameters = f"{model.parameters / 1e9:.2f} B"
         table.add_row(plain(name), parameters, *map(str, sizes), plain(model.mlp))
     console().print(table)

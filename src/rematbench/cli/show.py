@@ -8,7 +8,7 @@ from rich.table import Table
 
 from rematbench import __version__
 from rematbench.cli.options import Request
-from rematbench.costs.flops import model_flop_per_token
+from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
@@ -164,6 +164,7 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
         ("MFU, causal attention", percent(evaluation.mfu_causal)),
         ("MFU, dense attention", percent(evaluation.mfu_dense)),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
+        ("TFLOP/s/GPU, Megatron's", _megatron_tflop(problem, evaluation.tokens_per_s_per_gpu)),
         ("recomputed", f"{percent(again / flop)} of the model's FLOP"),
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
@@ -173,6 +174,17 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     for name, value in rows:
         table.add_row(name, plain(value))
     return table
+
+
+def _megatron_tflop(problem: Problem, rate: float) -> str:
+    """TFLOP/s per GPU in Megatron's formula, with half and with all of the attention matrix."""
+    work = problem.workload
+    vocab = problem.system.padded_vocab(work.model.vocab, problem.layout.tp)
+    half, whole = (
+        rate * megatron_flop_per_token(work.model, work.seq_len, vocab, causal=causal) / 1e12
+        for causal in (True, False)
+    )
+    return f"{half:.1f} (older versions, which count all of attention: {whole:.1f})"
 
 
 def _host_shares(result: Result) -> list[float]:

@@ -17,15 +17,14 @@ from rematbench.evidence.accuracy import MORE, Report, by_source, left_out_error
 from rematbench.evidence.accuracy import validate as score
 from rematbench.evidence.job_evidence import out_of_source
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.sheets import (
-    SCORED,
-    Cell,
-    read_cells,
-)
+from rematbench.evidence.published.sheets import SCORED, SPEED, STEP, Cell, read_cells
 from rematbench.host.console import CommandError, console, plain, progress_bar, rich_table
 from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
+
+MEASURED = (SPEED, STEP, "peak_device_bytes")
+"""Columns with a measurement that a prediction is scored against."""
 
 
 def validate(
@@ -67,6 +66,7 @@ def validate(
         sheet = read_cells(data_dir("published") / MORE, "--more", *SCORED)
         beside = _predicted(sheet, processes)
     cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    _need_measurements(rows, cells)
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
     left_out = left_out_errors(strange, accuracy, calibration())
@@ -83,6 +83,12 @@ def validate(
     if left_out and strange:
         out.print(plain(out_of_source_means(left_out, strange)))
     _verdict(out, report)
+
+
+def _need_measurements(rows: Path | None, cells: list[Cell]) -> None:
+    """CommandError for a user's sheet without a measurement."""
+    if rows is not None and not any(cell.get(key) for cell in cells for key in MEASURED):
+        raise CommandError(f"{rows}: nothing to score: no row has {', '.join(MEASURED)}")
 
 
 def _predicted(sheet: list[Cell], processes: int) -> list[Cell]:

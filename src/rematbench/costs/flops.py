@@ -43,6 +43,20 @@ def model_flop_per_token(model: Model, seq_len: int, *, causal: bool = True) -> 
     return matrix_flop_per_token(model) + attention_flop_per_token(model, seq_len, causal=causal)
 
 
+def megatron_flop_per_token(
+    model: Model, seq_len: int, padded_vocab: int, *, causal: bool = True
+) -> float:
+    """FLOPs per token as Megatron-LM's throughput line counts them: every layer attends to the
+    whole prefix, and the vocabulary is padded.  `causal`: half of the attention matrix, as newer
+    versions count; otherwise all of it, as older versions do.
+
+    Source: num_floating_point_operations of Megatron-LM's training.py.
+    """
+    keys = model.num_layers * (seq_len / 2 if causal else float(seq_len))
+    head = 2 * FORWARD_AND_BACKWARD * model.hidden * (padded_vocab - model.vocab)
+    return matrix_flop_per_token(model) + head + 4 * FORWARD_AND_BACKWARD * model.q_width * keys
+
+
 def mfu(
     tokens_per_s_per_gpu: float,
     model: Model,

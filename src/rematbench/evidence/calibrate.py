@@ -39,7 +39,8 @@ from rematbench.evidence.job_evidence import (
     slope_column,
 )
 from rematbench.evidence.predict import predict_rows, run_case
-from rematbench.evidence.published.sheets import SPEED, Cell, PublishedCase, Row, read_case
+from rematbench.evidence.published.row_cases import PublishedCase, read_case
+from rematbench.evidence.published.sheets import SPEED, Cell, Row
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

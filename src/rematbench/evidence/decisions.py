@@ -18,6 +18,7 @@ from rematbench.costs.estimators import (
 )
 from rematbench.costs.states import state_bytes
 from rematbench.evidence.published.closed_forms import fujii_refusal
+from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import (
     LAYOUT,
     SPEED,
@@ -26,7 +27,6 @@ from rematbench.evidence.published.sheets import (
     RowError,
     is_scored,
     number,
-    read_case,
 )
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry

@@ -21,13 +21,13 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from rematbench.evaluate.problems import Variant, system_variant
+from rematbench.evidence.published.row_cases import bundle_of
 from rematbench.evidence.published.sheets import (
     LAYOUT,
     SPEED,
     SWEEP,
     Cell,
     Row,
-    bundle_of,
     is_scored,
     number,
     read_sheet,

@@ -14,7 +14,8 @@ from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.result import Result, evaluate_method
 from rematbench.evidence.bands import with_band
-from rematbench.evidence.published.sheets import PublishedCase, Row, RowError, read_case
+from rematbench.evidence.published.row_cases import PublishedCase, read_case
+from rematbench.evidence.published.sheets import Row, RowError
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

@@ -3,7 +3,8 @@ prediction: the estimator is derived from these cells)."""
 
 import pytest
 
-from rematbench.evidence.published.sheets import read_case, read_sheet
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods, plan_of
 

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from rematbench.evidence.published.sheets import RowError, read_case, read_sheet
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import RowError, read_sheet
 from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, names

@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 
 from rematbench.evidence.predict import predict_case
-from rematbench.evidence.published.sheets import read_case, read_sheet
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 

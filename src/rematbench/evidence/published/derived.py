@@ -7,7 +7,8 @@ method form a bundle, so editing a method's file reruns only the bundles of that
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from rematbench.evidence.published.sheets import Cell, bundle_of, whole
+from rematbench.evidence.published.row_cases import bundle_of
+from rematbench.evidence.published.sheets import Cell, whole
 from rematbench.plugins.registry import Registry
 
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"

@@ -1,7 +1,7 @@
-"""Read sheets of published cells (results/published/runs.csv, or a user's sheet), and turn a row
-into a problem and a method.
+"""Read sheets of published cells (results/published/runs.csv, or a user's sheet): CSV files whose
+cells are texts, and the numbers, words and switches in cells.
 
-Every cell is text.  A missing or wrong cell raises a one-line RowError.
+A missing or wrong cell raises a one-line RowError, or a ConfigError for a whole sheet.
 """
 
 import csv
@@ -10,48 +10,15 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, get_args
 
-import msgspec
-
-from rematbench.evaluate.problems import Variant, make_problem, system_variant
 from rematbench.host.errors import UserError
-from rematbench.plan import Unsupported
-from rematbench.plugins.registry import MethodError, Registry, Value
-from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError, require_unique
-from rematbench.spec.constants import Calibration
-from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
-from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, System, ZeroStage
-from rematbench.workload import MlpKind, Model, Precision
 
 Row = Mapping[str, Any]
 """A row of a sheet: texts as they are read, and numbers of predictions."""
 Cell = dict[str, str]
-ASSUMED = "unknown model: norms, biases and positions taken from"
-"""Start of the remark that a row's model is not in config/models."""
-
-LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
-SHAPE_COLUMNS = {
-    "layers": "num_layers",
-    "hidden": "hidden",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "ffn": "ffn",
-    "vocab": "vocab",
-}
 YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
-SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
-"""Tensors that torchtitan's per-operator selective checkpointing keeps of a Llama layer: the
-outputs of every second matmul in the order wq, wk, wv, wo, w1, w3, w2, and of attention.  Without
-the compiler the output of w2 is kept too (`held`), although no backward reads that output; the
-compiler's partitioner drops it.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list,
-2024-12.  One difference: here q is kept after RoPE, not before."""
-
-SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
 
 
 class RowError(ValueError):
@@ -60,64 +27,6 @@ class RowError(ValueError):
     def __init__(self, status: Literal["failed", "unsupported"], reason: str) -> None:
         super().__init__(reason)
         self.status = status
-
-
-class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
-    """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
-    of the model that the row does not give."""
-
-    model: Model
-    system: System
-    method: str
-    settings: dict[str, Value]
-    offload: float | None
-    assumed: str = ""
-
-    @property
-    def key(self) -> bytes:
-        """Canonical bytes of the case: equal for equal cases."""
-        return msgspec.json.encode(self, order="deterministic")
-
-    def problem(self, constants: Calibration | None = None) -> Problem:
-        """The problem, with `constants` or the shipped constants.  RowError if the layout is
-        invalid or no kernel rate covers the problem."""
-        try:
-            return make_problem(self, constants)
-        except LayoutError as error:
-            raise RowError("failed", f"layout: {error}") from error
-        except RateError as error:
-            raise RowError("unsupported", str(error)) from error
-
-
-def read_case(row: Row, registry: Registry) -> PublishedCase:
-    """The case of a row; RowError if a cell is missing, wrong or not modelled."""
-    system = _system(row)
-    layout = _layout(row, system)
-    word = text(row, "recompute")
-    said = claim_of_row(text(row, "system"), text(row, "note"))[1]
-    method, settings = recompute_method(said.get(word.lower(), word), registry)
-    if system.compiled and "held" in settings:
-        settings = {key: value for key, value in settings.items() if key != "held"}
-    if not text(row, "cluster"):
-        raise RowError("failed", "column cluster is missing or empty")
-    try:
-        load_cluster(text(row, "cluster"))
-    except ConfigError as error:
-        raise RowError("unsupported", str(error)) from error
-    model, assumed = _model(row)
-    return PublishedCase.at(
-        layout,
-        model=model,
-        assumed=assumed,
-        cluster=text(row, "cluster"),
-        system=system,
-        seq_len=whole(row, "seq_len"),
-        precision=_choice(row, "precision", "bf16", Precision),
-        attention=_choice(row, "attention", "flash", AttentionChoice),
-        method=method,
-        settings=settings,
-        offload=_fraction(row, "offload_fraction"),
-    )
 
 
 # -- cells ------------------------------------------------------------------------------------
@@ -142,17 +51,33 @@ def whole(row: Row, column: str, default: int | None = None) -> int:
     return int(value)
 
 
-def _number(column: str, cell: str) -> float:
+THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+"""A number with commas between thousands."""
+
+
+def read_number(cell: str) -> float:
+    """The number in a cell; commas are allowed only between thousands (`8,192`).  ValueError, whose
+    text ends a sentence about the cell, for every other text, also for a decimal comma (`0,1`)."""
+    plain = cell.replace(",", "") if THOUSANDS.fullmatch(cell) else cell
     try:
-        value = float(cell.replace(",", ""))
+        value = float(plain)
     except ValueError:
-        raise RowError("failed", f"column {column}: {cell!r} is not a number") from None
+        dot = cell.replace(",", ".")
+        decimal = f" (a decimal comma? write {dot})" if re.fullmatch(r"\d+,\d+", cell) else ""
+        raise ValueError(f"is not a number{decimal}") from None
     if not math.isfinite(value):
-        raise RowError("failed", f"column {column}: {cell!r} is not a number")
+        raise ValueError("is not a number")
     return value
 
 
-def _fraction(row: Row, column: str) -> float | None:
+def _number(column: str, cell: str) -> float:
+    try:
+        return read_number(cell)
+    except ValueError as error:
+        raise RowError("failed", f"column {column}: {cell!r} {error}") from None
+
+
+def fraction(row: Row, column: str) -> float | None:
     cell = text(row, column)
     if not cell:
         return None
@@ -162,7 +87,7 @@ def _fraction(row: Row, column: str) -> float | None:
     return value
 
 
-def _flag(row: Row, column: str, default: bool) -> bool:
+def flag(row: Row, column: str, default: bool) -> bool:
     cell = text(row, column).lower()
     if not cell:
         return default
@@ -171,7 +96,7 @@ def _flag(row: Row, column: str, default: bool) -> bool:
     return cell in YES
 
 
-def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
+def read_choice(row: Row, column: str, default: str, kind: Any) -> Any:
     """The word in a cell, one of the Literal `kind`; RowError for another word."""
     cell = text(row, column).lower() or default
     allowed = get_args(kind)
@@ -181,164 +106,6 @@ def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
     return cell
 
 
-# -- model, system, layout --------------------------------------------------------------------
-
-
-def _model(row: Row) -> tuple[Model, str]:
-    """The named model with the row's shape columns, and the remark of `Case.assumed`.  A model with
-    an unknown name takes all shapes from the row, and norms, biases and the kind of positions from
-    a known model of its family (as many learned positions as the sequence needs)."""
-    name = text(row, "model")
-    shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
-    mlp = text(row, "mlp").lower()
-    if mlp and mlp not in get_args(MlpKind):
-        raise RowError("unsupported", f"mlp {mlp!r} is not modelled")
-    assumed = ""
-    if name in names("model"):
-        model = load_model(name)
-    else:
-        missing = [c for c, field in SHAPE_COLUMNS.items() if field not in shape]
-        if missing:
-            columns = ", ".join(missing)
-            raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
-        relative = _relative(name, mlp)
-        model = msgspec.structs.replace(load_model(relative), max_positions=0)
-        assumed = f"{ASSUMED} {relative}"
-    return _reshaped(model, name, shape, mlp or model.mlp), assumed
-
-
-def _relative(name: str, mlp: str) -> str:
-    """The name of a known model of the same family (the word before the first digit or dash) and
-    kind of MLP, or of a known model with the same kind of MLP."""
-    family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
-    known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
-    gated = mlp != "gelu"
-    for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
-        if load_model(candidate).gated == gated:
-            return candidate
-    raise AssertionError("the fallback is of the right kind")
-
-
-def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model:
-    changed = {key: value for key, value in shape.items() if getattr(model, key) != value}
-    if not changed and mlp == model.mlp and name == model.name:
-        return model
-    new = {**changed, "mlp": mlp, "name": name or model.name}
-    heads, hidden = new.get("num_heads", model.num_heads), new.get("hidden", model.hidden)
-    assert isinstance(heads, int)
-    assert isinstance(hidden, int)
-    if {"num_heads", "hidden"} & changed.keys():
-        if hidden % heads:
-            raise RowError("failed", f"hidden {hidden} does not divide by heads {heads}")
-        new["head_dim"] = hidden // heads
-    if "num_layers" in changed:
-        new["attention_window"] = ()
-    result = msgspec.structs.replace(model, **new)
-    if result.num_heads % result.num_kv_heads:
-        raise RowError("failed", f"kv_heads {result.num_kv_heads} must divide heads {heads}")
-    return result
-
-
-def _system(row: Row) -> System:
-    name = text(row, "system")
-    if not name:
-        raise RowError("failed", "column system is missing or empty")
-    try:
-        system = load_system(claim_of_row(name, text(row, "note"))[0])
-    except ConfigError as error:
-        raise RowError("unsupported", str(error)) from error
-    options: tuple[Variant, ...] = get_args(Variant)
-    wanted = tuple(option for option in options if _flag(row, option, False))
-    variant = system_variant(system, wanted)
-    if isinstance(variant, Unsupported):
-        raise RowError("unsupported", variant.reason)
-    return variant
-
-
-def _layout(row: Row, system: System) -> Layout:
-    known = row if text(row, "dp") else {**row, "dp": _dp(row)}
-    missing = [column for column in LAYOUT_COLUMNS if not text(known, column)]
-    if missing:
-        raise RowError("unsupported", f"layout not published: {', '.join(missing)} empty")
-    tp = whole(row, "tp")
-    default_stage = 3 if system.data_parallel == "fsdp" else 1
-    stage = whole(row, "zero_stage", default_stage)
-    if stage not in get_args(ZeroStage):
-        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
-    cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
-    if system.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
-        cp, dp, ulysses = 1, dp * cp, cp
-    layout = Layout(
-        tp=tp,
-        sp=_flag(row, "sp", tp > 1),
-        cp=cp,
-        pp=whole(row, "pp"),
-        vpp=whole(row, "vpp", 1),
-        dp=dp,
-        zero_stage=cast(ZeroStage, stage),
-        ulysses=ulysses,
-        micro_batch=whole(row, "micro_batch", 1),
-        global_batch=whole(row, "global_batch"),
-    )
-    gpus = whole(row, "gpus", layout.gpus)
-    if gpus != layout.gpus:
-        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")
-    return layout
-
-
-def _dp(row: Row) -> str:
-    """The data-parallel degree gpus / (tp x cp x pp); empty where gpus, tp or pp is not given.
-    RowError where the degrees do not divide gpus."""
-    if not all(text(row, column) for column in ("gpus", "tp", "pp")):
-        return ""
-    gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
-    dp, rest = divmod(gpus, ranks)
-    if rest:
-        raise RowError("failed", f"gpus {gpus} is not a multiple of tp x cp x pp = {ranks}")
-    return str(dp)
-
-
-# -- method -----------------------------------------------------------------------------------
-
-POLICIES: dict[str, tuple[str, dict[str, Value]]] = {
-    "": ("keep_all", {}),
-    "none": ("keep_all", {}),
-    "no": ("keep_all", {}),
-    "full": ("full_recompute", {}),
-    "selective": ("selective_recompute", {}),
-    "balanced": ("balanced_checkpointing", {}),
-    "balanced+fc1": ("balanced_checkpointing", {"point": "published+fc1"}),
-    "selective(sac)": ("selective_recompute", SELECTIVE_SAC),
-    "selective(per-op sac)": ("selective_recompute", SELECTIVE_SAC),
-    "selective(op)": ("selective_recompute", SELECTIVE_SAC),
-}
-"""Published words for recomputation -> method and parameters."""
-
-_COUNTED = re.compile(r"^(full|uniform|block|selective)[ (:]*(\d+)\)?$")
-
-
-def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Value]]:
-    """The method and parameters of a published policy (`full`, `uniform 2`, `block 4`,
-    `selective(2)`, ...) or of a method's name; RowError for an unknown policy."""
-    policy = " ".join(words.lower().split())
-    if policy in POLICIES:
-        return POLICIES[policy]
-    counted = _COUNTED.match(policy)
-    if counted and int(counted[2]) > 0:
-        kind, count = counted[1], int(counted[2])
-        if kind == "selective":
-            return "full_recompute", {"every": count}
-        method = "block" if kind == "block" else "uniform"
-        return "full_recompute", {"method": method, "num_layers": count}
-    try:
-        registry.resolve(words)
-    except MethodError:
-        known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
-        reason = f"recompute {words!r} is not a known policy (known: {known})"
-        raise RowError("unsupported", reason) from None
-    return words, {}
-
-
 # -- sheets ---------------------------------------------------------------------------------------
 
 NOBODY = "unplanned"
@@ -346,6 +113,7 @@ CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", 
 """Columns that a prediction needs, besides dp or gpus.  Their cells may be empty; the row's status
 then says so."""
 SPEED: Final = "tokens_per_s_per_gpu"
+STEP: Final = "step_s"
 SCORED = ("source", "status")
 """Further columns that scoring a row needs."""
 TABLED = ("table", "recompute", "gpus", "layers")
@@ -360,7 +128,8 @@ NUMBERS = {
         "mfu_causal",
         "mfu_pct_as_published",
     ),
-    *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
+    *("gpus", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim"),
+    *("seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
 }
 """Columns, published or predicted, whose cells are empty or numbers above 0."""
 SHARES = {"offload_fraction", "peak_host_bytes"}
@@ -389,7 +158,7 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
         raise ConfigError(label, "", f"cannot be read ({reason})") from error
     missing = [column for column in needed if column not in columns]
     if missing:
-        raise ConfigError(label, "", f"is not such a sheet: it has no column {', '.join(missing)}")
+        raise ConfigError(label, "", _why_missing(missing, columns))
     require_unique(columns, label, "columns")
     for number, line in lines:
         if len(line) > len(columns):
@@ -398,6 +167,19 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
     sheet = Sheet(dict(zip_longest(columns, line, fillvalue="")) for _, line in lines)
     sheet.columns = tuple(columns)
     return sheet
+
+
+def _why_missing(missing: list[str], columns: list[str]) -> str:
+    """Why columns are missing: another separator, names in another form, or none of both."""
+    first = columns[0] if len(columns) == 1 else ""
+    separator = next((mark for mark in (";", "\t", "|") if mark in first), "")
+    if separator:
+        return f"its cells are separated by {separator!r}; a sheet has commas between cells"
+    forms = {column.strip().lower(): column for column in columns}
+    other = [name for name in missing if name in forms]
+    if other:
+        return f"column {forms[other[0]]!r} must be written {other[0]!r}"
+    return f"is not such a sheet: it has no column {', '.join(missing)}"
 
 
 def read_cells(
@@ -414,6 +196,7 @@ def read_cells(
         sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
         if needed or checked:
             check_numbers(sheet, str(path))
+            fill_speed(sheet)
     except ConfigError as error:
         raise UserError(f"{option}: {error}") from error
     return sheet
@@ -426,34 +209,55 @@ def read_predicted(path: Path) -> Sheet:
 
 
 def check_numbers(sheet: Sheet, label: str) -> None:
-    """ConfigError for a cell of NUMBERS or SHARES that is neither empty nor a number in range."""
+    """Write the numbers in the columns of NUMBERS and SHARES without thousands separators.
+    ConfigError for a cell that is neither empty nor a number in range."""
     for column in sheet.columns:
         plain = column.removeprefix("pred_")
         if plain not in NUMBERS | SHARES:
             continue
         for index, row in enumerate(sheet, start=1):
-            if row[column] and not _is_number(row[column], positive=plain in NUMBERS):
-                least = "above 0" if plain in NUMBERS else "of at least 0"
-                problem = f"{row[column]!r} is not a number {least}"
-                raise ConfigError(label, f"row {index}, {column}", problem)
+            if row[column]:
+                try:
+                    row[column] = _in_range(plain, row[column])
+                except ValueError as error:
+                    problem = f"{row[column]!r} {error}"
+                    raise ConfigError(label, f"row {index}, {column}", problem) from None
 
 
-def _is_number(cell: str, *, positive: bool) -> bool:
-    try:
-        value = float(cell)
-    except ValueError:
-        return False
-    return 0.0 <= value < math.inf and (value > 0.0 or not positive)
+def fill_speed(sheet: Sheet) -> None:
+    """Compute the tokens/s/GPU of rows that have only a step time, from tokens and GPUs."""
+    if STEP not in sheet.columns:
+        return
+    for row in sheet:
+        gpus = row.get("gpus") or _ranks(row)
+        terms = [row.get(key) or "" for key in ("seq_len", "global_batch", STEP)]
+        if not row.get(SPEED) and gpus and all(terms):
+            tokens, batch, step_s = map(float, terms)
+            row[SPEED] = repr(tokens * batch / step_s / float(gpus))
+    if SPEED not in sheet.columns:
+        sheet.columns = (*sheet.columns, SPEED)
 
 
-def bundle_of(row: Mapping[str, str], registry: Registry) -> str:
-    """The name of a row's bundle, which is the composed method that plans the row."""
-    try:
-        name, _ = recompute_method(text(row, "recompute"), registry)
-    except RowError:
-        return NOBODY
-    alone = text(row, "offload_fraction") in ("0", "0.0") or "pp_offload" in name
-    return name if alone else f"{name}+pp_offload"
+def _ranks(row: Cell) -> str:
+    """tp x cp x pp x dp of a row; empty if a degree is empty."""
+    degrees = [row.get(key) or "" for key in ("tp", "pp", "dp")]
+    if not all(degrees):
+        return ""
+    return str(math.prod(map(float, [*degrees, row.get("cp") or "1"])))
+
+
+FEWEST_BYTES = 1 << 20
+"""Peaks of fewer bytes are numbers of another unit."""
+
+
+def _in_range(column: str, cell: str) -> str:
+    """The number in a cell as `float` reads it; ValueError if it is out of the column's range."""
+    value = read_number(cell)
+    if value < 0.0 or (value == 0.0 and column in NUMBERS):
+        raise ValueError(f"is not a number {'above 0' if column in NUMBERS else 'of at least 0'}")
+    if column.endswith("_bytes") and 0.0 < value < FEWEST_BYTES:
+        raise ValueError(f"is not a number of bytes ({value:g} GiB is {value * 2**30:.0f})")
+    return cell.replace(",", "")
 
 
 SWEEP = (

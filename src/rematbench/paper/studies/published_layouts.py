@@ -18,7 +18,8 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.breakdown import parts_of
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evidence.predict import method_of
-from rematbench.evidence.published.sheets import PublishedCase, Row, RowError, read_case, text
+from rematbench.evidence.published.row_cases import PublishedCase, read_case
+from rematbench.evidence.published.sheets import Row, RowError, text
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem

@@ -8,7 +8,8 @@ from rematbench.advise.search.search_job import SearchJob
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import reserve_bytes
 from rematbench.evidence.decisions import lost, regret, sweeps
-from rematbench.evidence.published.sheets import SPEED, SWEEP, Row, RowError, number, read_case
+from rematbench.evidence.published.row_cases import read_case
+from rematbench.evidence.published.sheets import SPEED, SWEEP, Row, RowError, number
 from rematbench.paper.studies.published_layouts import search_question
 from rematbench.plugins.discover import discover
 
