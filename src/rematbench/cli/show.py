@@ -116,7 +116,8 @@ def heading(problem: Problem) -> list[str]:
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     faster = faster_attention(problem)
     return [
-        f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
+        f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
+        f"{lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
@@ -124,6 +125,15 @@ def heading(problem: Problem) -> list[str]:
         f"assumes: {assumed(problem)}",
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
     ]
+
+
+def _packed(problem: Problem) -> str:
+    """Words on the documents of a sequence; empty where none are packed."""
+    work = problem.workload
+    if not work.packed:
+        return ""
+    whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
+    return f" in documents of {work.document_len:,}, attention inside each{whole}"
 
 
 def method_line(request: Request) -> str:
@@ -153,16 +163,18 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
     problem = result.problem
     tokens = problem.layout.global_batch * problem.workload.seq_len
-    flop = tokens * model_flop_per_token(problem.workload.model, problem.workload.seq_len)
+    work = problem.workload
+    flop = tokens * model_flop_per_token(work.model, work.seq_len, document_len=work.document_len)
     again = evaluation.recompute_flop
+    inside = " (inside documents)" if work.packed else ""
     table = Table.grid(padding=(0, 2))
     low, high = result.band or (0.0, 0.0)
     between = f" ({rounded(low)} to {rounded(high)})" if low and not nominal(problem) else ""
     rows = [
         ("step", seconds(evaluation.step_s)),
         ("tokens/s/GPU", f"{rounded(evaluation.tokens_per_s_per_gpu)}{between}"),
-        ("MFU, causal attention", percent(evaluation.mfu_causal)),
-        ("MFU, dense attention", percent(evaluation.mfu_dense)),
+        ("MFU, causal attention", f"{percent(evaluation.mfu_causal)}{inside}"),
+        ("MFU, dense attention", f"{percent(evaluation.mfu_dense)}{inside}"),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
         ("recomputed", f"{percent(again / flop)} of the model's FLOP"),
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),

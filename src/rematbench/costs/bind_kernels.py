@@ -128,10 +128,10 @@ class KernelCosts:
             rates,
             device,
             backward=not forward,
-            heads=kernel.batch * kernel.heads,
+            heads=kernel.batch * kernel.documents * kernel.heads,
             head_dim=kernel.head_dim,
-            q_rows=kernel.q_rows,
-            pairs=kernel.pairs,
+            q_rows=kernel.q_rows / kernel.documents,
+            pairs=kernel.pairs / kernel.documents,
         )
 
     @cached_property

@@ -94,6 +94,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "system": problem.system.name,
             "gpus": lay.gpus,
             "seq_len": work.seq_len,
+            **({"document_len": work.document_len} if work.packed else {}),
             **{name: getattr(lay, name) for name in WORDS},
             "sp": lay.sequence_parallel,
             "precision": work.precision,

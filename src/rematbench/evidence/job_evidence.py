@@ -123,7 +123,8 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 class Job(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
-    nearest shipped cluster ("": no difference, as for published rows)."""
+    nearest shipped cluster ("": no difference, as for published rows); `document_len`: 0 where no
+    documents are packed, as in published rows."""
 
     stack: str
     generation: str
@@ -131,6 +132,7 @@ class Job(Struct, frozen=True, kw_only=True):
     gpus: int
     seq_len: int
     methods: frozenset[str]
+    document_len: int = 0
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
@@ -178,6 +180,9 @@ class Range(Struct, frozen=True):
         if not span.shortest_seq <= job.seq_len <= span.longest_seq:
             between = _between(span.shortest_seq, span.longest_seq)
             found["context"] = f"{job.seq_len:,} tokens (published{whose}: {between})"
+        if job.document_len:
+            length = f"documents of {job.document_len:,} tokens in {job.seq_len:,}"
+            found["context"] = f"{length} (published: whole sequences)"
         if strange := job.methods - self.methods:
             found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
         return found
@@ -227,6 +232,7 @@ def job_of(problem: Problem, family: str) -> Job:
         gpus=problem.layout.gpus,
         seq_len=problem.workload.seq_len,
         methods=methods_of(family),
+        document_len=problem.workload.document_len if problem.workload.packed else 0,
     )
 
 

@@ -112,6 +112,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         cluster=text(row, "cluster"),
         system=system,
         seq_len=whole(row, "seq_len"),
+        document_len=whole(row, "document_len", 0),
         precision=_choice(row, "precision", "bf16", Precision),
         attention=_choice(row, "attention", "flash", AttentionChoice),
         method=method,
@@ -361,6 +362,7 @@ NUMBERS = {
         "mfu_pct_as_published",
     ),
     *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
+    "document_len",
 }
 """Columns, published or predicted, whose cells are empty or numbers above 0."""
 SHARES = {"offload_fraction", "peak_host_bytes"}
