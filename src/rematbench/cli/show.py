@@ -323,6 +323,8 @@ def tight_line() -> str:
 def trust(band: Band) -> list[str]:
     """Lines on the uncertainty of a speed."""
     learnt = f"{band.sources} sources whose rows no constant had seen"
+    if band.other_generation:
+        learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
     if not band.sources:
         learnt = "its own calibrating rows, or published stacks calibrated on as few (the wider)"
     return [

@@ -19,6 +19,7 @@ from rematbench.spec.constants import (
 )
 from rematbench.spec.kernel_rates import AttentionRates, Device, Quantity
 from rematbench.spec.layout import Layout
+from rematbench.spec.load import shipped_balances
 from rematbench.spec.system import AttentionBackend, System
 from rematbench.workload import Workload
 
@@ -51,6 +52,15 @@ class KernelCosts:
     def gpu(self) -> GpuConstants:
         """Constants of the cluster's GPU generation."""
         return self.calibration.gpu(self.cluster.generation)
+
+    @cached_property
+    def balance(self) -> float:
+        """The GPU's FLOP per HBM byte over that of the nearest shipped GPU of its generation: 1
+        between shipped ones, on which the generation's kernels were measured."""
+        own, shipped = self.cluster.flop_per_byte, shipped_balances(self.cluster.generation)
+        if not shipped:
+            return 1.0
+        return own / min(max(own, shipped[0]), shipped[1])
 
     @cached_property
     def network(self) -> NetworkConstants:
@@ -102,10 +112,8 @@ class KernelCosts:
         return self._kernels[key]
 
     def _gemm_s(self, kernel: Gemm) -> Quantity:
-        c = self.cluster
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
-        width = self.workload.element_bytes
-        return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
+        return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
 
     def _named_s(self, kernel: Named, direction: Direction) -> float:
         """Busy seconds of a named operator: its bytes over the published HBM rate."""
@@ -123,10 +131,9 @@ class KernelCosts:
             if self.system.eager_operators:
                 return self._eager_attention_s(kernel, forward)
             return self._unfused_attention_s(kernel, forward)
-        rates, device = self._fused_attention
         return kernel_seconds.attention_s(
-            rates,
-            device,
+            self._backend_rates,
+            self._device,
             backward=not forward,
             heads=kernel.batch * kernel.documents * kernel.heads,
             head_dim=kernel.head_dim,
@@ -142,14 +149,19 @@ class KernelCosts:
             peak_flop_per_s=self.cluster.peak_flop_per_s,
             hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * rates.hbm.value,
             sm_count=rates.sm_count,
+            balance=self.balance,
         )
 
     @cached_property
-    def _fused_attention(self) -> tuple[AttentionRates, Device]:
-        """The attention backend's rates on this GPU generation, and the rates of the GPU."""
-        rates = self.calibration.kernels.attention(self.cluster.generation, self.attention)
+    def _device(self) -> Device:
+        """The GPU with HBM at its fitted share."""
         hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
-        return rates, replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
+        return replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
+
+    @cached_property
+    def _backend_rates(self) -> AttentionRates:
+        """The attention backend's rates on this GPU generation."""
+        return self.calibration.kernels.attention(self.cluster.generation, self.attention)
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
         """Busy seconds of unfused attention on the full score matrix (no causal savings): two
