@@ -9,6 +9,7 @@ from rich.table import Table
 from rematbench import __version__
 from rematbench.cli.options import Request
 from rematbench.costs.flops import model_flop_per_token
+from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
@@ -84,6 +85,8 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     values["allocator_retries"] = asdict(result.retries) if result.retries else None
     values["job"] = {"method": request.method.name, **result.job.facts()}
     values["run_with"] = request.run_with
+    if lines := untiled_of(request.problem):
+        values["does_not_tile"] = list(lines)
     if result.proof is not None:
         values["proof"] = asdict(result.proof)
     return {**values, "status": result.status, "reason": result.reason}
@@ -123,8 +126,17 @@ def heading(problem: Problem) -> list[str]:
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         f"assumes: {assumed(problem)}",
+        *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
     ]
+
+
+def untiled_of(problem: Problem) -> tuple[str, ...]:
+    """What the problem's kernels round up, a sentence each; none for a CPU."""
+    if nominal(problem):
+        return ()
+    fused = problem.attention == "flash"
+    return untiled(problem.workload, problem.layout, problem.system, fused_attention=fused)
 
 
 def _packed(problem: Problem) -> str:

@@ -20,6 +20,7 @@ from typing import Any, get_args
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from rematbench.costs.tiles import ALIGNED_BYTES, is_aligned
 from rematbench.evaluate.problems import Variant, system_variant
 from rematbench.evidence.published.sheets import (
     LAYOUT,
@@ -129,7 +130,8 @@ class Job(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
-    like no shipped one ("": it is); `document_len`: 0 where no
+    like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
+    are); `document_len`: 0 where no
     documents are packed, as in published rows."""
 
     stack: str
@@ -140,6 +142,7 @@ class Job(Struct, frozen=True, kw_only=True):
     methods: frozenset[str]
     document_len: int = 0
     device: str = ""
+    shape: str = ""
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
@@ -192,6 +195,8 @@ class Range(Struct, frozen=True):
         if job.document_len:
             length = f"documents of {job.document_len:,} tokens in {job.seq_len:,}"
             found["context"] = f"{length} (published: whole sequences)"
+        if job.shape:
+            found["shape"] = job.shape
         if strange := job.methods - self.methods:
             found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
         return found
@@ -243,7 +248,17 @@ def job_of(problem: Problem, family: str) -> Job:
         methods=methods_of(family),
         document_len=problem.workload.document_len if problem.workload.packed else 0,
         device=unlike_devices(problem.cluster),
+        shape=unaligned_heads(problem),
     )
+
+
+def unaligned_heads(problem: Problem) -> str:
+    """The head dimension in words, if its rows are not aligned; otherwise "".  No published step
+    has one."""
+    dim, width = problem.workload.model.head_dim, problem.workload.element_bytes
+    if is_aligned(dim, width):
+        return ""
+    return f"head_dim {dim} (published: multiples of {ALIGNED_BYTES // width})"
 
 
 def methods_of(family: str) -> frozenset[str]:
