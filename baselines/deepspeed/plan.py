@@ -175,6 +175,7 @@ def _job(setup: Setup) -> list[Reason]:
         (model.position == "alibi", "ALiBi positions (this baseline's model has none)"),
         (model.qk_norm, "norms over heads (this baseline's model has none)"),
         (any(model.attention_window), "sliding-window attention (this baseline's model has none)"),
+        (setup.document_len > 0, "packed documents (this baseline's model has none)"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
             "soft caps (this baseline's model has none)",

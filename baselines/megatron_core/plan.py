@@ -243,6 +243,7 @@ def _model(setup: Setup) -> list[Reason]:
         (model.post_norm, "post-norms are not in the GPT layer spec"),
         (model.qk_norm, "norms over heads (not run here)"),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
+        (setup.document_len > 0, "packed documents need TransformerEngine"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
             "soft caps are not in megatron-core",

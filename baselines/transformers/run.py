@@ -31,6 +31,8 @@ def refuse(job: PackageJob) -> None:
         raise NotRunnable("transformers takes settings, no options")
     if asked.layout.gpus != 1:
         raise NotRunnable(f"transformers is traced on one GPU, not on {asked.layout.gpus}")
+    if asked.document_len:
+        raise NotRunnable("packed documents (transformers is traced on whole sequences)")
     if asked.precision not in DTYPES:
         known = ", ".join(DTYPES)
         raise NotRunnable(f"precision {asked.precision} (transformers is traced in {known})")

@@ -116,17 +116,30 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model at a sequence length (tokens) in a compute precision.
 
-    A model with `max_positions` 0 has `seq_len` learned positions.
+    A model with `max_positions` 0 has `seq_len` learned positions.  `document_len`: mean length in
+    tokens of the documents that are packed into a sequence (0: each sequence is one document).
+    Attention stays inside a document; all other operators work on tokens.
     """
 
     model: Model
     seq_len: PositiveInt
     precision: Precision = "bf16"
+    document_len: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds more than one document."""
+        return 0 < self.document_len < self.seq_len
+
+    @property
+    def documents(self) -> int:
+        """Documents of a sequence, a last shorter one included."""
+        return -(-self.seq_len // self.document_len) if self.packed else 1
 
     @property
     def element_bytes(self) -> int:

@@ -54,6 +54,17 @@ def test_closed_form() -> None:
     assert model_flop_per_token(small(), 16, causal=False) == 6 * (2 * 168 + 40) + 12 * 2 * 6 * 16
 
 
+def test_packed_documents_count_only_pairs_inside() -> None:
+    # 16 tokens in documents of 6: 6, 6 and 4, so (36 + 36 + 16) / 16 mean keys, half of it causal
+    inside = attention_flop_per_token(small(), 16, causal=False, document_len=6)
+    assert inside == 12 * 2 * 6 * 88 / 16
+    assert attention_flop_per_token(small(), 16, causal=True, document_len=6) == inside / 2
+    windowed = small(attention_window=(4, 8))  # the window 8 is longer than a document
+    assert attention_flop_per_token(windowed, 16, causal=True, document_len=6) == pytest.approx(
+        12 * 6 * ((18 + 18 + 10) / 16 + 88 / 32)
+    )
+
+
 def test_hidden_width_is_not_heads_times_head_dim() -> None:
     assert attention_flop_per_token(small(head_dim=5), 16, causal=False) == 12 * 2 * 10 * 16
 

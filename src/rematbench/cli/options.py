@@ -67,6 +67,9 @@ OPTIONS = {
     "system": Option(metavar="Y", help="Software stack: name or file."),
     "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs (required)."),
     "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens (required)."),
+    "document_len": Option(
+        min=0, metavar="D", help="Mean tokens of packed documents; attention inside each (0: none)."
+    ),
     "global_batch": Option(
         min=1, metavar="B", show_default=False, help="Sequences per step (required)."
     ),

@@ -36,6 +36,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     gpus: Annotated[int, OPTIONS["gpus"]],
     seq_len: Annotated[int, OPTIONS["seq_len"]],
     global_batch: Annotated[int, OPTIONS["global_batch"]],
+    document_len: Annotated[int, OPTIONS["document_len"]] = 0,
     system: Annotated[str, OPTIONS["system"]] = DEFAULT_SYSTEM,
     tp: Degree = None,
     cp: Degree = None,
@@ -123,7 +124,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     spec = ProblemSpec(
         model=model, cluster=cluster, system=stack, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
-        optimizer=optimizer,
+        optimizer=optimizer, document_len=document_len,
     )  # fmt: skip
     fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, pp=pp, vpp=vpp, micro_batch=micro_batch,
                   zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip

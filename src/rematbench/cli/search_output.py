@@ -45,9 +45,10 @@ ALIKE = 0.0005
 def show_space(out: Console, job: SearchJob) -> None:
     """Print the job and the size of the search space: layouts and methods."""
     spec = job.request.spec
+    packed = f" in documents of {spec.document_len:,}" if spec.document_len else ""
     out.print(
         plain(
-            f"{job.model.name}, {spec.seq_len:,} tokens, {spec.precision}, global batch "
+            f"{job.model.name}, {spec.seq_len:,} tokens{packed}, {spec.precision}, global batch "
             f"{spec.global_batch}, on {spec.gpus} x {job.cluster.gpu} ({job.cluster.name}), "
             f"stack {job.system.name}"
         )

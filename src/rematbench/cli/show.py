@@ -9,6 +9,7 @@ from rich.table import Table
 from rematbench import __version__
 from rematbench.cli.options import Request
 from rematbench.costs.flops import megatron_flop_per_token, model_flop_per_token
+from rematbench.costs.tiles import untiled
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import host_wait_s
@@ -84,6 +85,8 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     values["allocator_retries"] = asdict(result.retries) if result.retries else None
     values["job"] = {"method": request.method.name, **result.job.facts()}
     values["run_with"] = request.run_with
+    if lines := untiled_of(request.problem):
+        values["does_not_tile"] = list(lines)
     if result.proof is not None:
         values["proof"] = asdict(result.proof)
     return {**values, "status": result.status, "reason": result.reason}
@@ -116,14 +119,33 @@ def heading(problem: Problem) -> list[str]:
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     faster = faster_attention(problem)
     return [
-        f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
+        f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
+        f"{lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         f"assumes: {assumed(problem)}",
+        *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
     ]
+
+
+def untiled_of(problem: Problem) -> tuple[str, ...]:
+    """What the problem's kernels round up, a sentence each; none for a CPU."""
+    if nominal(problem):
+        return ()
+    fused = problem.attention == "flash"
+    return untiled(problem.workload, problem.layout, problem.system, fused_attention=fused)
+
+
+def _packed(problem: Problem) -> str:
+    """Words on the documents of a sequence; empty where none are packed."""
+    work = problem.workload
+    if not work.packed:
+        return ""
+    whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
+    return f" in documents of {work.document_len:,}, attention inside each{whole}"
 
 
 def method_line(request: Request) -> str:
@@ -153,16 +175,18 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
     problem = result.problem
     tokens = problem.layout.global_batch * problem.workload.seq_len
-    flop = tokens * model_flop_per_token(problem.workload.model, problem.workload.seq_len)
+    work = problem.workload
+    flop = tokens * model_flop_per_token(work.model, work.seq_len, document_len=work.document_len)
     again = evaluation.recompute_flop
+    inside = " (inside documents)" if work.packed else ""
     table = Table.grid(padding=(0, 2))
     low, high = result.band or (0.0, 0.0)
     between = f" ({rounded(low)} to {rounded(high)})" if low and not nominal(problem) else ""
     rows = [
         ("step", seconds(evaluation.step_s)),
         ("tokens/s/GPU", f"{rounded(evaluation.tokens_per_s_per_gpu)}{between}"),
-        ("MFU, causal attention", percent(evaluation.mfu_causal)),
-        ("MFU, dense attention", percent(evaluation.mfu_dense)),
+        ("MFU, causal attention", f"{percent(evaluation.mfu_causal)}{inside}"),
+        ("MFU, dense attention", f"{percent(evaluation.mfu_dense)}{inside}"),
         ("HFU (recompute counted)", percent(evaluation.hfu)),
         ("TFLOP/s/GPU, Megatron's", _megatron_tflop(problem, evaluation.tokens_per_s_per_gpu)),
         ("recomputed", f"{percent(again / flop)} of the model's FLOP"),
@@ -323,6 +347,8 @@ def tight_line() -> str:
 def trust(band: Band) -> list[str]:
     """Lines on the uncertainty of a speed."""
     learnt = f"{band.sources} sources whose rows no constant had seen"
+    if band.other_generation:
+        learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
     if not band.sources:
         learnt = "its own calibrating rows, or published stacks calibrated on as few (the wider)"
     return [

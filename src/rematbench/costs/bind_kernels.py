@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from rematbench.costs import formulas, kernel_seconds
+from rematbench.costs import formulas, kernel_seconds, tiles
 from rematbench.costs.operators.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
 from rematbench.costs.operators.ops import Op
 from rematbench.spec.cluster import Cluster
@@ -19,6 +19,7 @@ from rematbench.spec.constants import (
 )
 from rematbench.spec.kernel_rates import AttentionRates, Device, Quantity
 from rematbench.spec.layout import Layout
+from rematbench.spec.load import shipped_balances
 from rematbench.spec.system import AttentionBackend, System
 from rematbench.workload import Workload
 
@@ -51,6 +52,15 @@ class KernelCosts:
     def gpu(self) -> GpuConstants:
         """Constants of the cluster's GPU generation."""
         return self.calibration.gpu(self.cluster.generation)
+
+    @cached_property
+    def balance(self) -> float:
+        """The GPU's FLOP per HBM byte over that of the nearest shipped GPU of its generation: 1
+        between shipped ones, on which the generation's kernels were measured."""
+        own, shipped = self.cluster.flop_per_byte, shipped_balances(self.cluster.generation)
+        if not shipped:
+            return 1.0
+        return own / min(max(own, shipped[0]), shipped[1])
 
     @cached_property
     def network(self) -> NetworkConstants:
@@ -87,7 +97,7 @@ class KernelCosts:
         if key not in self._kernels:
             match kernel:
                 case Gemm():
-                    busy = self._gemm_s(kernel)
+                    busy = self._gemm_s(self._tiled(kernel, direction))
                 case Elementwise():
                     busy = self._memory_s(kernel.hbm_bytes)
                 case Named():
@@ -101,11 +111,48 @@ class KernelCosts:
             self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]
 
-    def _gemm_s(self, kernel: Gemm) -> Quantity:
-        c = self.cluster
-        shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
+    @cached_property
+    def _rounds(self) -> bool:
+        """Whether kernels round widths up: on GPUs."""
+        return self.cluster.generation != "cpu"
+
+    def _tiled(self, kernel: Gemm, direction: Direction) -> Gemm:
+        if not self._rounds:
+            return kernel
+        weight = direction == "backward_weight"
+        return tiles.tiled(kernel, self.workload.element_bytes, weight_gradient=weight)
+
+    def _head_dim(self, kernel: Attention) -> int:
+        """The head dimension of the kernel that runs."""
+        if not self._rounds:
+            return kernel.head_dim
+        return tiles.rounded(kernel.head_dim, tiles.HEAD_DIM_MULTIPLE)
+
+    def _least_s(self, kernel: Attention, gemm: tuple[int, int, int, int]) -> float:
+        """The fewest seconds of one of unfused attention's GEMMs (m, n, k, batch): 0 if its rows,
+        which are head dimensions, are aligned, otherwise those without tensor cores."""
         width = self.workload.element_bytes
-        return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
+        half = self._rounds and width == kernel_seconds.REFERENCE_ELEMENT_BYTES
+        if not half or self._aligned(kernel):
+            return 0.0
+        return float(formulas.gemm_flop(*gemm)) / (
+            self.cluster.peak_flop_per_s * tiles.UNALIGNED_SHARE
+        )
+
+    def _aligned(self, kernel: Attention) -> bool:
+        return tiles.is_aligned(kernel.head_dim, self.workload.element_bytes)
+
+    def _pad_s(self, kernel: Attention) -> Quantity:
+        """Seconds of the copies that pad rows of queries, keys, values and output to an aligned
+        head dimension (in the backward, of their gradients): read and written once each."""
+        if not self._rounds or self._aligned(kernel):
+            return 0.0
+        rows = 2 * (kernel.q_rows * kernel.heads + kernel.kv_rows * kernel.kv_heads) * kernel.batch
+        return self._memory_s(2 * rows * self._head_dim(kernel) * self.workload.element_bytes)
+
+    def _gemm_s(self, kernel: Gemm) -> Quantity:
+        shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
+        return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
 
     def _named_s(self, kernel: Named, direction: Direction) -> float:
         """Busy seconds of a named operator: its bytes over the published HBM rate."""
@@ -123,16 +170,16 @@ class KernelCosts:
             if self.system.eager_operators:
                 return self._eager_attention_s(kernel, forward)
             return self._unfused_attention_s(kernel, forward)
-        rates, device = self._fused_attention
-        return kernel_seconds.attention_s(
-            rates,
-            device,
+        seconds = kernel_seconds.attention_s(
+            self._backend_rates,
+            self._device,
             backward=not forward,
-            heads=kernel.batch * kernel.heads,
-            head_dim=kernel.head_dim,
-            q_rows=kernel.q_rows,
-            pairs=kernel.pairs,
+            heads=kernel.batch * kernel.documents * kernel.heads,
+            head_dim=self._head_dim(kernel),
+            q_rows=kernel.q_rows / kernel.documents,
+            pairs=kernel.pairs / kernel.documents,
         )
+        return seconds + self._pad_s(kernel)
 
     @cached_property
     def _published_device(self) -> Device:
@@ -142,21 +189,27 @@ class KernelCosts:
             peak_flop_per_s=self.cluster.peak_flop_per_s,
             hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * rates.hbm.value,
             sm_count=rates.sm_count,
+            balance=self.balance,
         )
 
     @cached_property
-    def _fused_attention(self) -> tuple[AttentionRates, Device]:
-        """The attention backend's rates on this GPU generation, and the rates of the GPU."""
-        rates = self.calibration.kernels.attention(self.cluster.generation, self.attention)
+    def _device(self) -> Device:
+        """The GPU with HBM at its fitted share."""
         hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
-        return rates, replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
+        return replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
+
+    @cached_property
+    def _backend_rates(self) -> AttentionRates:
+        """The attention backend's rates on this GPU generation."""
+        return self.calibration.kernels.attention(self.cluster.generation, self.attention)
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> Quantity:
         """Busy seconds of unfused attention on the full score matrix (no causal savings): two
         batched GEMMs (four in the backward), softmax and dropout passes over the matrix."""
-        q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
+        q, kv, d = kernel.q_rows, kernel.kv_rows, self._head_dim(kernel)
         many = kernel.batch * kernel.heads
-        pair = self._gemm_s(Gemm(q, kv, d, many)) + self._gemm_s(Gemm(q, d, kv, many))
+        shapes = ((q, kv, d, many), (q, d, kv, many))
+        pair = fsum(max(float(self._gemm_s(Gemm(*g))), self._least_s(kernel, g)) for g in shapes)
         passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
         dropout = self.workload.model.dropout > 0
         scores = formulas.scores_s(
@@ -173,14 +226,17 @@ class KernelCosts:
         """Busy seconds of unfused attention with eager torch operators on the full score matrix,
         from published rates: GEMMs (in the backward one yields scores and three yield rows), and
         passes over the matrix, with more passes for dropout."""
-        q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
+        q, kv, d = kernel.q_rows, kernel.kv_rows, self._head_dim(kernel)
         many = kernel.batch * kernel.heads
         kernels, device = self.calibration.kernels, self._published_device
         rates = kernels.generation(self.cluster.generation).gemm
         width = self.workload.element_bytes
-        shapes = [(q, kv, d), *[(q, d, kv)] * (1 if forward else 3)]
+        shapes = [(q, kv, d, many), *[(q, d, kv, many)] * (1 if forward else 3)]
         gemms = fsum(
-            float(kernel_seconds.gemm_s(rates, device, *shape, many, element_bytes=width))
+            max(
+                float(kernel_seconds.gemm_s(rates, device, *shape, element_bytes=width)),
+                self._least_s(kernel, shape),
+            )
             for shape in shapes
         )
         passes = kernel_seconds.unfused_passes(

@@ -2,7 +2,7 @@
 
 from math import fsum
 
-from rematbench.spec.shapes import causal_pairs
+from rematbench.spec.shapes import packed_pairs
 from rematbench.workload import Model
 
 FORWARD_AND_BACKWARD = 3
@@ -19,28 +19,37 @@ def matrix_flop_per_token(model: Model) -> int:
     return 2 * FORWARD_AND_BACKWARD * weights
 
 
-def attention_flop_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
+def attention_flop_per_token(
+    model: Model, seq_len: int, *, causal: bool, document_len: int = 0
+) -> float:
     """FLOPs per token of attention scores and weighted sums, forward and backward: 12 s h L dense,
     half of it causal.
 
     Generalised to heads x head_dim and to windows, per layer 12 x heads x head_dim x (mean keys
-    per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.
+    per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.  With packed
+    documents (`document_len` above 0) only pairs inside a document count.
     """
     windows = model.attention_window or (0,) * model.num_layers
-    keys = fsum(_mean_keys(seq_len, window, causal) for window in windows)
+    length = document_len or seq_len
+    keys = fsum(_mean_keys(seq_len, length, window, causal) for window in windows)
     return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
 
 
-def _mean_keys(seq_len: int, window: int, causal: bool) -> float:
-    """Mean keys per query over the sequence; for a window the exact mean."""
-    if 0 < window < seq_len:
-        return causal_pairs(seq_len, window) / seq_len
-    return seq_len / 2 if causal else float(seq_len)
+def _mean_keys(seq_len: int, document_len: int, window: int, causal: bool) -> float:
+    """Mean keys per query over the documents of a sequence; for a window the exact mean."""
+    if 0 < window < document_len:
+        return packed_pairs(seq_len, document_len, window) / seq_len
+    whole, rest = divmod(seq_len, document_len)
+    keys = (whole * document_len * document_len + rest * rest) / seq_len
+    return keys / 2 if causal else keys
 
 
-def model_flop_per_token(model: Model, seq_len: int, *, causal: bool = True) -> float:
+def model_flop_per_token(
+    model: Model, seq_len: int, *, causal: bool = True, document_len: int = 0
+) -> float:
     """Model FLOPs of one token's forward and backward (no recomputation, no padding)."""
-    return matrix_flop_per_token(model) + attention_flop_per_token(model, seq_len, causal=causal)
+    attention = attention_flop_per_token(model, seq_len, causal=causal, document_len=document_len)
+    return matrix_flop_per_token(model) + attention
 
 
 def megatron_flop_per_token(
@@ -64,11 +73,11 @@ def mfu(
     peak_flop_per_s: float,
     *,
     causal: bool = True,
+    document_len: int = 0,
 ) -> float:
     """Model FLOPs utilisation, a fraction of the dense peak."""
-    return (
-        tokens_per_s_per_gpu * model_flop_per_token(model, seq_len, causal=causal) / peak_flop_per_s
-    )
+    flop = model_flop_per_token(model, seq_len, causal=causal, document_len=document_len)
+    return tokens_per_s_per_gpu * flop / peak_flop_per_s
 
 
 def hfu(
@@ -77,7 +86,9 @@ def hfu(
     seq_len: int,
     peak_flop_per_s: float,
     recompute_flop_per_token: float,
+    *,
+    document_len: int = 0,
 ) -> float:
     """Hardware FLOPs utilisation, a fraction of the dense peak: MFU with recomputation counted."""
-    flop = model_flop_per_token(model, seq_len, causal=True) + recompute_flop_per_token
-    return tokens_per_s_per_gpu * flop / peak_flop_per_s
+    flop = model_flop_per_token(model, seq_len, document_len=document_len)
+    return tokens_per_s_per_gpu * (flop + recompute_flop_per_token) / peak_flop_per_s

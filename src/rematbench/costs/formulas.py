@@ -7,12 +7,26 @@ Units: FLOP, bytes, seconds; rates per second.  `gpu` has the constants of the G
 import numpy as np
 
 from rematbench.spec.constants import GpuConstants
-from rematbench.spec.kernel_rates import Quantity
+from rematbench.spec.kernel_rates import Device, Quantity
 
 
 def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:
     """FLOPs of `batch` GEMMs: 2 m n k batch (a multiply and an add per term)."""
     return 2.0 * m * n * k * batch
+
+
+def balance_factor(share: Quantity, balance: Quantity) -> Quantity:
+    """Factor on a kernel's seconds on a GPU whose FLOP per HBM byte is `balance` times that of the
+    GPU on which the kernel reaches `share` of the peak.
+
+    The seconds of a FLOP are those at the peak, plus seconds in which the arithmetic waits for
+    bytes: 1 / peak + (1 / share - 1) / peak.  The first part is inverse to the GPU's FLOP/s, the
+    second to its bytes/s, so a kernel never exceeds the peak.  Source: roofline (Williams et al.
+    2009), with arithmetic and bytes added, not overlapped.  docs/decisions/costs.md compares the
+    law with published kernels.
+    """
+    factor: Quantity = 1.0 + (balance - 1.0) * np.maximum(0.0, 1.0 - np.asarray(share))
+    return factor
 
 
 def gemm_s(
@@ -21,14 +35,14 @@ def gemm_s(
     k: Quantity,
     batch: Quantity,
     element_bytes: Quantity,
-    peak_flop_per_s: Quantity,
-    hbm_bytes_per_s: Quantity,
+    device: Device,
     gpu: GpuConstants,
 ) -> Quantity:
     """Seconds of `batch` GEMMs (m x k) @ (k x n): max(arithmetic, traffic).
 
     arithmetic = flop / (peak e) x (1 + half_k / k) x (1 + tail x SMs / tiles), with tiles of
-    tile_rows x tile_columns: the prologue of each tile (half_k) and the last, partly filled wave.
+    tile_rows x tile_columns: the prologue of each tile (half_k) and the last, partly filled wave;
+    times the balance factor of all but that wave, whose idle SMs wait for no bytes.
     traffic = both operands read and the result written once.
     Source: wave and tile quantisation as in NVIDIA, "Matrix Multiplication Background User's
     Guide" (DU-09798); roofline of Williams et al. 2009.  e, tail and half_k are fitted.
@@ -36,10 +50,11 @@ def gemm_s(
     tiles = m * n * batch / (gpu.tile_rows * gpu.tile_columns)
     tail = 1.0 + gpu.gemm_tail_waves * gpu.sm_count / tiles
     depth = 1.0 + gpu.gemm_half_k / k
-    arithmetic = gemm_flop(m, n, k, batch) / (peak_flop_per_s * gpu.gemm_efficiency) * tail * depth
+    peak = device.peak_flop_per_s * gpu.gemm_efficiency
+    arithmetic = gemm_flop(m, n, k, batch) / peak * tail * depth
+    arithmetic = arithmetic * balance_factor(gpu.gemm_efficiency / depth, device.balance)
     moved = element_bytes * batch * (m * k + k * n + m * n)
-    traffic = memory_s(moved, hbm_bytes_per_s, gpu)
-    seconds: Quantity = np.maximum(arithmetic, traffic)
+    seconds: Quantity = np.maximum(arithmetic, moved / device.hbm_bytes_per_s)
     return seconds
 
 

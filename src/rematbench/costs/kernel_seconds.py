@@ -6,6 +6,7 @@ from math import fsum
 
 import numpy as np
 
+from rematbench.costs.formulas import balance_factor
 from rematbench.costs.operators.kernels import Named
 from rematbench.spec.kernel_rates import (
     AttentionPass,
@@ -75,8 +76,11 @@ def attention_s(
     flop = 4.0 * head_dim * pairs * heads * (FLASH_BACKWARD_FLOP if backward else 1.0)
     rows = np.minimum(q_rows, 2.0 * np.asarray(pairs) / q_rows)
     direction = rates.backward if backward else rates.forward
+    factor = head_dim_factor(rates, head_dim)
     share = attention_share(direction, rows, heads, device.free_sms)
-    return flop / (device.free_flop_per_s * share * head_dim_factor(rates, head_dim))
+    whole_waves = direction.efficiency * saturation(rows, direction.half_rows) * factor
+    slower = balance_factor(whole_waves, device.balance)
+    return flop / (device.free_flop_per_s * share * factor) * slower
 
 
 def gemm_share(
@@ -114,6 +118,8 @@ def gemm_s(
     factor = rates.accumulate if accumulate else 1.0
     share = gemm_share(rates, m, n, k, batch, device.free_sms) * factor
     arithmetic = 2.0 * m * n * k * batch / (device.free_flop_per_s * share)
+    whole_waves = rates.efficiency * saturation(k, rates.half_k) * factor
+    arithmetic = arithmetic * balance_factor(whole_waves, device.balance)
     traffic = element_bytes * batch * (m * k + k * n + m * n) / device.hbm_bytes_per_s
     seconds: Quantity = np.maximum(arithmetic, traffic)
     return seconds

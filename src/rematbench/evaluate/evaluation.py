@@ -106,8 +106,10 @@ def speed(problem: Problem, step_s: float) -> Speed:
     rate = lay.global_batch * work.seq_len / step_s / lay.gpus
     return Speed(
         tokens_per_s_per_gpu=rate,
-        mfu_causal=mfu(rate, work.model, work.seq_len, peak, causal=True),
-        mfu_dense=mfu(rate, work.model, work.seq_len, peak, causal=False),
+        mfu_causal=mfu(rate, work.model, work.seq_len, peak, document_len=work.document_len),
+        mfu_dense=mfu(
+            rate, work.model, work.seq_len, peak, causal=False, document_len=work.document_len
+        ),
     )
 
 
@@ -146,7 +148,14 @@ def evaluate_program(
         tokens_per_s_per_gpu=rate,
         mfu_causal=found.mfu_causal,
         mfu_dense=found.mfu_dense,
-        hfu=hfu(rate, work.model, work.seq_len, peak, again * replicas / tokens),
+        hfu=hfu(
+            rate,
+            work.model,
+            work.seq_len,
+            peak,
+            again * replicas / tokens,
+            document_len=work.document_len,
+        ),
         ranks=ranks,
         host_node_bytes=host_node_bytes(problem, ranks),
         reserved_bytes=max(rank.device_peak for rank in ranks),

@@ -12,7 +12,7 @@ from rematbench.spec.constants import Calibration
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import Home, System
-from rematbench.workload import Model, Workload
+from rematbench.workload import Model
 
 Variant = Literal["compile", "async_tp"]
 
@@ -28,7 +28,7 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     if spec.hbm_bytes is not None:
         cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
     return Problem(
-        workload=Workload(model=model, seq_len=spec.seq_len, precision=spec.precision),
+        workload=spec.workload(model),
         cluster=cluster,
         system=hosting(spec.system, spec.optimizer),
         layout=layout,

@@ -39,11 +39,13 @@ class Band(Struct, frozen=True, kw_only=True):
     """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
     the job that no published row covers, each with its description.  `sources` is the number of
     sources behind the width.  It is 0 for a stack that its user calibrated, whose width is
-    `evidence.user_fit.band_of_rows`."""
+    `evidence.user_fit.band_of_rows`.  `other_generation`: the rows of the sources were
+    predicted with the kernels of another GPU generation, because nobody published the job's GPU."""
 
     half_width: float
     outside: dict[str, str]
     sources: int
+    other_generation: bool = False
 
     def low(self, value: float) -> float:
         """Return the lower end of the band around a predicted value."""
@@ -94,6 +96,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "system": problem.system.name,
             "gpus": lay.gpus,
             "seq_len": work.seq_len,
+            **({"document_len": work.document_len} if work.packed else {}),
             **{name: getattr(lay, name) for name in WORDS},
             "sp": lay.sequence_parallel,
             "precision": work.precision,

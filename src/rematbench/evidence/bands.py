@@ -1,13 +1,15 @@
 """Bands of predicted speeds: their widths are learnt from errors of predictions out of source.
 
 The kind of evidence for a job is the number of its properties that no other source published; the
-properties are the stack, GPU generation, scale (GPUs), context and mechanisms.  The half-width of a
-band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.  Each row is
-predicted with constants fitted without its source; every source has weight 1.  Kinds with fewer
-than LEAST_SOURCES sources are pooled with their neighbours, and more properties outside never give
-a narrower band (pool adjacent violators, Barlow et al.  1972).  All numbers come from
-config/left_out.csv.  `coverage` tests the rows of each source against bands learnt from all other
-sources.  LEVEL is the share of rows that a band promises to hold.
+properties are the stack, GPU generation, cluster, scale (GPUs), context, shape and mechanisms. The
+half-width of a band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.
+Each row is predicted with constants fitted without its source; every source has weight 1. Kinds
+with fewer than FEWEST_SOURCES sources are pooled with their neighbours, and more properties outside
+never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job on a GPU that is
+like no shipped one has at least the same quantile of errors of rows predicted with the constants of
+another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers come from
+config/left_out.csv. `coverage` tests the rows of each source against bands learnt from all other
+sources. LEVEL is the share of rows that a band promises to hold.
 """
 
 import dataclasses
@@ -97,11 +99,16 @@ class Bands(Struct, frozen=True):
 
     covered: Range
     pools: tuple[Pool, ...]
+    devices: Errors = {}
 
     def band(self, job: Job) -> Band:
         """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
+        wider = quantile(self.devices) if job.device and self.devices else 0.0
+        if wider > pool.half_width:
+            sources = len(self.devices)
+            return Band(half_width=wider, outside=outside, sources=sources, other_generation=True)
         return Band(half_width=pool.half_width, outside=outside, sources=len(pool.errors))
 
 
@@ -119,7 +126,16 @@ def bands_of(cells: Sequence[LeftOutCell]) -> Bands:
         while len(pools) > 1 and not _apart(pools[-2], pools[-1]):
             wider, narrower = pools.pop(), pools.pop()
             pools.append(_pool(wider.most, narrower.errors, wider.errors))
-    return Bands(covered(cell.job for cell in cells), tuple(pools))
+    return Bands(covered(cell.job for cell in cells), tuple(pools), device_errors(cells))
+
+
+def device_errors(cells: Iterable[LeftOutCell]) -> Errors:
+    """Absolute errors of ln(speed) of published rows under another generation's constants."""
+    found: Errors = defaultdict(list)
+    for cell in cells:
+        if cell.other_log_error is not None:
+            found[cell.source].append(abs(cell.other_log_error))
+    return dict(found)
 
 
 def _apart(narrower: Pool, wider: Pool) -> bool:

@@ -32,6 +32,7 @@ from rematbench.evidence.fit import (
 )
 from rematbench.evidence.job_evidence import (
     LATE_STEP,
+    OTHER,
     REFITTED,
     SHEETS,
     SHIPPED,
@@ -40,7 +41,7 @@ from rematbench.evidence.job_evidence import (
 )
 from rematbench.evidence.predict import predict_rows, run_case
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
-from rematbench.evidence.published.sheets import SPEED, Cell, Row
+from rematbench.evidence.published.sheets import SPEED, Cell, Row, RowError
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -241,7 +242,8 @@ def leave_one_out(
     made |= {at: (SHIPPED, row, calibration) for at, row in zip(rest, plain, strict=True)}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, collect_rarely) as pool:
-        sloped = pool.map(_sloped, [made[at][1:] for at in range(len(rows))], chunksize=8)
+        work = [(*made[at][1:], calibration) for at in range(len(rows))]
+        sloped = pool.map(_sloped, work, chunksize=8)
     lines = zip(places, sloped, strict=True)
     found = [
         line_of(name, index, sheets[name][index], row, made[at][0])
@@ -250,13 +252,30 @@ def leave_one_out(
     return [line for line in found if line]
 
 
-def _sloped(work: tuple[dict[str, Any], Calibration]) -> dict[str, Any]:
-    """A predicted row, with its tangents where it has a speed.  The tangents are taken under the
-    constants that predicted the row, because other constants can have another critical path."""
-    row, constants = work
+def _sloped(work: tuple[dict[str, Any], Calibration, Calibration]) -> dict[str, Any]:
+    """A predicted row, with its tangents and its speed on the other generation where it has a
+    speed.  The tangents are taken under the constants that predicted the row, because other
+    constants can have another critical path; the other generation's are the shipped ones, which saw
+    no row of this generation."""
+    row, constants, shipped = work
     if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
         return row
-    return {**row, **tangents(row, constants)}
+    return {**row, **tangents(row, constants), OTHER: on_other_generation(row, shipped)}
+
+
+def on_other_generation(row: Row, calibration: Calibration) -> float | None:
+    """A row's tokens/s/GPU with the constants and kernels of the other generation that is fitted to
+    steps (of several, the first by name), on a GPU of the row's FLOP/s and bytes/s.  None if the
+    row's kernels have no rates there."""
+    case, cluster = read_case(row, discover()), load_cluster(row["cluster"])
+    fitted = {name.split(".")[1] for name in calibration.fitted if name.startswith("gpus.")}
+    other = min(fitted - {cluster.generation})
+    there = replace(case, cluster=replace(cluster, generation=other))
+    try:
+        result = run_case(there, there.problem(calibration), discover())
+    except RowError:
+        return None
+    return result.evaluation.tokens_per_s_per_gpu if result.evaluation else None
 
 
 def sources(accuracy: Accuracy) -> list[str]:

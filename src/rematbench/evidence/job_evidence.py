@@ -20,6 +20,7 @@ from typing import Any, get_args
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
+from rematbench.costs.tiles import ALIGNED_BYTES, is_aligned
 from rematbench.evaluate.problems import Variant, system_variant
 from rematbench.evidence.published.row_cases import bundle_of
 from rematbench.evidence.published.sheets import (
@@ -51,6 +52,8 @@ SLOPE = "slope_"
 LATE = "late_"
 LATE_STEP = f"{SLOPE}{LATE}step"
 """Column of the second tangent: ln(step seconds with a slow host / predicted step seconds)."""
+OTHER = "pred_other_generation"
+"""Column of the speed that the constants of the other fitted GPU generation predict."""
 PLACE = ("sheet", "row", SPEED, PEAK)
 
 
@@ -66,6 +69,8 @@ def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
         line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
     slopes = {key: value for key, value in scored.items() if key.startswith(SLOPE)}
     line |= {key: f"{value:.3f}" if line[SPEED] else "" for key, value in slopes.items()}
+    other = number(scored, OTHER)
+    line |= {OTHER: f"{other:.5g}" if other and line[SPEED] else ""}
     return line if line[SPEED] or line[PEAK] else {}
 
 
@@ -101,9 +106,10 @@ def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
     return {**row, **line}
 
 
-def log_error(row: Row, key: str = SPEED) -> float | None:
-    """ln(predicted / published) of a column; None if either value is missing."""
-    told, made = number(row, key), number(row, f"pred_{key}")
+def log_error(row: Row, key: str = SPEED, predicted: str = "") -> float | None:
+    """ln(predicted / published) of a column, whose prediction is in `predicted` or in its pred_
+    column; None if either value is missing."""
+    told, made = number(row, key), number(row, predicted or f"pred_{key}")
     return math.log(made / told) if told and made else None
 
 
@@ -123,7 +129,10 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 class Job(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
-    nearest shipped cluster ("": no difference, as for published rows)."""
+    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
+    like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
+    are); `document_len`: 0 where no
+    documents are packed, as in published rows."""
 
     stack: str
     generation: str
@@ -131,18 +140,23 @@ class Job(Struct, frozen=True, kw_only=True):
     gpus: int
     seq_len: int
     methods: frozenset[str]
+    document_len: int = 0
+    device: str = ""
+    shape: str = ""
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed.  `sweep` is equal for rows of one job on one stack with the same options; `layout` for
-    rows of a sweep with the same parallel degrees and ZeRO stage."""
+    speed; `other_log_error` the same under the constants of another GPU generation (None: a kernel
+    of the row has no rates there).  `sweep` is equal for rows of one job on one stack with the same
+    options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
 
     source: str
     job: Job
     log_error: float
     layout: tuple[str, ...]
     sweep: tuple[str, ...]
+    other_log_error: float | None = None
 
 
 class Span(Struct, frozen=True):
@@ -170,7 +184,7 @@ class Range(Struct, frozen=True):
         if job.generation not in {generation for _, generation in self.spans}:
             found["generation"] = f"generation {job.generation}"
         if job.cluster:
-            found["cluster"] = job.cluster
+            found["cluster"] = ", ".join(filter(None, (job.cluster, job.device)))
         span, whose = self._nearest(job)
         if not span.fewest_gpus <= job.gpus <= span.most_gpus:
             between = _between(span.fewest_gpus, span.most_gpus)
@@ -178,6 +192,11 @@ class Range(Struct, frozen=True):
         if not span.shortest_seq <= job.seq_len <= span.longest_seq:
             between = _between(span.shortest_seq, span.longest_seq)
             found["context"] = f"{job.seq_len:,} tokens (published{whose}: {between})"
+        if job.document_len:
+            length = f"documents of {job.document_len:,} tokens in {job.seq_len:,}"
+            found["context"] = f"{length} (published: whole sequences)"
+        if job.shape:
+            found["shape"] = job.shape
         if strange := job.methods - self.methods:
             found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
         return found
@@ -227,7 +246,19 @@ def job_of(problem: Problem, family: str) -> Job:
         gpus=problem.layout.gpus,
         seq_len=problem.workload.seq_len,
         methods=methods_of(family),
+        document_len=problem.workload.document_len if problem.workload.packed else 0,
+        device=unlike_devices(problem.cluster),
+        shape=unaligned_heads(problem),
     )
+
+
+def unaligned_heads(problem: Problem) -> str:
+    """The head dimension in words, if its rows are not aligned; otherwise "".  No published step
+    has one."""
+    dim, width = problem.workload.model.head_dim, problem.workload.element_bytes
+    if is_aligned(dim, width):
+        return ""
+    return f"head_dim {dim} (published: multiples of {ALIGNED_BYTES // width})"
 
 
 def methods_of(family: str) -> frozenset[str]:
@@ -297,6 +328,26 @@ def unlike_shipped(problem: Problem) -> str:
     return f"cluster with facts of no shipped cluster (unlike {nearest}: {keys})"
 
 
+SAME_DEVICE = 0.05
+"""Largest relative difference of FLOP/s and of HBM bytes/s of two GPUs that count as one."""
+
+
+def unlike_devices(cluster: Cluster) -> str:
+    """A cluster's GPU in words, if its FLOP/s or HBM bytes/s are those of no shipped GPU of its
+    generation; otherwise ""."""
+    for other in _clusters():
+        pairs = (
+            (cluster.peak_flop_per_s, other.peak_flop_per_s),
+            (cluster.hbm_bytes_per_s, other.hbm_bytes_per_s),
+        )
+        if other.generation == cluster.generation and all(
+            abs(own / shipped - 1.0) <= SAME_DEVICE for own, shipped in pairs
+        ):
+            return ""
+    rates = f"{cluster.peak_flop_per_s / 1e12:.4g} TFLOP/s and {cluster.hbm_bytes_per_s / 1e12:.3g}"
+    return f"a GPU of {rates} TB/s, of which no rate is published"
+
+
 @cache
 def _clusters() -> tuple[Cluster, ...]:
     return tuple(load_cluster(name) for name in names("cluster"))
@@ -343,6 +394,7 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
             methods=methods_of(bundle_of({**row, "recompute": method}, registry)),
         ),
         log_error=error,
+        other_log_error=log_error(row, SPEED, OTHER),
         layout=(*sweep, *(row[key] for key in LAYOUT)),
         sweep=sweep,
     )

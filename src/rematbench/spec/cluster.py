@@ -53,6 +53,11 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sources: dict[str, str] = {}
 
     @property
+    def flop_per_byte(self) -> float:
+        """The balance of the GPU: dense 16-bit FLOP/s over HBM bytes/s."""
+        return self.peak_flop_per_s / self.hbm_bytes_per_s
+
+    @property
     def node_network_bytes_per_s(self) -> float:
         """The rate of all NICs of one node together, per direction."""
         return self.nics_per_node * self.nic_bytes_per_s

@@ -137,12 +137,14 @@ class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Device(Struct, frozen=True, kw_only=True):
     """The rates of one GPU for kernels: dense peak of all SMs, reached HBM rate, and `taken_sms`,
-    the SMs that a concurrent collective occupies (one SM for each block of the collective)."""
+    the SMs that a concurrent collective occupies (one SM for each block of the collective).
+    `balance`: FLOP per HBM byte over that of the nearest GPU on which kernels were measured."""
 
     peak_flop_per_s: Quantity
     hbm_bytes_per_s: Quantity
     sm_count: Quantity
     taken_sms: Quantity = 0.0
+    balance: Quantity = 1.0
 
     @property
     def free_sms(self) -> Quantity:

@@ -194,9 +194,28 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
     ]
 
 
+def _document_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Context parallelism cuts every document into 2 x cp slices, as TransformerEngine's
+    variable-length attention does."""
+    length = work.document_len
+    return [
+        (
+            length > work.seq_len,
+            f"document_len {length} must be at most seq_len = {work.seq_len} (longer documents are "
+            "cut there)",
+        ),
+        (
+            work.packed and lay.cp > 1 and length < 2 * lay.cp,
+            f"document_len {length} must be at least 2 x cp = {2 * lay.cp} (each document is cut "
+            "into two slices for each rank)",
+        ),
+    ]
+
+
 def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     model = work.model
     return [
+        *_document_rules(lay, work),
         (
             model.position == "learned" and model.max_positions < work.seq_len,
             f"seq_len {work.seq_len} is more than the {model.max_positions} learned positions of "

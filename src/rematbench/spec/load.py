@@ -45,6 +45,15 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     return _shipped_cluster(path) if _is_shipped(path) else _cluster(path)
 
 
+@cache
+def shipped_balances(generation: str) -> tuple[float, float] | None:
+    """The smallest and the largest FLOP per HBM byte of the shipped GPUs of a generation; None for
+    CPUs and for a generation that no shipped cluster has."""
+    shipped = [load_cluster(name) for name in names("cluster")]
+    found = [one.flop_per_byte for one in shipped if one.generation == generation != "cpu"]
+    return (min(found), max(found)) if found else None
+
+
 def load_system(name_or_path: str | Path) -> System:
     """A System by name, by an alias of config/systems (a published name), or by YAML file."""
     path = located("system", name_or_path)

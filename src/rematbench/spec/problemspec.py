@@ -9,7 +9,7 @@ from rematbench.spec.cluster import Bytes, Cluster
 from rematbench.spec.configfile import ConfigError, require_among, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
-from rematbench.workload import Model, PositiveInt, Precision
+from rematbench.workload import Model, NonNegativeInt, PositiveInt, Precision, Workload
 
 SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
 """Fields that ProblemSpec shares with Layout."""
@@ -41,7 +41,8 @@ class ProblemSpec(
     `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
     `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on where tp > 1.
     `seq_len` is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device
-    memory, and `optimizer` replaces the stack's home of the optimizer states.
+    memory, and `optimizer` replaces the stack's home of the optimizer states.  `document_len` is
+    the mean length of packed documents (0: not packed).
     """
 
     model: str | Model
@@ -62,12 +63,22 @@ class ProblemSpec(
     precision: Precision = "bf16"
     hbm_bytes: Bytes | None = None
     optimizer: Home | None = None
+    document_len: NonNegativeInt = 0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
         wrong = wrong_field(self, ProblemSpec)
         if wrong is not None:
             raise ConfigError("", *wrong)
+
+    def workload(self, model: Model) -> Workload:
+        """The workload, with the model that `model` names."""
+        return Workload(
+            model=model,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            document_len=self.document_len,
+        )
 
     @classmethod
     def at(cls, layout: Layout, **others: Any) -> Self:

@@ -10,7 +10,9 @@ from rematbench.workload import Workload
 class Shapes(Struct, frozen=True, kw_only=True):
     """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
     Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
-    `kv_width`, `heads`, `kv_heads`, `ffn` and `vocab`: the rank's tensor-parallel share."""
+    `kv_width`, `heads`, `kv_heads`, `ffn` and `vocab`: the rank's tensor-parallel share;
+    `document_len`: tokens of a document, the whole sequence where none are packed; `documents`: of
+    one sequence."""
 
     tokens: int
     shard_tokens: int
@@ -19,6 +21,8 @@ class Shapes(Struct, frozen=True, kw_only=True):
     sp: bool
     micro_batch: int
     seq_len: int
+    document_len: int
+    documents: int
     element_bytes: int
     q_width: int
     kv_width: int
@@ -42,6 +46,8 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
         sp=sequence_parallel,
         micro_batch=layout.micro_batch,
         seq_len=work.seq_len,
+        document_len=work.document_len if work.packed else work.seq_len,
+        documents=work.documents,
         element_bytes=work.element_bytes,
         q_width=model.num_heads // tp * model.head_dim,
         kv_width=kv_heads * model.head_dim,
@@ -58,3 +64,10 @@ def causal_pairs(seq_len: int, window: int) -> int:
     if window == 0 or window >= seq_len:
         return seq_len * (seq_len + 1) // 2
     return window * (window + 1) // 2 + (seq_len - window) * window
+
+
+def packed_pairs(seq_len: int, document_len: int, window: int) -> int:
+    """Causal pairs of one sequence of documents of equal length (the last one may be shorter) and
+    one head, inside documents and inside the window."""
+    whole, rest = divmod(seq_len, document_len)
+    return whole * causal_pairs(document_len, window) + causal_pairs(rest, window)

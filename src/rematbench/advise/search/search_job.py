@@ -47,7 +47,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.workload import Model, Workload
+from rematbench.workload import Model
 from rematbench.worlds.packages.flags import Engines
 from rematbench.worlds.packages.process import baselines
 
@@ -102,11 +102,7 @@ class SearchJob:
     @cached_property
     def space(self) -> Space:
         """The layouts of the job; LayoutError where no layout is possible."""
-        work = Workload(
-            model=self.model,
-            seq_len=self.request.spec.seq_len,
-            precision=self.request.spec.precision,
-        )
+        work = self.request.spec.workload(self.model)
         found = space(self.request.spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:
             reasons = [f"{count} fall to: {rule}" for rule, count in found.refused.items()]
@@ -313,7 +309,7 @@ class SearchJob:
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job's problem at one layout, with the given names of model, cluster and system."""
         request = self.request.spec
-        names = ("seq_len", "attention", "precision", "hbm_bytes", "optimizer")
+        names = ("seq_len", "document_len", "attention", "precision", "hbm_bytes", "optimizer")
         others: dict[str, Any] = {name: getattr(request, name) for name in names}
         others |= {"optimizer": "host"} if choice.hosted else {}
         things = {"model": request.model, "cluster": request.cluster, "system": request.system}

@@ -13,7 +13,7 @@ from rematbench.costs.operators.ops import (
     memory_kernel,
 )
 from rematbench.spec.layout import Layout
-from rematbench.spec.shapes import causal_pairs, shapes
+from rematbench.spec.shapes import packed_pairs, shapes
 from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 
@@ -254,7 +254,7 @@ class Builder:
     def _attention(self, window: int, out: str) -> None:
         fused = self.fused_attention
         s = self.s
-        pairs = causal_pairs(s.seq_len, window) // s.cp
+        pairs = packed_pairs(s.seq_len, s.document_len, window) // s.cp
         if not fused:
             pairs = s.seq_len * s.seq_len // s.cp
         kernel = Attention(
@@ -266,6 +266,7 @@ class Builder:
             kv_rows=s.seq_len,
             pairs=pairs,
             fused=fused,
+            documents=s.documents if fused else 1,
         )
         internals = (self._lse(),) if fused else self._scores()
         inside = (0, 0) if fused else self._inside_scores()

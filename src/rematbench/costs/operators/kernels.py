@@ -21,7 +21,8 @@ class Attention(Struct, frozen=True, tag="attention"):
 
     `heads` and `head_dim` are values of one rank; `pairs` is the number of (query, key) pairs per
     sequence and head under the causal mask (and window), summed over the rank's query rows;
-    `fused`: a flash kernel, not materialised scores.
+    `fused`: a flash kernel, not materialised scores.  `documents`: the documents of a sequence,
+    each of which a variable-length kernel computes alone (1: one document, or the full square).
     """
 
     batch: int
@@ -32,6 +33,7 @@ class Attention(Struct, frozen=True, tag="attention"):
     kv_rows: int
     pairs: int
     fused: bool = True
+    documents: int = 1
 
 
 class Elementwise(Struct, frozen=True, tag="elementwise"):

@@ -106,6 +106,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         cluster=text(row, "cluster"),
         system=system,
         seq_len=whole(row, "seq_len"),
+        document_len=whole(row, "document_len", 0),
         precision=read_choice(row, "precision", "bf16", Precision),
         attention=read_choice(row, "attention", "flash", AttentionChoice),
         method=method,

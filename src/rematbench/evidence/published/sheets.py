@@ -129,7 +129,7 @@ NUMBERS = {
         "mfu_pct_as_published",
     ),
     *("gpus", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim"),
-    *("seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
+    *("document_len", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
 }
 """Columns, published or predicted, whose cells are empty or numbers above 0."""
 SHARES = {"offload_fraction", "peak_host_bytes"}

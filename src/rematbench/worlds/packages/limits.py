@@ -23,13 +23,14 @@ class Setup(NamedTuple):
     seq_len: int
     precision: Precision
     attention: AttentionKind
+    document_len: int
 
 
 def setup_of(request: Problem | RunSpec) -> Setup:
     """The setup of a problem to plan or of a run to start."""
     work = request.workload if isinstance(request, Problem) else request
     kind: AttentionKind = "unfused" if request.attention == "unfused" else "flash"
-    return Setup(work.model, request.layout, work.seq_len, work.precision, kind)
+    return Setup(work.model, request.layout, work.seq_len, work.precision, kind, work.document_len)
 
 
 def active_reasons(reasons: Iterable[Reason]) -> tuple[str, ...]:

@@ -82,5 +82,6 @@ def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
         seq_len=spec.seq_len,
         precision=spec.precision,
         attention=spec.attention,
+        document_len=spec.document_len,
     )
     return make_problem(asked)

@@ -71,6 +71,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision
     attention: AttentionChoice
     world: World = "simulated"
+    document_len: int = 0
 
     @property
     def run_id(self) -> str:
@@ -216,6 +217,7 @@ def run_spec(
         precision=work.precision,
         attention=problem.asked_attention,
         world=world,
+        document_len=work.document_len,
     )
 
 

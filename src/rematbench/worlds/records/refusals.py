@@ -17,6 +17,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "dropout": model.dropout > 0,
         "ALiBi positions": model.position == "alibi",
         "sliding-window attention": bool(windows),
+        "packed documents": problem.workload.packed,
         "rotary positions with an odd head_dim": model.position == "rope"
         and model.head_dim % 2 != 0,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,

@@ -1,0 +1,91 @@
+"""Widths and head dimensions that matrix kernels round up, and what rows without alignment cost.
+
+Token counts are not rounded: the last, partly filled wave of tiles is part of each curve.
+"""
+
+from collections.abc import Iterator
+from math import ceil
+
+from msgspec.structs import replace
+
+from rematbench.costs.operators.kernels import Gemm
+from rematbench.spec.layout import Layout
+from rematbench.spec.shapes import shapes
+from rematbench.spec.system import System
+from rematbench.workload import Workload
+
+TILE_BYTES = 128
+"""Bytes of a row of a GEMM's tile: 64 elements of 16 bits.  Source: NVIDIA DU-09798, "Tensor Core
+Requirements" (multiples of 128 bytes are the most efficient on A100 and later)."""
+ALIGNED_BYTES = 16
+"""Bytes to whose multiples the rows of a 16-bit GEMM must be aligned, 8 elements (DU-09798)."""
+HEAD_DIM_MULTIPLE = 32
+"""Head dimensions for which flash-attention 2 and 3 have kernels (hdim32 to hdim256), and the
+k-step of 16-bit GEMM kernels.  Other head dimensions are padded to the next one."""
+UNALIGNED_SHARE = 12.21e12 * 160 / 140 / 312e12
+"""Share of the dense 16-bit peak that batched GEMMs reach if their rows are not aligned: they run
+without tensor cores.  140 columns of bf16 at 12.21 TFLOP/s on A100, counted as the 160 to which the
+kernel pads them.  Source: PyTorch issue 83272 (2022-08-11)."""
+
+
+def rounded(width: int, multiple: int) -> int:
+    """The smallest multiple that is at least `width`."""
+    return ceil(width / multiple) * multiple
+
+
+def tiled(kernel: Gemm, element_bytes: int, *, weight_gradient: bool) -> Gemm:
+    """The GEMM whose widths are whole tiles: n and k, or m and n of a weight gradient, whose k are
+    tokens."""
+    multiple = TILE_BYTES // element_bytes
+    n = rounded(kernel.n, multiple)
+    if weight_gradient:
+        return replace(kernel, m=rounded(kernel.m, multiple), n=n)
+    return replace(kernel, n=n, k=rounded(kernel.k, multiple))
+
+
+def is_aligned(head_dim: int, element_bytes: int) -> bool:
+    """Whether rows of `head_dim` elements start at multiples of ALIGNED_BYTES."""
+    return head_dim * element_bytes % ALIGNED_BYTES == 0
+
+
+def untiled(
+    work: Workload, layout: Layout, system: System, *, fused_attention: bool
+) -> tuple[str, ...]:
+    """A sentence for each width of a problem that its kernels round up: the width of a rank, and
+    what it costs."""
+    lines = (*_untiled_widths(work, layout, system), *_untiled_heads(work, fused_attention))
+    return tuple(lines)
+
+
+def _untiled_widths(work: Workload, layout: Layout, system: System) -> Iterator[str]:
+    model, s, multiple = work.model, shapes(work, layout, system), TILE_BYTES // work.element_bytes
+    heads = "hidden" if model.q_width == model.hidden else "heads x head_dim"
+    widths = {
+        ("hidden", model.hidden): model.hidden,
+        (heads, model.q_width): s.q_width,
+        ("heads + 2 KV heads", s.q_width + 2 * s.kv_width): s.q_width + 2 * s.kv_width,
+        ("ffn", model.ffn): s.ffn,
+        ("vocab", s.vocab * s.tp): s.vocab,
+    }
+    if s.q_width % multiple:
+        del widths["heads + 2 KV heads", s.q_width + 2 * s.kv_width]
+    for (name, whole), width in widths.items():
+        if width % multiple:
+            split = f"{whole}/{s.tp} = {width}" if width != whole else f"{width}"
+            yield (
+                f"{name} {split} is not a multiple of {multiple}: its GEMMs cost what "
+                f"{rounded(width, multiple)} costs"
+            )
+
+
+def _untiled_heads(work: Workload, fused_attention: bool) -> Iterator[str]:
+    dim, multiple = work.model.head_dim, HEAD_DIM_MULTIPLE
+    costs = f"attention costs what {rounded(dim, multiple)} costs"
+    if not is_aligned(dim, work.element_bytes):
+        elements = ALIGNED_BYTES // work.element_bytes
+        more = "and copies of queries, keys, values and output"
+        if not fused_attention:
+            more = f"at {UNALIGNED_SHARE:.3f} of the peak, without tensor cores"
+        yield f"head_dim {dim} is not a multiple of {elements}: {costs}, {more}"
+    elif dim % multiple:
+        yield f"head_dim {dim} is not a multiple of {multiple}: {costs}"
