@@ -41,7 +41,8 @@ class ProblemSpec(
     `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
     `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on where tp > 1.
     `seq_len` is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device
-    memory, and `optimizer` replaces the stack's home of the optimizer states.
+    memory; `optimizer` and `parameters` replace the stack's homes of the optimizer states and of
+    the parameters.
     """
 
     model: str | Model
@@ -62,6 +63,7 @@ class ProblemSpec(
     precision: Precision = "bf16"
     hbm_bytes: Bytes | None = None
     optimizer: Home | None = None
+    parameters: Home | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
