@@ -12,7 +12,14 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable
-from rematbench.costs.states import non_torch_bytes
+from rematbench.costs.states import (
+    PARAMETER_STAGE,
+    HostStates,
+    non_torch_bytes,
+    shard,
+    zero1_host_states,
+    zero3_host_states,
+)
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
@@ -190,6 +197,13 @@ def tied_on_one_rank(problem: Problem) -> bool:
     return problem.workload.model.tied_embeddings and problem.layout.pp == 1
 
 
+def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
+    """Whether the weights of a layer are brought into a buffer before each use: gathered from the
+    peers that hold them, or copied from host memory, or both."""
+    elsewhere = layout.state_shards > 1 or parameter.home == "host"
+    return parameter.gather == "layer" and elsewhere
+
+
 def completed_after_backward(problem: Problem) -> str:
     """The reason why a gradient is incomplete at the end of its unit's backward, so that
     optimizer-in-backward would be wrong; empty if all gradients are complete."""
@@ -216,6 +230,16 @@ def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
     return [op.parameters for op in weighted_operators(problem, table)]
 
 
+def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
+    """Parameters of an operator's tensors, the last first, as in autograd.  Each output of a linear
+    that the stack does not fuse has its own tensor."""
+    widths = [table.activations[name].row_bytes for name in op.outputs]
+    if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
+        return [op.parameters]
+    others = [op.parameters * width // sum(widths) for width in reversed(widths[1:])]
+    return [*others, op.parameters - sum(others)]
+
+
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
     """The operators of a table that have parameters; a tied output projection counts only where the
     embedding is on another rank."""
@@ -230,6 +254,42 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
     if rank == problem.layout.pp - 1:
         ends += head_parameters(problem)
     return layers + ends
+
+
+def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
+    """Host bytes of the states of one rank that a plan has in host memory."""
+    system, layout = problem.system, problem.layout
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
+    sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+    if optimizer.home == "device" or not system.host_gradients:
+        count = rank_parameters(problem, plan, rank)
+        states = zip((parameter, gradient, optimizer), sizes, strict=True)
+        away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
+        return HostStates(held=sum(away))
+    tensors = rank_tensors(problem, plan, rank)
+    if layout.zero_stage == PARAMETER_STAGE:
+        leaves = parameter.home == "host"
+        return zero3_host_states(tensors, optimizer.shards, system, parameters=leaves)
+    accumulates = layout.num_micro_batches > 1
+    return zero1_host_states(tensors, optimizer.shards, system, accumulates=accumulates)
+
+
+def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
+    """Parameters of each tensor of a rank, in the order of the model."""
+    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    tables = [problem.embedding] if rank == 0 else []
+    tables += layers
+    tables += [problem.head] if rank == problem.layout.pp - 1 else []
+    by_table = {
+        id(table): [
+            count
+            for op in weighted_operators(problem, table)
+            for count in reversed(operator_tensors(problem, table, op))
+        ]
+        for table in tables
+    }
+    return [count for table in tables for count in by_table[id(table)]]
 
 
 def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -252,10 +312,12 @@ def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ..
 def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
     optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
-    before each use."""
+    before each use.  Sharded gradients are in host memory where the stack has them beside an
+    optimizer there."""
     shards = layout.state_shards
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
+    leaves = system.optimizer_on_host and system.host_gradients and stage >= 2
     parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
     if stage == 3:
         parameter = StateFate(
@@ -264,12 +326,13 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             gather="layer",
             release="forward",
             keeps_ends=system.data_parallel == "fsdp",
+            home="host" if system.parameters_on_host else "device",
         )
     elif stage == 2 and system.data_parallel == "fsdp":
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="backward")
     return (
         parameter,
-        StateFate(kind="gradient", shards=sharded_grad),
+        StateFate(kind="gradient", shards=sharded_grad, home="host" if leaves else "device"),
         StateFate(
             kind="optimizer",
             shards=shards if stage >= 1 else 1,

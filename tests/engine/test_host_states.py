@@ -6,7 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import GRADIENTS_DOWN, HOST_UPDATE, WEIGHTS_UP, Kind
+from rematbench.engine.program.action import (
+    GRADIENTS_DOWN,
+    HOST_UPDATE,
+    SHARD_UP,
+    WEIGHTS_UP,
+    Kind,
+)
 from rematbench.engine.program.ledger import Interval
 from rematbench.engine.program.program import Block, Program
 from rematbench.engine.simulate.op_level import simulate
@@ -29,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "accumulated": {"global_batch": 3},
     "zero1": {"dp": 2, "zero_stage": 1, "global_batch": 4},
     "zero3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
+    "zero3 alone": {"zero_stage": 3, "global_batch": 2},
     "tp": {"tp": 2, "sp": True},
     "pipeline": {"pp": 2, "vpp": 2, "dp": 2, "zero_stage": 1, "global_batch": 8},
 }
@@ -144,10 +151,37 @@ def test_a_node_without_a_rate_keeps_the_bytes_and_gives_no_time() -> None:
     assert evaluate_plan(remade(given, evaluator=evaluate), plan).status == "ok"
 
 
+@pytest.mark.parametrize("name", ["zero3", "zero3 alone"])
+def test_weights_come_up_before_each_use_of_their_unit(name: str) -> None:
+    """Each pass of a micro-batch copies every unit's shard once, the next unit's beside the kernels
+    of the one before; with peers a gather into the same buffer follows."""
+    given, plan = timed(name, HOMES[-1])
+    moved, _ = timeline(given, plan)
+    up = [i for i in moved if i.action.op == SHARD_UP]
+    shards = given.layout.dp
+    share = sum(-(-u // shards) for u in _unit_parameters(given))
+    passes = 2 * given.layout.num_micro_batches
+    assert sum(i.action.nbytes for i in up) == passes * given.system.param_bytes * share
+    assert {i.stream for i in up} == {"h2d"}
+    gathers = [i for i in moved if i.action.kind is Kind.ALL_GATHER]
+    assert len(gathers) == (len(up) if shards > 1 else 0)
+    for copy, gather in zip(up, gathers, strict=bool(gathers)):
+        assert gather.action.reads == tuple(alloc.name for alloc in copy.action.allocs)
+        assert copy.end_s <= gather.start_s
+    first = next(i for i in moved if (i.action.kind, i.action.part) == (Kind.FORWARD, "L0"))
+    second = next(i for i in up if i.action.part == "L1")
+    assert second.start_s <= first.start_s  # one unit ahead
+    (ledger,) = evaluate(given, plan).ranks
+    assert ledger.parameter == 0
+
+
 def test_what_no_stack_does_is_refused() -> None:
     given = problem()
     states = (StateFate(kind="gradient", home="host"),)
     with pytest.raises(PlanError, match="gradients in host memory need their optimizer there"):
+        lower(replace(given.base_plan, states=states), given)
+    states = (StateFate(kind="parameter", home="host"),)
+    with pytest.raises(PlanError, match="parameters in host memory need their optimizer there"):
         lower(replace(given.base_plan, states=states), given)
     states = (StateFate(kind="optimizer", home="host", update="backward"),)
     with pytest.raises(PlanError, match="updates once per step"):

@@ -87,6 +87,7 @@ OPTIONS = {
         min=1, max=1 << 60, metavar="H", help="Bytes of device memory, instead of the cluster's."
     ),
     "optimizer": Option(help="Home of the optimizer states, instead of the stack's."),
+    "parameters": Option(help="Home of the parameters, instead of the stack's (ZeRO 3)."),
 }
 """The command-line option of each field of a ProblemSpec."""
 

@@ -193,8 +193,17 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all bytes minus the system's share."""
-        return int(self.cluster.host_bytes * (1.0 - self.common.host_system_share))
+        """Host bytes of a node that training may pin: all bytes minus those of the system and the
+        processes.  Where optimizers update on the host these were measured; elsewhere the share is
+        an estimate."""
+        whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
+        if measured is not None:
+            return whole - measured
+        other = whole * self.common.host_system_share
+        if self.system.optimizer_on_host:
+            most = whole * self.common.host_other_share
+            other = max(other, min(self.common.host_other_bytes, most))
+        return int(whole - other)
 
     def host_update_s(self, parameters_per_rank: int) -> float:
         """Seconds of the update of a rank's parameters on the host, with an equal share of the

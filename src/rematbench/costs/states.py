@@ -6,10 +6,13 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the optimizer o
 shard is stage 3.
 """
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 from msgspec import Struct
 
 from rematbench.costs.collectives import degrees, group_stride
+from rematbench.costs.copies import pinned_block_bytes
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration, CommonConstants
 from rematbench.spec.kernel_rates import Quantity
@@ -60,6 +63,104 @@ def state_bytes(parameters: int, layout: Layout, system: System) -> StateBytes:
         gradient=reduced * system.grad_bytes,
         optimizer=updated * system.optimizer_bytes,
     )
+
+
+# -- states in host memory -----------------------------------------------------------------------
+
+
+class HostStates(Struct, frozen=True, kw_only=True):
+    """Host bytes of one rank's states: those held throughout, in the blocks that torch pins for
+    them, and a temporary copy during the update."""
+
+    held: int
+    update: int = 0
+
+
+def sub_groups(parts: Iterable[int], least: int) -> list[int]:
+    """Parameters of each sub-group of a rank whose tensors have `parts` parameters: successive
+    tensors until there are at least `least` (0: one group of all).  Source: DeepSpeed 0.19.8,
+    stage3.py, _create_fp16_sub_groups."""
+    groups, open_group = [], 0
+    for part in parts:
+        open_group += part
+        if least and open_group >= least:
+            groups.append(open_group)
+            open_group = 0
+    return [*groups, open_group] if open_group else groups
+
+
+def zero3_host_states(
+    tensors: Sequence[int],
+    shards: int,
+    system: System,
+    *,
+    parameters: bool = False,
+    share: float = 1.0,
+) -> HostStates:
+    """Host bytes of a rank's states if ZeRO 3 updates its shard of each of `tensors` (parameters of
+    each) on the host.  `parameters`: the shard itself is in host memory too, beside the block of
+    each tensor from which it was moved, which torch keeps.  `share`: the share of sub-groups that
+    are updated on the host, the last ones.
+
+    Source: DeepSpeed 0.19.8, stage3.py.  Master weights and moments are pageable
+    (_create_fp32_partitions, ops/adam/cpu_adam.py); the gradients that the update reads are a
+    pinned buffer for each sub-group (initialize_optimizer_states); the gradients of all sub-groups
+    in compute precision are one pinned buffer (_setup_for_real_optimizer), and so are parameters in
+    host memory (_create_param_groups_fp16_flat_cpu_memory), which partition_parameters.py pinned
+    one by one before (_partition_param).  After its update a sub-group is
+    converted to compute precision on the host and copied to the device
+    (_reassign_or_swap_out_partitioned_parameters; torch, Copy.cu: a blocking copy converts on the
+    CPU).
+    """
+    parts = [shard(count, shards) for count in tensors]
+    groups = sub_groups(parts, system.sub_group_parameters)
+    hosted = groups[int((1.0 - share) * len(groups)) :]
+    held = sum(
+        system.optimizer_bytes * group + _block(system, system.host_grad_bytes * group)
+        for group in hosted
+    )
+    held += _block(system, system.grad_bytes * sum(parts))
+    if parameters:
+        held += pinned_block_bytes(system.param_bytes * sum(parts))
+        moved = [system.param_bytes * part for part in parts] if system.host_pinned else []
+        held += sum(map(pinned_block_bytes, moved))
+    update = 0 if parameters else system.param_bytes * max(hosted, default=0)
+    return HostStates(held=held, update=update)
+
+
+def zero1_host_states(
+    tensors: Sequence[int], shards: int, system: System, *, accumulates: bool
+) -> HostStates:
+    """Host bytes of a rank's states if ZeRO 1 or 2 updates one of `shards` equal parts of all
+    `tensors` on the host.  `accumulates`: a step has several micro-batches.
+
+    Source: DeepSpeed 0.19.8, stage_1_and_2.py.  Pinned are the master weights, their gradients, the
+    updated weights in compute precision (param_buffer_of_bit16_for_cpu_offload_groups), a buffer
+    for the gradient of the largest tensor (temp_grad_buffer_for_cpu_offload), and with several
+    micro-batches the gradient of each tensor of the part (accumulated_grads_in_cpu).
+    """
+    part, master = shard(sum(tensors), shards), system.host_grad_bytes
+    pinned = [master * part, master * part, system.param_bytes * part]
+    pinned += [system.grad_bytes * max(tensors, default=0)]
+    moments = max(0, system.optimizer_bytes - master) * part
+    sums = _fullest_sums(tensors, part, system) if accumulates else 0
+    return HostStates(held=moments + sum(_block(system, n) for n in pinned) + sums)
+
+
+def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
+    """Host bytes of the whole gradients of all tensors of a part, for the part with most bytes."""
+    ends = np.cumsum(np.asarray(tensors, np.int64)) if tensors else np.zeros(0, np.int64)
+    sizes = [_block(system, system.grad_bytes * count) for count in tensors]
+    sums = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
+    starts = np.arange(0, ends[-1] if len(ends) else 0, max(1, part))
+    first = np.searchsorted(ends, starts, side="right")
+    last = np.searchsorted(ends, np.minimum(starts + part, ends[-1:]), side="left")
+    return int((sums[last + 1] - sums[first]).max(initial=0))
+
+
+def _block(system: System, nbytes: int) -> int:
+    """Host bytes of a buffer of `nbytes` that the stack pins, if it pins buffers."""
+    return pinned_block_bytes(nbytes) if system.host_pinned else nbytes
 
 
 def optimizer_traffic_bytes(

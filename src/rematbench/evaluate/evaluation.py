@@ -17,14 +17,15 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Plan
-from rematbench.problem import Problem, rank_parameters
+from rematbench.problem import Problem, gathers_by_layer, host_states, rank_parameters
 
 
 class RankBytes(Struct, frozen=True, kw_only=True):
     """Device and host bytes of a rank: resident states and the ledger's activation peaks.  `pools`:
-    staging pools; `peak_step`: index of the rank's step with the device peak.  `host_rounding`:
-    bytes by which pinned blocks exceed the activations in them.  States are pinned as few large
-    buffers, so they are not rounded."""
+    staging pools; `peak_step`: index of the rank's step with the device peak.  `host_state`:
+    states in host memory, in their pinned blocks (`HostStates.held`); `host_update`: a temporary
+    copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
+    in them."""
 
     parameter: int
     gradient: int
@@ -35,6 +36,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     host_activation_peak: int
     peak_step: int
     host_rounding: int = 0
+    host_update: int = 0
 
     @property
     def device_peak(self) -> int:
@@ -52,8 +54,9 @@ class RankBytes(Struct, frozen=True, kw_only=True):
 
     @property
     def host_peak(self) -> int:
-        """Peak of pinned host bytes."""
-        return self.host_state + self.host_activation_peak + self.host_rounding
+        """Peak of host bytes.  Activations are back on the device before the update."""
+        activations = self.host_activation_peak + self.host_rounding
+        return self.host_state + max(activations, self.host_update)
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
@@ -175,8 +178,7 @@ def not_timed(problem: Problem, plan: Plan) -> str:
             "time not modelled: an optimizer in host memory on cluster "
             f"{cluster.name}, whose file has no host_update_parameters_per_s"
         )
-    layerwise = parameter.gather == "layer" and problem.layout.state_shards > 1
-    if parameter.home == "host" and not layerwise:
+    if parameter.home == "host" and not gathers_by_layer(parameter, problem.layout):
         return "time not modelled: parameters in host memory that no gather per layer brings up"
     return ""
 
@@ -212,7 +214,7 @@ def _rank_bytes(
         "optimizer": system.optimizer_bytes,
     }
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
-    host = 0
+    host = host_states(problem, plan, rank)
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
         nbytes = shard(count, fate.shards) * sizes[kind]
@@ -220,15 +222,14 @@ def _rank_bytes(
             nbytes = 0  # each unit's gradients live only until its update
         if fate.home == "device":
             device[kind] = nbytes
-        else:
-            host += nbytes
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],
         optimizer=device["optimizer"],
         activation_peak=ledger.device_peak_bytes,
         pools=pools,
-        host_state=host,
+        host_state=host.held,
+        host_update=host.update,
         host_activation_peak=ledger.host_peak_bytes,
         host_rounding=ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,

@@ -30,7 +30,7 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     return Problem(
         workload=spec.workload(model),
         cluster=cluster,
-        system=hosting(spec.system, spec.optimizer),
+        system=hosting(spec.system, spec.optimizer, spec.parameters),
         layout=layout,
         calibration=constants or calibration(),
         attention="unfused" if spec.attention == "unfused" else "flash",
@@ -40,10 +40,13 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     )
 
 
-def hosting(named: str | System, optimizer: Home | None) -> System:
-    """Return the stack with optimizer states on the device or on the host, as `optimizer` says."""
+def hosting(named: str | System, optimizer: Home | None, parameters: Home | None = None) -> System:
+    """Return the stack with optimizer states and parameters on the device or on the host, as
+    `optimizer` and `parameters` say (None: as the stack has it)."""
     system = named if isinstance(named, System) else load_system(named)
-    return replace(system, optimizer_on_host=optimizer == "host") if optimizer else system
+    if optimizer:
+        system = replace(system, optimizer_on_host=optimizer == "host")
+    return replace(system, parameters_on_host=parameters == "host") if parameters else system
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:

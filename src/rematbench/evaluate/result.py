@@ -104,6 +104,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "kernel": problem.kernel,
             "schedule": self.base.schedule,
             "optimizer": self.base.state("optimizer").home,
+            "parameters": self.base.state("parameter").home,
             "partition": _layers(self.base),
             "rematbench": rematbench.__version__,
             "constants": problem.calibration.date,

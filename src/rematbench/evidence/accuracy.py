@@ -25,10 +25,13 @@ from rematbench.spec.constants import Calibration, FitRule, is_fit
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
 
-Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret"]
+Metric = Literal[
+    "tokens_per_s_per_gpu", "peak_device_bytes", "host_used_gib", "gain", "verdict", "regret"
+]
 Split = Literal["fitted", "in-sample", "held-out"]
-Sheet = Literal["runs.csv", "runs_more.csv"]
+Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv"]
 MORE: Sheet = "runs_more.csv"
+HOSTED: Sheet = "offloaded_states.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
@@ -92,7 +95,10 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
-    """Whether a cell is fitted, in-sample or held-out.  Constants are fitted to speeds only."""
+    """Whether a cell is fitted, in-sample or held-out.  Constants are fitted to speeds, and
+    `host_other_bytes` of a node to host bytes (host_rows.py)."""
+    if group.metric == "host_used_gib":
+        return "fitted" if row["fitted"] else "held-out"
     if group.metric in ("tokens_per_s_per_gpu", "gain") and is_fit(row, calibration.fit):
         return "fitted"
     shaped = any(entry.source in row["source"] for entry in calibration.shaped_by)
@@ -272,14 +278,17 @@ def validate(
     accuracy: Accuracy,
     left_out: Mapping[str, float] | None = None,
     more: Sequence[Row] = (),
+    hosted: Sequence[Row] = (),
 ) -> Report:
     """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
-    `left_out`: mean errors out of source, by group.  `more`: predicted rows of runs_more.csv.
-    Groups of that sheet are scored only if `more` is given."""
+    `left_out`: mean errors out of source, by group.  `more`, `hosted`: predicted rows of
+    runs_more.csv and of offloaded_states.csv.  Groups of these sheets are scored only if their rows
+    are given."""
+    sheets: dict[Sheet, Sequence[Row]] = {"runs.csv": rows, MORE: more, HOSTED: hosted}
     groups = [
-        _group_report(g, more if g.sheet == MORE else rows, calibration, left_out or {})
+        _group_report(g, sheets[g.sheet], calibration, left_out or {})
         for g in accuracy.groups
-        if more or g.sheet != MORE
+        if sheets[g.sheet] or g.sheet == "runs.csv"
     ]
     return Report(groups=tuple(groups), verdicts=verdicts(rows))
 
@@ -313,7 +322,7 @@ def _group_report(
         metric=group.metric,
         splits=_splits(group, judged),
         missing=_missing(group, tested),
-        constants=_constants(cells, calibration),
+        constants=_constants(group, cells, calibration),
         floor=floor,
         left_out=left_out.get(group.name),
         checks=_checks(group, tested, reached["mean"], floor),
@@ -383,8 +392,11 @@ def _zero(group: str, statistic: str, value: float) -> Check:
     return Check(group=group, statistic=statistic, value=value, target=0.0, accepted=0.0)
 
 
-def _constants(cells: Sequence[Row], calibration: Calibration) -> int:
-    """The number of fitted constants that a group's predictions depend on."""
+def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> int:
+    """The number of fitted constants that a group's predictions depend on: one of each node for
+    host bytes."""
+    if group.metric == "host_used_gib":
+        return len({row["pred_node"] for row in cells})
     owners: set[str] = set()
     for row in cells:
         try:

@@ -7,7 +7,7 @@ from msgspec import Struct
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.costs.operators.ops import OpTable
 from rematbench.plan import Plan
-from rematbench.problem import Problem, rank_parameters
+from rematbench.problem import Problem, host_states
 from rematbench.solve.layer_costs import forward_s, layers_in_flight
 from rematbench.solve.search import smallest_feasible
 
@@ -102,9 +102,8 @@ def _hidden_share(
 
 def _host_share(problem: Problem, base: Plan, host_bytes: int | None) -> float:
     """Host bytes that the activations of one GPU may take."""
-    cluster, layout, system = problem.cluster, problem.layout, problem.system
+    cluster, layout = problem.cluster, problem.layout
     share = (host_bytes or problem.cost.host_room_bytes) / min(cluster.gpus_per_node, layout.gpus)
-    if host_bytes is not None or base.state("optimizer").home == "device":
+    if host_bytes is not None:
         return share
-    count = max(rank_parameters(problem, base, rank) for rank in range(layout.pp))
-    return share - system.optimizer_bytes * count / base.state("optimizer").shards
+    return share - max(host_states(problem, base, rank).held for rank in range(layout.pp))

@@ -23,6 +23,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     opposite direction runs.  Published only for A100; for PCIe 5 (Hopper and Blackwell) measured on
     one H200 (results/measured/gpu).
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
+    `host_other_bytes`: host bytes of a node that a training job does not account for: the system's,
+    the processes' own, the page cache (None: an estimate, costs/bind.py, `host_room_bytes`).
     `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
     if AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with an
     optimizer in host memory then have bytes but no time).
@@ -48,6 +50,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dram_bytes_per_s: Rate | None = None
     numa_nodes: Count = 2
     host_bytes: Bytes
+    host_other_bytes: NonNegativeInt | None = None
     host_update_parameters_per_s: Rate | None = None
     constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}

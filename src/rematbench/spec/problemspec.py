@@ -41,8 +41,8 @@ class ProblemSpec(
     `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
     `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on where tp > 1.
     `seq_len` is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device
-    memory, and `optimizer` replaces the stack's home of the optimizer states.  `document_len` is
-    the mean length of packed documents (0: not packed).
+    memory; `optimizer` and `parameters` replace the stack's homes of the optimizer states and of
+    the parameters.  `document_len` is the mean length of packed documents (0: not packed).
     """
 
     model: str | Model
@@ -64,6 +64,7 @@ class ProblemSpec(
     hbm_bytes: Bytes | None = None
     optimizer: Home | None = None
     document_len: NonNegativeInt = 0
+    parameters: Home | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""

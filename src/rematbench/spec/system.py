@@ -8,6 +8,8 @@ StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+Parameters = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""A number of parameters."""
 P2pOverlap = Literal["none", "interleaved", "always"]
 TpOverlap = Literal["none", "backward", "gemm"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
@@ -94,6 +96,15 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory (DeepSpeed
     widens the gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary,
     and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    `host_gradients`: an optimizer in host memory has its gradients there: those of
+    `host_grad_bytes` that the update reads, and beside them a buffer in compute precision
+    (costs/states.py, `host_states`).  Gradients that ZeRO 2 or 3 shards are then not on the device.
+    `host_pinned`: torch pins the buffers of `host_gradients` and of parameters in host memory, in
+    blocks of a power of two.
+    `sub_group_parameters`: the parameters that ZeRO 3 updates together on the host, whose gradients
+    are one buffer (0: all of a rank).
+    `optimizer_on_host`, `parameters_on_host`: the optimizer states, and with ZeRO 3 each rank's
+    shard of the parameters too, are in host memory unless a run says otherwise.
     `cuda_graphs`: each layer's forward and each layer's backward is a captured CUDA graph that the
     host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
     captured.
@@ -146,9 +157,13 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiled: bool = False
     cuda_graphs: bool = False
     optimizer_on_host: bool = False
+    parameters_on_host: bool = False
     late_state_bytes: StateBytes = 0
     fresh_gradients: bool = False
     host_grad_bytes: StateBytes = 4
+    host_gradients: bool = False
+    host_pinned: bool = True
+    sub_group_parameters: Parameters = 0
     expandable_segments: bool = False
     vocab_multiple: Multiple = 1
     reported_peak: ReportedPeak = "allocated"

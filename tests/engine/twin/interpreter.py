@@ -12,7 +12,14 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 
-from rematbench.engine.program.action import HOST, Action, Kind, tenant
+from rematbench.engine.program.action import (
+    HOST,
+    SHARD_UP,
+    STATE_COPIES,
+    Action,
+    Kind,
+    tenant,
+)
 from rematbench.engine.program.program import Program, RankProgram
 
 DIGEST, SLOT_BYTES = 16, 1 << 20
@@ -145,7 +152,7 @@ class Rank:
             self.done[stream] += 1
             if action.wait:
                 self.run_until(*self.events[action.wait, mb, chunk])
-            if action.kind in COPIES:
+            if action.kind in COPIES and action.op not in STATE_COPIES:
                 self.copy(action, mb, chunk)
             elif action.kind is Kind.ALLOC or action.reads or action.allocs:
                 self.compute(action, mb, chunk)
@@ -175,11 +182,11 @@ class Rank:
             raise TwinError(f"{action.kind.value} {action.op}: {len(data)} bytes are lost")
 
     def compute(self, action: Action, mb: int, chunk: int) -> None:
-        """A kernel or collective: its outputs follow from its operator and the digests it reads."""
+        """A kernel or collective: its outputs follow from its operator and the digests it reads.  A
+        copy of weights makes what a gather of the same weights makes."""
         digests = [self.read(action, (name, mb, chunk)) for name in action.reads]
-        what = hashlib.sha256(
-            b"".join([action.part.encode(), identity(action.op).encode(), *digests])
-        )
+        op = "parameters" if action.op == SHARD_UP else identity(action.op)
+        what = hashlib.sha256(b"".join([action.part.encode(), op.encode(), *digests]))
         for alloc in action.allocs:
             name = identity(alloc.name)
             digest = hashlib.sha256(what.digest() + name.encode()).digest()[:DIGEST]

@@ -36,6 +36,10 @@ from tests.problems import (
 )
 from tests.strategies import grouped
 
+HOSTED = {
+    "system": "deepspeed",
+    "system_changes": {"optimizer_on_host": True, "parameters_on_host": True},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"global_batch": 2},
     "tp": {"tp": 2, "global_batch": 2},
@@ -43,6 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"pp": 2, "global_batch": 3},
     "interleaved": {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
     "zero 3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
+    "states on the host": {**HOSTED, "dp": 2, "zero_stage": 3, "global_batch": 4},
+    "one rank, states on the host": {**HOSTED, "zero_stage": 3, "global_batch": 2},
     "kwai": {"system": "megatron-kwai", "tp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
     "ring": {"system": "megatron-core", "cp": 2, "tp": 2, "model": replace(GPT, num_layers=2)},
     "fsdp": {"system": "torchtitan", "dp": 2, "zero_stage": 2, "global_batch": 2},
@@ -99,6 +105,17 @@ def test_memory_equals_the_ledger_after_every_action(layout: str, case: str) -> 
     plan = planned(given, case)
     ranks = held(given, plan, given.base_plan)
     assert gradients(ranks) == gradients(interpret(lower(plan, given), EARLY))
+
+
+def test_weights_from_the_host_are_those_of_the_device() -> None:
+    """Kernels read the same bytes whether a gather's shards come from the device or from the host,
+    and both keep as many bytes of activations and buffers alive."""
+    there = problem(**LAYOUTS["states on the host"])
+    here = problem(**{**LAYOUTS["states on the host"], "system_changes": {}})
+    plans = planned(there, "full_recompute"), planned(here, "full_recompute")
+    ranks = held(there, plans[0], there.base_plan), held(here, plans[1], here.base_plan)
+    assert gradients(ranks[0]) == gradients(ranks[1])
+    assert [rank.peak for rank in ranks[0]] == [rank.peak for rank in ranks[1]]
 
 
 @pytest.mark.parametrize("case", CASES)

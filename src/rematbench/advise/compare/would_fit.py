@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rematbench.evaluate.result import Result, evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
-from rematbench.problem import Problem
+from rematbench.problem import Problem, state_fates
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
@@ -72,9 +72,11 @@ def _states_on_host(problem: Problem, result: Result) -> str:
     fate = result.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
         return ""
-    others = tuple(state for state in result.plan.states if state.kind != "optimizer")
-    plan = replace(result.plan, states=(*others, replace(fate, home="host")))
-    hosted = _run(problem, plan)
+    there = replace(problem.system, optimizer_on_host=True)
+    homes = {state.kind: state.home for state in state_fates(problem.layout, there)}
+    states = (replace(state, home=homes[state.kind]) for state in result.plan.states)
+    plan = replace(result.plan, states=tuple(states))
+    hosted = _run(replaced(problem, system=there, _memo={}, _weights={}), plan)
     evaluation, verdict = (hosted.evaluation, hosted.verdict) if hosted else (None, None)
     if evaluation is None or verdict is None or not verdict.fits:
         return ""

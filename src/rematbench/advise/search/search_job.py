@@ -93,10 +93,13 @@ class SearchJob:
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
-        self.system = hosting(spec.system, spec.optimizer)
+        self.system = hosting(spec.system, spec.optimizer, spec.parameters)
         if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
             why = f"{cluster.name} has no host_update_parameters_per_s, so no step has seconds"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
+        if self.system.parameters_on_host:
+            why = "no search places parameters in host memory; simulate and compare do"
+            raise ConfigError("", "parameters", f"'host': {why} (allowed here: device)")
         self.registry = _registry(request)
 
     @cached_property

@@ -23,7 +23,8 @@ class ParameterGatherer:
 
     A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead.  A
     step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
-    memory is copied to the device before its gather.  `release`: whether a unit's gathered copy is
+    memory is copied into its part of the full parameters before its gather; without `peers` the
+    shard is everything, and there is no gather.  `release`: whether a unit's gathered copy is
     freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
     embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
     gathers the weight again.
@@ -35,13 +36,14 @@ class ParameterGatherer:
         system: System,
         tied: Unit | None = None,
         *,
+        peers: bool = True,
         release: bool,
         keeps_ends: bool = False,
     ) -> None:
         self.layerwise = fate.gather == "layer"
         self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
-        self.fate, self.system, self.release = fate, system, release
+        self.fate, self.system, self.peers, self.release = fate, system, peers, release
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
         self.released = ""
@@ -85,11 +87,17 @@ class ParameterGatherer:
         if self.released and self.layerwise:
             w.wait("dp", self.released)  # the buffer of a released unit is reused
         allocs: tuple[Alloc, ...] = ()
+        reads: tuple[str, ...] = ()
         if self.layerwise:
             allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
             w.parameters[unit.prefix] = self.buffers(unit)
         if self.layerwise and self.fate.home == "host":
-            w.wait("dp", self._shard_up(w, unit))
+            copied = self._shard_up(w, unit, allocs)
+            if not self.peers:
+                self.pending[unit.prefix] = copied
+                return
+            w.wait("dp", copied)
+            allocs, reads = (), (self.buffer(unit),)
         event = w.new_event()
         payload = self.system.gather_bytes * unit.parameters
         w.add(
@@ -98,6 +106,7 @@ class ParameterGatherer:
                 stream="dp",
                 part=unit.prefix,
                 op="parameters",
+                reads=reads,
                 allocs=allocs,
                 event=event,
                 comm=Comm("all_gather", "dp", payload),
@@ -106,10 +115,12 @@ class ParameterGatherer:
         w.stall(Comm("all_gather", "dp", payload))
         self.pending[unit.prefix] = event
 
-    def _shard_up(self, w: BlockWriter, unit: Unit) -> str:
-        """Copy this rank's shard of a unit's parameters to the device; returns the end event."""
+    def _shard_up(self, w: BlockWriter, unit: Unit, allocs: tuple[Alloc, ...]) -> str:
+        """Copy this rank's shard of a unit's parameters into their new buffer; returns the end
+        event."""
         nbytes = self.system.param_bytes * -(-unit.parameters // self.fate.shards)
-        return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=w.mark(COMPUTE))
+        ready = w.mark(COMPUTE)
+        return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=ready, allocs=allocs)
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
         """Free the gathered copy after the unit's pass, or leave it for the backward."""

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
-from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.program.program import Late, LateUnit
 from rematbench.plan import Plan
-from rematbench.problem import Problem, tensor_parameters, weighted_operators
+from rematbench.problem import (
+    Problem,
+    operator_tensors,
+    tensor_parameters,
+    weighted_operators,
+)
 
 MOMENTS = 2
 """Adam keeps two moments of each parameter (Kingma & Ba 2015), each a separate tensor."""
@@ -48,16 +53,6 @@ def _gradients(
     """Bytes of the gradients of a unit's tensors, by operator, in the order of the table."""
     shards = plan.state("gradient").shards
     return {
-        op.name: tuple(shard(n, shards) * grad_bytes for n in _projections(problem, table, op))
+        op.name: tuple(shard(n, shards) * grad_bytes for n in operator_tensors(problem, table, op))
         for op in weighted_operators(problem, table)
     }
-
-
-def _projections(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors, the last first, as in autograd.  Each output of a linear
-    that the stack does not fuse has its own tensor."""
-    widths = [table.activations[name].row_bytes for name in op.outputs]
-    if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
-        return [op.parameters]
-    others = [op.parameters * width // sum(widths) for width in reversed(widths[1:])]
-    return [*others, op.parameters - sum(others)]

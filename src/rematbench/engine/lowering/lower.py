@@ -38,7 +38,7 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, tied_on_one_rank
+from rematbench.problem import Problem, gathers_by_layer, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
@@ -136,7 +136,7 @@ class _RankLowering:
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
-        self.layerwise = parameter.gather == "layer" and peers
+        self.layerwise = gathers_by_layer(parameter, lay)
 
     def run(self, *, whole: bool) -> RankProgram:
         """The rank's program for an optimizer step.  If not `whole`, only the step's passes."""
@@ -269,13 +269,14 @@ class _RankLowering:
         plan, system = self.plan, self.problem.system
         parameter = plan.state("parameter")
         release, ends = parameter.release == "forward", parameter.keeps_ends
+        peers = self.problem.layout.state_shards > 1
 
         def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
             gatherer = None
             if gather:
                 tied = self._tied(chunk)
                 gatherer = ParameterGatherer(
-                    parameter, system, tied, release=release, keeps_ends=ends
+                    parameter, system, tied, peers=peers, release=release, keeps_ends=ends
                 )
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
 
@@ -286,11 +287,14 @@ class _RankLowering:
         plan, problem = self.plan, self.problem
         parameter = plan.state("parameter")
         states = plan.state("gradient"), plan.state("optimizer")
+        peers = problem.layout.state_shards > 1
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
             gatherer, reducer, tied = None, None, self._tied(chunk)
             if self.layerwise:
-                gatherer = ParameterGatherer(parameter, problem.system, tied, release=True)
+                gatherer = ParameterGatherer(
+                    parameter, problem.system, tied, peers=peers, release=True
+                )
             if reduce:
                 reducer = GradReducer(*states, problem.system, problem.layout, tied)
             return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)

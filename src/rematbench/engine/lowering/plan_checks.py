@@ -16,7 +16,7 @@ from rematbench.plan import (
     Select,
     Split,
 )
-from rematbench.problem import Problem, completed_after_backward
+from rematbench.problem import Problem, completed_after_backward, gathers_by_layer
 from rematbench.spec.configfile import closest
 
 
@@ -35,7 +35,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     if any(not chunk for chunk in virtual):
         raise PlanError("partition has an empty chunk: every chunk needs a layer")
     parameter = plan.state("parameter")
-    if lay.state_shards > 1 and (parameter.gather, parameter.release) == ("layer", "never"):
+    if gathers_by_layer(parameter, lay) and parameter.release == "never":
         raise PlanError(
             "parameters gathered per layer are released by the forward or the backward, not never"
         )
@@ -61,8 +61,9 @@ def _check_host_states(plan: Plan) -> None:
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     if optimizer.home == "host" and optimizer.update == "backward":
         raise PlanError("an optimizer in host memory updates once per step, not in the backward")
-    if gradient.home == "host" and optimizer.home == "device":
-        raise PlanError("gradients in host memory need their optimizer there")
+    for state in (gradient, plan.state("parameter")):
+        if state.home == "host" and optimizer.home == "device":
+            raise PlanError(f"{state.kind}s in host memory need their optimizer there")
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:
@@ -76,7 +77,7 @@ def graph_conflict(plan: Plan, problem: Problem) -> str:
     if not problem.system.cuda_graphs:
         return ""
     fates = [rule.fate for rule in plan.rules]
-    gathered = problem.layout.state_shards > 1 and plan.state("parameter").gather == "layer"
+    gathered = gathers_by_layer(plan.state("parameter"), problem.layout)
     reasons = {
         "activations on the host": any(_moves(fate) for fate in fates),
         "whole layers recomputed": any(_whole(fate) for fate in fates),

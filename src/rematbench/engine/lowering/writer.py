@@ -147,16 +147,24 @@ class BlockWriter:
         *,
         after: str,
         reads: tuple[str, ...] = (),
+        allocs: tuple[Alloc, ...] = (),
     ) -> str:
         """Append a copy of states between device and host that starts after event `after`, and
-        return its end event.  States have resident memory on both sides, so nothing is
-        allocated."""
+        return its end event.  States have resident memory in host memory; `allocs` is a buffer on
+        the device, if they have none there."""
         stream = "d2h" if kind is Kind.D2H else "h2d"
         self.wait(stream, after)
         event = self.new_event()
         self.add(
             Action(
-                kind=kind, stream=stream, part=part, op=op, reads=reads, nbytes=nbytes, event=event
+                kind=kind,
+                stream=stream,
+                part=part,
+                op=op,
+                reads=reads,
+                allocs=allocs,
+                nbytes=nbytes,
+                event=event,
             )
         )
         return event

@@ -45,6 +45,7 @@ from rematbench.evidence.job_evidence import (
     out_of_source,
 )
 from rematbench.evidence.published.derived import PUBLISHED
+from rematbench.evidence.published.host_rows import host_rows
 from rematbench.evidence.published.sheets import Row, number, read_predicted
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
@@ -56,7 +57,11 @@ INPUTS = {
     "predictions": "results/paper/tables/predictions.csv",
     "more": "results/paper/predictions_more.csv",
 }
-READS = ("config/accuracy.yaml", "config/left_out.csv")
+READS = (
+    "config/accuracy.yaml",
+    "config/left_out.csv",
+    "results/published/offloaded_states.csv",
+)
 TABLES = (
     "accuracy_by_source",
     "bands",
@@ -93,7 +98,7 @@ def build(predictions: Path, more: Path) -> list[Table]:
     accuracy, constants, unseen = load_accuracy(), shipped_calibration(), out_of_source()
     beside = read_predicted(more)
     left_out = left_out_errors(unseen, accuracy, constants)
-    report = validate(cells, constants, accuracy, left_out, beside)
+    report = validate(cells, constants, accuracy, left_out, beside, host_rows())
     return score_tables(report, cells, constants, accuracy, unseen, beside)
 
 

@@ -45,6 +45,8 @@ RESERVE = "reserve_bytes"
 """A further key of the base: bytes of each device that tuned plans leave free."""
 OPTIMIZER = "optimizer"
 """A further key of the base: the optimizer states are in host memory."""
+PARAMETERS = "parameters"
+"""A further key of the base: the parameters are in host memory."""
 
 
 class RecordError(UserError):
@@ -203,6 +205,7 @@ def run_spec(
     own = {key: value for key, value in own.items() if value != getattr(usual, key)}
     own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
     own |= {OPTIMIZER: "host"} if problem.system.optimizer_on_host else {}
+    own |= {PARAMETERS: "host"} if problem.system.parameters_on_host else {}
     return RunSpec(
         method=method.name,
         parameters={**method.parameters, **({"base": own} if own else {})},

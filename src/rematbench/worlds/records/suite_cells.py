@@ -14,7 +14,7 @@ from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.records.plan_replay import spec_problem
-from rematbench.worlds.records.record import OPTIMIZER, RESERVE, Record
+from rematbench.worlds.records.record import OPTIMIZER, PARAMETERS, RESERVE, Record
 from rematbench.worlds.records.suite import Suite, Variant, bundles, load_suite
 
 
@@ -61,7 +61,8 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
     spec = record.spec
     problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
     own = dict(parameters.pop("base", {}))
-    system = hosting(problem.system, own.pop(OPTIMIZER, None))
+    homes = own.pop(OPTIMIZER, None), own.pop(PARAMETERS, None)
+    system = hosting(problem.system, *homes)
     problem = replace(problem, system=system, reserve_bytes=own.pop(RESERVE, 0))
     words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
     base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
