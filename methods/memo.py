@@ -13,10 +13,11 @@ buffers alternate; after the backward of layer i + 2 the tensors of layer i are 
 Deviations: the row statistics of attention are offloaded with its output.  A split tensor is stored
 in parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded
 tensors, not the whole layer.  Under pipeline parallelism the last swapped layer of a chunk is
-copied from separate memory during the next pass.  A part of a tensor is pinned in a block of a
-power of two, as in torch.  Addresses are planned by best fit (the paper's MIP gains nothing on
-these programs) for up to 3,000 tensors of a step; above, the framework's allocator replaces the
-plan.
+copied from separate memory during the next pass.  Where an eager norm saves copies instead of its
+input, the layer input is held and leaves whole, unless no token is rebuilt.  A part of a tensor is
+pinned in a block of a power of two, as in torch.  Addresses are planned by best fit (the paper's
+MIP gains nothing on these programs) for up to 3,000 tensors of a step; above, the framework's
+allocator replaces the plan.
 """
 
 from typing import ClassVar
@@ -37,7 +38,12 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations, refused_in_pieces, with_live_rules
+from rematbench.solve.kept import (
+    holding_inputs,
+    kept_activations,
+    refused_in_pieces,
+    with_live_rules,
+)
 from rematbench.solve.swap import SwapShare, swap_share
 from rematbench.workload import NonNegativeInt, PositiveInt
 
@@ -61,19 +67,13 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         reason = self._refusal(problem, base)
         if reason:
             return Unsupported(reason)
-        kept = kept_activations(problem, base)
-        whole = tuple(name for name in WHOLE if name in kept)
-        other = tuple(sorted(kept - set(whole)))
+        other = tuple(sorted(kept_activations(problem, base) - set(WHOLE)))
         layers = tuple(range(problem.workload.model.num_layers - self.exempt_layers))
-        share = swap_share(
-            problem,
-            base,
-            whole=whole,
-            other=other,
-            layers=layers,
-            host_bytes=self.host_bytes,
-            given=self.alpha,
-        )
+        whole, share = self._share(problem, base, other, layers)
+        holding = holding_inputs(problem, base, other, whole=False)
+        if share.alpha < 1.0 and holding != base:
+            base = holding
+            whole, share = self._share(problem, base, other, layers)
         fates: dict[tuple[str, ...], Fate] = {
             whole: Offload(),
             other: Split(offload=share.alpha, recompute=1.0 - share.alpha, scope="layer"),
@@ -88,6 +88,24 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(f"the base keeps no activation of layers {layers[0]}-{layers[-1]}")
         reason = refused_in_pieces(problem, made)
         return Unsupported(reason) if reason else _moved(made, share, self.buffers)
+
+    def _share(
+        self, problem: Problem, base: Plan, other: tuple[str, ...], layers: tuple[int, ...]
+    ) -> tuple[tuple[str, ...], SwapShare]:
+        """The tensors that leave whole, a held layer input among them, and the share of the
+        `other` tensors."""
+        kept = kept_activations(problem, base) | set(base.held)
+        whole = tuple(name for name in WHOLE if name in kept)
+        share = swap_share(
+            problem,
+            base,
+            whole=whole,
+            other=other,
+            layers=layers,
+            host_bytes=self.host_bytes,
+            given=self.alpha,
+        )
+        return whole, share
 
     def _refusal(self, problem: Problem, base: Plan) -> str:
         """Why there is no plan; empty if there may be one."""

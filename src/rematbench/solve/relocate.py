@@ -15,7 +15,7 @@ from rematbench.engine.lowering.lower import rank_orders
 from rematbench.engine.lowering.schedule import phases
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.problem import Evaluation, Problem, Weight
-from rematbench.solve.kept import kept_activations, with_live_rules
+from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
 from rematbench.solve.layer_costs import layers_in_flight
 from rematbench.solve.layer_policies import (
     LayerGroup,
@@ -135,6 +135,8 @@ class Relocation:
                         key = (item.job.outputs, _fate(item, top=layer in tops))
                         where.setdefault(key, set()).add(layer)
         rules = (_rule(names, fate, group) for (names, fate), group in where.items())
+        dropped = {name for names, _ in where for name in names}
+        base = holding_inputs(self.problem, base, dropped, whole=False)
         return with_live_rules(self.problem, base, *rules)
 
     def _tops(self, plan: Plan) -> set[int]:
