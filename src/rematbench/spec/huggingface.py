@@ -230,7 +230,7 @@ class _Reader:
         """The values by field.  KeyError for a missing key; Unmodelled for a feature."""
         known = self.known
         self._only()
-        found = {field: self._shape(field) for field in SHAPE}
+        found: dict[str, Any] = {field: self._shape(field) for field in SHAPE}
         for field, factor in known.times.items():
             found[field] = int(found[field] * factor)
         found["num_kv_heads"] = self._field("num_kv_heads") or found["num_heads"]
