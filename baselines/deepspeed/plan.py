@@ -171,9 +171,10 @@ def _job(setup: Setup) -> list[Reason]:
         (lay.tp > 1, "tensor parallelism (this baseline's model has none)"),
         (lay.cp > 1, "context parallelism (DeepSpeed has Ulysses: set ulysses)"),
         (lay.pp > 1, "pipeline parallelism (PipelineModule is not run here)"),
-        (model.dropout > 0, "dropout has no common stream of random numbers to compare"),
+        (model.drops, "dropout has no common stream of random numbers to compare"),
         (model.position == "alibi", "ALiBi positions (this baseline's model has none)"),
         (model.qk_norm, "norms over heads (this baseline's model has none)"),
+        *((True, f"{words} (this baseline's model has none)") for words in model.special_features),
         (any(model.attention_window), "sliding-window attention (this baseline's model has none)"),
         (setup.document_len > 0, "packed documents (this baseline's model has none)"),
         (

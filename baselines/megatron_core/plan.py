@@ -242,6 +242,7 @@ def _model(setup: Setup) -> list[Reason]:
         (model.position == "alibi", "ALiBi positions are not in megatron-core"),
         (model.post_norm, "post-norms are not in the GPT layer spec"),
         (model.qk_norm, "norms over heads (not run here)"),
+        *((True, f"{words} (not run here)") for words in model.special_features),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
         (setup.document_len > 0, "packed documents need TransformerEngine"),
         (

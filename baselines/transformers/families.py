@@ -102,6 +102,8 @@ def config_of_model(model: Model, family: str) -> PreTrainedConfig:
         value = getattr(model, field)
         if field not in keys.said and value != plain and any((value,)):
             raise NotRunnable(f"{model.name}: {family} of Transformers has no {field} ({value!r})")
+    for words in model.special_features:
+        raise NotRunnable(f"{model.name}: {family} of Transformers has not: {words}")
     if model.norm != "rmsnorm" or model.position != "rope" or model.mlp not in ACTIVATIONS:
         words = f"{model.norm}, {model.position}, {model.mlp}"
         raise NotRunnable(f"{model.name}: {family} of Transformers has no {words}")

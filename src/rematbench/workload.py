@@ -14,9 +14,15 @@ Length = Annotated[int, Meta(ge=0, le=1 << 36)]
 Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
-MlpKind = Literal["swiglu", "geglu", "gelu"]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+GATED = ("swiglu", "geglu")
+"""The kinds of MLP with a gate and an up projection."""
+MlpKind = Literal["swiglu", "geglu", "gelu", "relu", "relu2", "xielu"]
 NormKind = Literal["rmsnorm", "layernorm"]
-PositionKind = Literal["rope", "learned", "alibi"]
+PositionKind = Literal["rope", "learned", "alibi", "none"]
+BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
+HeadNormWeights = Literal["head", "each_head", "width"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -25,11 +31,26 @@ BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer, with the terms of its published config.
 
-    `attention_window` has one entry per layer (0: full causal attention), or is empty if every
-    layer attends to the whole prefix.  `vocab` is the published vocabulary (a system may pad it:
-    `System.padded_vocab`).  `qk_norm`: an RMSNorm over each head of queries and of keys (Qwen3);
-    `norm_offset`: norms scale by 1 + weight (Gemma).  If `max_positions` is 0, a Workload sets the
-    number of learned positions to its sequence length.
+    - `attention_window`: one entry for each layer (0: full causal attention), or empty if every
+      layer attends to the whole prefix.
+    - `vocab`: the published vocabulary (a system may pad it: `System.padded_vocab`).
+    - `mlp`: gated (`swiglu`, `geglu`) or two matrices; `relu2` is the square of ReLU, `xielu` has
+      two trainable scalars.  `activation_steps`: tensors of `ffn` columns that the activation saves
+      in addition to its input if it is a formula of eager operators (tanh approximations of GELU).
+    - `block`: in `parallel` blocks attention and MLP read the same residual stream, through a norm
+      each or through a shared norm.  `pre_norm`, `post_norm`: norms at the input and at the output
+      of attention and MLP.  `embedding_norm`: a norm after the embedding.
+    - `norm_bias`: whether a LayerNorm has a bias; `norm_weight`: whether norms have a weight;
+      `norm_offset`: norms scale by 1 + weight (Gemma); `norm_in_fp32`: eager norms apply their
+      weight before the cast to 16 bits.
+    - `qk_norm`: a norm over each head of queries and of keys.  `qk_norm_weights`: one weight for
+      all heads (`head`), a weight and no bias for each head (`each_head`), or one norm over the
+      whole width (`width`).
+    - `rotary_share`: the share of the elements of queries and keys that rotary positions turn, a
+      mean over layers.
+    - `dropout` applies to the outputs of attention and MLP.  `attention_dropout` (on attention
+      probabilities) and `embedding_dropout` are equal to `dropout` if they are not given.
+    - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
     """
 
     name: str
@@ -51,10 +72,23 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     qk_norm: bool = False
     norm_offset: bool = False
     dropout: Probability = 0.0
+    attention_dropout: Probability | None = None
+    embedding_dropout: Probability | None = None
     max_positions: Length = 0
     attention_window: tuple[Length, ...] = ()
     attention_soft_cap: Cap = 0.0
     logit_soft_cap: Cap = 0.0
+    block: BlockKind = "sequential"
+    pre_norm: bool = True
+    embedding_norm: bool = False
+    norm_bias: bool = True
+    norm_weight: bool = True
+    norm_in_fp32: bool = False
+    qk_norm_weights: HeadNormWeights = "head"
+    rotary_share: Share = 1.0
+    activation_steps: Annotated[float, Meta(ge=0.0, le=16.0)] = 0.0
+    head_bias: bool = False
+    left_out: str = ""
     source: str = ""
 
     @property
@@ -70,12 +104,72 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate and an up projection (three matrices, not two)."""
-        return self.mlp != "gelu"
+        return self.mlp in GATED
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether attention probabilities pass through dropout."""
+        given = self.attention_dropout
+        return (self.dropout if given is None else given) > 0
+
+    @property
+    def drops_embedding(self) -> bool:
+        """Whether the embedding's output passes through dropout."""
+        given = self.embedding_dropout
+        return (self.dropout if given is None else given) > 0
+
+    @property
+    def drops(self) -> bool:
+        """Whether the model has dropout anywhere."""
+        return self.dropout > 0 or self.drops_attention or self.drops_embedding
+
+    @property
+    def special_features(self) -> tuple[str, ...]:
+        """The features, in words, that the blocks of Llama, GPT and Gemma do not have.  Code that
+        builds only those blocks refuses these features by name."""
+        features = {
+            "attention and MLP in parallel": self.block != "sequential",
+            "blocks without norms at their input": not self.pre_norm,
+            "a norm after the embedding": self.embedding_norm,
+            "LayerNorm without a bias": self.norm == "layernorm" and not self.norm_bias,
+            "norms without a weight": not self.norm_weight,
+            "norms over the width of queries and keys": self.qk_norm
+            and self.qk_norm_weights == "width",
+            "norms with a weight for each head": self.qk_norm
+            and self.qk_norm_weights == "each_head",
+            "rotary positions on a part of the heads": self.position == "rope"
+            and self.rotary_share < 1.0,
+            "no positions": self.position == "none",
+            f"the activation {self.mlp}": self.mlp in ("relu", "relu2", "xielu"),
+            "a bias of the output projection": self.head_bias,
+            "different rates of dropout": self.drops_attention != (self.dropout > 0)
+            or self.drops_embedding != (self.dropout > 0),
+        }
+        return tuple(words for words, there in features.items() if there)
+
+    def norm_parameters_of(self, width: int) -> int:
+        """Parameters of a norm over `width` columns: a weight, and for LayerNorm also a bias."""
+        bias = self.norm == "layernorm" and self.norm_bias
+        return width * (self.norm_weight + (self.norm_weight and bias))
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm: a weight, and for LayerNorm also a bias."""
-        return self.hidden * (2 if self.norm == "layernorm" else 1)
+        """Parameters of a norm over the hidden columns."""
+        return self.norm_parameters_of(self.hidden)
+
+    @property
+    def layer_norms(self) -> int:
+        """The number of norms over the hidden columns in a layer."""
+        before = {"sequential": 2, "parallel": 2, "parallel_shared_norm": 1}[self.block]
+        return before * self.pre_norm + 2 * self.post_norm
+
+    def head_norm_parameters(self, width: int) -> int:
+        """Parameters of the norm of queries or keys with `width` columns (0 without `qk_norm`)."""
+        if not self.qk_norm:
+            return 0
+        if self.qk_norm_weights == "each_head":
+            return width * self.norm_weight
+        return self.norm_parameters_of(self.head_dim if self.qk_norm_weights == "head" else width)
 
     @property
     def layer_matrix_parameters(self) -> int:
@@ -87,18 +181,20 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def layer_vector_parameters(self) -> int:
         """Parameters of one layer's norms and biases (replicated over tensor-parallel ranks)."""
-        norms = self.norm_parameters * (4 if self.post_norm else 2)
+        norms = self.norm_parameters * self.layer_norms
         qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
         proj = self.hidden if self.proj_bias else 0
         mlp = (self.ffn * (2 if self.gated else 1) + self.hidden) if self.mlp_bias else 0
-        heads = 2 * self.head_dim if self.qk_norm else 0
-        return norms + heads + qkv + proj + mlp
+        heads = self.head_norm_parameters(self.q_width) + self.head_norm_parameters(self.kv_width)
+        scalars = 2 if self.mlp == "xielu" else 0
+        return norms + heads + qkv + proj + mlp + scalars
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding and of learned positions."""
+        """Parameters of the token embedding, of learned positions and of the embedding's norm."""
         positions = self.max_positions if self.position == "learned" else 0
-        return (self.vocab + positions) * self.hidden
+        norm = self.norm_parameters if self.embedding_norm else 0
+        return (self.vocab + positions) * self.hidden + norm
 
     @property
     def head_parameters(self) -> int:
@@ -110,6 +206,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """All trainable parameters."""
         layer = self.layer_matrix_parameters + self.layer_vector_parameters
         head = 0 if self.tied_embeddings else self.head_parameters
+        head += self.vocab if self.head_bias else 0
         return self.num_layers * layer + self.embedding_parameters + head + self.norm_parameters
 
 

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict
 
+from rematbench.evaluate.result import assumed
+from rematbench.spec.architectures import architectures
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.huggingface import OWN_FILE
 from rematbench.spec.load import load_model
+from rematbench.workload import Model
+from tests.problems import problem
+from tests.spec.public_configs import PUBLIC
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -88,8 +94,7 @@ def test_gpt2_has_124_million_parameters(tmp_path: Path) -> None:
 def test_mpt_and_gpt_neox_load(tmp_path: Path) -> None:
     mpt = load_model(written(tmp_path / "mpt", MPT))
     assert (mpt.position, mpt.qkv_bias, mpt.ffn) == ("alibi", False, 16384)
-    # The checkpoint has 6,649,286,656: its 65 norms lack the bias that a LayerNorm counts here.
-    assert mpt.parameters == 6_649_286_656 + 65 * 4096
+    assert mpt.parameters == 6_649_286_656
     assert load_model(written(tmp_path / "neox", NEOX)).position == "rope"
 
 
@@ -109,56 +114,77 @@ def test_qwen3_norms_the_heads_of_queries_and_keys(tmp_path: Path) -> None:
     assert made.parameters - plain.parameters == made.num_layers * 2 * 128
 
 
-KNOWN = "gemma2, gpt2, gpt_neox, internlm, llama, mistral, mpt, qwen2, qwen3"
+KNOWN = [name for name in architectures() if not name.startswith(".")]
+MODELLED = f"(config/architectures.yaml has {len(KNOWN)} that are){OWN_FILE}"
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**LLAMA, "model_type": "qwen4"}, f"model_type: 'qwen4': is not modelled {MODELLED}"),
     (
-        {**LLAMA, "model_type": "qwen4"},
-        f"model_type: 'qwen4': is not modelled (modelled: {KNOWN})",
+        {**LLAMA, "model_type": "Llama"},
+        f"model_type: 'Llama': is not modelled; did you mean 'llama'? {MODELLED}",
     ),
     (
         {"architectures": ["T5"], "d_model": 8},
-        f"model_type: 'None': is not modelled (modelled: {KNOWN})",
+        "model_type is missing (the architecture, such as llama)",
+    ),
+    (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "attention_bias": False},
+        "model_type is missing (the architecture, such as llama)",
     ),
     (
         {**LLAMA, "model_type": "mixtral", "num_local_experts": 8},
-        "num_local_experts: mixture of experts (8 experts) is not modelled",
+        f"num_local_experts: mixture of experts (8 experts) is not modelled{OWN_FILE}",
     ),
     (
         {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
-        "quantization_config: fp8 weights are not modelled",
+        "quantization_config: fp8 weights are not modelled (without this key the file is read)",
     ),
     (
         {**LLAMA, "hidden_act": "relu"},
-        "hidden_act: activation 'relu' in a gated MLP, which is not modelled",
+        f"hidden_act: activation 'relu' in a gated MLP, which is not modelled{OWN_FILE}",
     ),
     (
-        {**NEOX, "use_parallel_residual": True},
-        "use_parallel_residual: attention and MLP side by side, which is not modelled",
+        {**MPT, "attn_config": {"clip_qkv": 6}},
+        "attn_config.clip_qkv: clipped queries, keys and values, which is not modelled" + OWN_FILE,
     ),
     (
-        {**MPT, "attn_config": {"qk_ln": True}},
-        "attn_config.qk_ln: a norm on queries and keys, which is not modelled",
+        {**LLAMA, "layer_types": ["linear_attention"] * 32},
+        f"layer_types: layers of the kind 'linear_attention', which is not modelled{OWN_FILE}",
+    ),
+    (
+        {**LLAMA, "model_type": "opt", "activation_function": "relu", "ffn_dim": 16384,
+         "word_embed_proj_dim": 512},
+        f"word_embed_proj_dim: embeddings of another width, which is not modelled{OWN_FILE}",
     ),
     (
         {k: v for k, v in LLAMA.items() if k != "hidden_size"},
         "hidden_size: required key is missing",
     ),
+    ({k: v for k, v in GPT2.items() if k != "n_embd"}, "n_embd: required key is missing"),
     ({**LLAMA, "vocab_size": "many"}, "vocab_size: expected int, got str"),
     (
         {"model_type": "qwen2_moe", "num_experts": 60},
-        "num_experts: mixture of experts (60 experts) is not modelled",
+        f"num_experts: mixture of experts (60 experts) is not modelled{OWN_FILE}",
     ),
     (
         {"model_type": "qwen2_vl", "vision_config": {"depth": 32}},
-        "model_type: 'qwen2_vl': it has an image encoder, which is not modelled "
-        f"(modelled: {KNOWN})",
+        f"model_type: 'qwen2_vl': it has an image encoder, which is not modelled {MODELLED}",
+    ),
+    (
+        {"model_type": "mllama", "text_config": {"model_type": "mllama_text_model",
+         "cross_attention_layers": [3]}},
+        "model_type: 'mllama_text_model': it has attention to an image encoder, which is not "
+        f"modelled {MODELLED}",
+    ),
+    (
+        {"model_type": "t5", "is_encoder_decoder": True},
+        f"model_type: 't5': it has an encoder, which is not modelled {MODELLED}",
     ),
     (
         {"model_type": "minicpm3", "kv_lora_rank": 256},
         "model_type: 'minicpm3': it has latent attention (keys and values of low rank), which is "
-        f"not modelled (modelled: {KNOWN})",
+        f"not modelled {MODELLED}",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("data", "line"), REFUSED, ids=[line[:30] for _, line in REFUSED])
@@ -169,3 +195,85 @@ def test_what_is_not_modelled_is_refused_by_its_key(
     with pytest.raises(ConfigError) as error:
         load_model(path)
     assert str(error.value) == f"{path}: {line}"
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_public_decoder_has_the_parameters_of_its_checkpoint(tmp_path: Path, name: str) -> None:
+    data, parameters = PUBLIC[name]
+    assert load_model(written(tmp_path, data)).parameters == parameters
+
+
+def test_each_block_is_said_with_its_facts(tmp_path: Path) -> None:
+    def read(name: str, **more: Any) -> Model:
+        return load_model(written(tmp_path, {**PUBLIC[name][0], **more}))
+
+    assert read("gpt-neox-20b").block == "parallel"
+    assert read("gpt-neox-20b", use_parallel_residual=False).block == "sequential"
+    assert read("falcon-7b").block == "parallel_shared_norm"
+    assert (read("falcon-40b").block, read("falcon-40b").num_kv_heads) == ("parallel", 8)
+    assert read("falcon-40b", num_ln_in_parallel_attn=1).block == "parallel_shared_norm"
+    assert (read("opt-6.7b").mlp, read("opt-6.7b").max_positions) == ("relu", 2050)
+    assert read("bloom").embedding_norm
+    assert read("Baichuan2-7B").position == "rope"
+    assert read("Baichuan2-13B").position == "alibi"
+    olmo = read("OLMo-2-7B")
+    assert (olmo.pre_norm, olmo.post_norm, olmo.qk_norm_weights) == (False, True, "width")
+    mpt = {**PUBLIC["mpt-7b"][0]["attn_config"], "qk_ln": True}
+    assert read("mpt-7b", attn_config=mpt).parameters == PUBLIC["mpt-7b"][1] + 32 * 2 * 4096
+
+
+def test_windows_and_rotary_positions_by_layer(tmp_path: Path) -> None:
+    def read(name: str, **more: Any) -> Model:
+        return load_model(written(tmp_path, {**PUBLIC[name][0], **more}))
+
+    gemma = read("gemma-3-1b").attention_window
+    assert [layer for layer, window in enumerate(gemma) if not window] == [5, 11, 17, 23]
+    assert set(gemma) == {0, 512}
+    assert read("gemma-3-1b", sliding_window=None).attention_window == ()
+    command = read("command-r7b")
+    assert command.attention_window == (4096, 4096, 4096, 0) * 8
+    assert (command.rotary_share, read("SmolLM3-3B").rotary_share) == (0.75, 0.75)
+    assert (read("gpt-j-6b").rotary_share, read("stablelm-3b-4e1t").rotary_share) == (0.25, 0.25)
+    assert read("gpt-neo-2.7B").attention_window == (0, 256) * 16
+    assert read("Phi-3-mini", sliding_window=2047).attention_window == (2047,) * 32
+    pattern = {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}
+    exaone = {**LLAMA, "model_type": "exaone4", **pattern}
+    assert load_model(written(tmp_path, exaone)).attention_window == (4096, 4096, 4096, 0) * 8
+
+
+def test_dropout_of_attention_alone_keeps_no_mask_of_the_outputs(tmp_path: Path) -> None:
+    granite = {**LLAMA, "model_type": "granite", "attention_dropout": 0.1}
+    model = load_model(written(tmp_path, granite))
+    assert (model.dropout, model.attention_dropout, model.drops_attention) == (0.0, 0.1, True)
+    gpt2 = load_model(written(tmp_path, GPT2))
+    assert (gpt2.attention_dropout, gpt2.embedding_dropout, gpt2.drops_embedding) == (
+        None,
+        None,
+        True,
+    )
+
+
+def test_the_text_part_of_a_larger_model_is_read_and_said(tmp_path: Path) -> None:
+    """The class of the text part gives the widths that the file leaves out."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "head_dim": 128, "sliding_window": 1024,
+    }  # fmt: skip
+    data = {"model_type": "gemma3", "text_config": text, "vision_config": {"image_size": 896}}
+    model = load_model(written(tmp_path, data))
+    assert model.parameters == 27_009_346_304  # 27,432,406,640 less the encoder and its projection
+    assert model.left_out == "only the text part of the model: the image encoder is left out"
+    assert model.left_out in assumed(problem(model=model))
+    llava = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    assert load_model(written(tmp_path, llava)).parameters == 6_738_415_616 + 2 * 64 * 4096
+
+
+def test_a_byte_order_mark_is_read_and_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8-sig")
+    assert load_model(path).parameters == 8_030_261_248
+    path.write_text(json.dumps(LLAMA)[:-1] + ', "num_hidden_layers": 16}', encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_model(path)
+    assert str(error.value) == f"{path}: key 'num_hidden_layers' is given twice"

@@ -11,6 +11,7 @@ from rematbench.spec.configfile import ConfigError, read_mapping
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import Kind, calibration, load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
+from rematbench.workload import Model
 from tests.problems import make_problem
 
 KINDS: tuple[Kind, ...] = ("model", "cluster", "system")
@@ -130,11 +131,7 @@ def test_a_fitted_value_says_so(tmp_path: Path) -> None:
     assert cluster.sources["hbm_bytes_per_s"] == "fitted: stream.py"
 
 
-ALLOWED = (
-    "attention_soft_cap, attention_window, dropout, ffn, head_dim, hidden, logit_soft_cap, "
-    "max_positions, mlp, mlp_bias, name, norm, norm_offset, num_heads, num_kv_heads, num_layers, "
-    "position, post_norm, proj_bias, qk_norm, qkv_bias, source, tied_embeddings, vocab"
-)
+ALLOWED = ", ".join(sorted(Model.__struct_fields__))
 MISTAKES = [
     (
         ("hidden: 256", "hiden: 256"),

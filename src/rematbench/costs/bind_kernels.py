@@ -88,7 +88,7 @@ class KernelCosts:
         if isinstance(kernel, Named):
             rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
             return rates.forward_launches if direction == "forward" else rates.backward_launches
-        dropout = self.workload.model.dropout > 0
+        dropout = self.workload.model.drops_attention
         return launches(kernel, forward=direction == "forward", dropout=dropout)
 
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
@@ -211,7 +211,7 @@ class KernelCosts:
         shapes = ((q, kv, d, many), (q, d, kv, many))
         pair = fsum(max(float(self._gemm_s(Gemm(*g))), self._least_s(kernel, g)) for g in shapes)
         passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
-        dropout = self.workload.model.dropout > 0
+        dropout = self.workload.model.drops_attention
         scores = formulas.scores_s(
             many * q * kv,
             passes + (formulas.DROPOUT_PASSES if dropout else 0.0),
@@ -241,7 +241,7 @@ class KernelCosts:
         )
         passes = kernel_seconds.unfused_passes(
             kernels.operators.unfused_attention, backward=not forward, masked=True
-        ) + (formulas.DROPOUT_PASSES if self.workload.model.dropout > 0 else 0.0)
+        ) + (formulas.DROPOUT_PASSES if self.workload.model.drops_attention else 0.0)
         return gemms + passes * many * q * kv * width / device.hbm_bytes_per_s
 
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:

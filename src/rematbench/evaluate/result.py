@@ -362,15 +362,17 @@ def assumed(problem: Problem) -> str:
     that the model lacks (RoPE, a gated activation) are left out."""
     generation, network, stack = problem.constants
     model, system = problem.workload.model, problem.system
+    native = model.norm == "layernorm" and not model.norm_in_fp32
     kernels = {
         "attention": problem.kernel,
-        "norm": "fused" if model.norm == "layernorm" else system.norm_kernel,
+        "norm": "fused" if native else system.norm_kernel,
         "RoPE": system.rope_kernel if model.position == "rope" else "",
         "activation": ("fused" if system.fused_swiglu else "eager") if model.gated else "",
         "loss": _loss(system),
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
-    return f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
+    text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
+    return f"{text}; {model.left_out}" if model.left_out else text
 
 
 def faster_attention(problem: Problem) -> str:

@@ -99,12 +99,12 @@ def require_among(
 def read_mapping(path: Path, label: str) -> dict[str, Any]:
     """The top-level mapping of a YAML or JSON file; `label` names the file in errors."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(label, "", f"cannot be read ({reason})") from error
     try:
-        data = json.loads(text) if path.suffix == ".json" else _yaml(path, text)
+        data = _json(text) if path.suffix == ".json" else _yaml(path, text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(label, "", _syntax_problem(error)) from error
     if _circular(data, set(), set()):
@@ -112,6 +112,24 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(label, "", "expected a mapping of names to values at the top level")
     return data
+
+
+class _GivenTwice(ValueError):
+    """A key of a JSON mapping is given twice."""
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON text; ValueError for invalid JSON and for a key given twice."""
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _GivenTwice(f"key {key!r} is given twice")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=mapping)
 
 
 def _yaml(path: Path, text: str) -> Any:
@@ -128,6 +146,8 @@ def _syntax_problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         return f"line {line}: {error.problem or 'not valid YAML'}"
+    if isinstance(error, _GivenTwice):
+        return str(error)
     return f"cannot be read ({' '.join(str(error).split())})"
 
 

@@ -67,6 +67,19 @@ def check_model(model: Model, label: str) -> None:
     if model.num_heads % model.num_kv_heads != 0:
         problem = f"{model.num_kv_heads} KV heads must divide {model.num_heads} heads"
         raise ConfigError(label, "num_kv_heads", problem)
+    contradictions = {
+        "pre_norm": (
+            not model.pre_norm and (not model.post_norm or model.block != "sequential"),
+            "false: needs post_norm: true and block: sequential",
+        ),
+        "head_bias": (
+            model.head_bias and model.tied_embeddings,
+            "true with tied_embeddings: true is not modelled",
+        ),
+    }
+    for key, (wrong, problem) in contradictions.items():
+        if wrong:
+            raise ConfigError(label, key, problem)
     if model.attention_window and len(model.attention_window) != model.num_layers:
         problem = f"{len(model.attention_window)} windows for {model.num_layers} layers"
         raise ConfigError(label, "attention_window", problem)

@@ -11,10 +11,10 @@ from rematbench.workload import Workload
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
     """The embedding: token (and learned position) lookup; its output is the first layer's input."""
     b = Builder(work, layout, system, True)
-    out = b.shard("layer_input")
-    nbytes = b.nbytes(out)
+    normed = work.model.embedding_norm
+    out = b.shard("embedding_out" if normed else "layer_input")
     mask: tuple[str, ...] = ()
-    if work.model.dropout > 0:
+    if work.model.drops_embedding:
         mask = (b.add("embedding_mask", b.s.shard_tokens, work.model.hidden, False),)
     positions = work.model.max_positions if work.model.position == "learned" else 0
     reduced = Comm("reduce_scatter" if b.s.sp else "all_reduce", "tp", b.full_bytes)
@@ -32,38 +32,67 @@ def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
             parameters=(b.s.vocab + positions) * work.model.hidden,
         )
     )
-    assert nbytes > 0
+    if normed:
+        b.norm("embedding_norm", out, "layer_input")
     return b.table("embedding")
 
 
 def layer_table(
     work: Workload, layout: Layout, system: System, *, fused_attention: bool, window: int
 ) -> OpTable:
-    """One pre-norm decoder layer (Llama or GPT), from `layer_input` to `layer_output`."""
+    """One decoder layer, from `layer_input` to `layer_output`.
+
+    A parallel block has its norms first and its residual additions last.  So the backward reads the
+    gradient of the output in both branches before it adds to the gradient of the input.
+    """
     b = Builder(work, layout, system, fused_attention)
-    model, s = work.model, b.s
     b.shard("layer_input")
-    b.norm("attn_norm", "layer_input", "attn_norm_out")
+    mixed = _pre_norm(b, "attn_norm", "layer_input")
+    if b.model.block == "sequential":
+        _attention(b, mixed, window)
+        attended = _post_norm(b, "post_attn_norm", "proj_out")
+        b.residual("attn_add", attended, "layer_input", "attn_residual")
+        _mlp(b, _pre_norm(b, "mlp_norm", "attn_residual"))
+        b.residual(
+            "mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", "layer_output"
+        )
+        return b.table("layer")
+    shared = b.model.block == "parallel_shared_norm"
+    second = mixed if shared else _pre_norm(b, "mlp_norm", "layer_input")
+    _attention(b, mixed, window)
+    attended = _post_norm(b, "post_attn_norm", "proj_out")
+    _mlp(b, second)
+    b.residual("attn_add", attended, "layer_input", "attn_residual")
+    b.residual(
+        "mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", "layer_output"
+    )
+    return b.table("layer")
+
+
+def _attention(b: Builder, x: str, window: int) -> None:
+    """Add attention from the tensor `x` to `proj_out`."""
+    model, s = b.model, b.s
     rope: tuple[Kernel, ...] = ()
     if model.position == "rope":
-        turned = s.tokens * (s.q_width + s.kv_width)
-        rope = (Named("rope", system.rope_kernel, turned, b.e),)
+        turned = int(s.tokens * (s.q_width + s.kv_width) * model.rotary_share)
+        rope = (Named("rope", b.system.rope_kernel, turned, b.e),)
     widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}
     projected = {b.projected(name): width for name, width in widths.items()}
     raw = {f"{name}_raw" if _is_normed(b, name) else name: n for name, n in projected.items()}
-    b.column("qkv", "attn_norm_out", raw, rope, bias=model.qkv_bias)
+    b.column("qkv", x, raw, rope, bias=model.qkv_bias)
     for name, width in projected.items():
         if _is_normed(b, name):
             b.head_norm(f"{name[0]}_norm", f"{name}_raw", name, width)
     b.attention(window)
     b.row("proj", "attn_out", "proj_out", s.q_width, bias=model.proj_bias)
-    mixed = _post_norm(b, "post_attn_norm", "proj_out")
-    b.residual("attn_add", mixed, "layer_input", "attn_residual")
-    b.norm("mlp_norm", "attn_residual", "mlp_norm_out")
-    _mlp(b)
-    mixed = _post_norm(b, "post_mlp_norm", "fc2_out")
-    b.residual("mlp_add", mixed, "attn_residual", "layer_output")
-    return b.table("layer")
+
+
+def _pre_norm(b: Builder, name: str, x: str) -> str:
+    """Add a norm at the input of attention or MLP, if the model has it; its output's name."""
+    if not b.model.pre_norm:
+        return x
+    b.norm(name, x, f"{name}_out")
+    return f"{name}_out"
 
 
 def _is_normed(b: Builder, name: str) -> bool:
@@ -79,19 +108,23 @@ def _post_norm(b: Builder, name: str, x: str) -> str:
     return f"{name}_out"
 
 
-def _mlp(b: Builder) -> None:
-    ffn = b.s.ffn
-    if not b.model.gated:
-        b.column("fc1", "mlp_norm_out", {"up_out": ffn}, bias=b.model.mlp_bias)
-        b.pointwise("act", ("up_out",), "fc2_in", ("up_out",))
+def _mlp(b: Builder, x: str) -> None:
+    """Add the MLP from the tensor `x` to `fc2_out`.  ReLU saves its output, which `fc2` saves too;
+    the square of ReLU saves one tensor, as GELU does."""
+    ffn, model = b.s.ffn, b.model
+    if not model.gated:
+        b.column("fc1", x, {"up_out": ffn}, bias=model.mlp_bias)
+        saved = "fc2_in" if model.mlp == "relu" else "up_out"
+        scalars = 2 if model.mlp == "xielu" else 0
+        b.pointwise("act", ("up_out",), "fc2_in", (saved,), parameters=scalars)
     else:
-        b.column("fc1", "mlp_norm_out", {"gate_out": ffn, "up_out": ffn}, bias=b.model.mlp_bias)
+        b.column("fc1", x, {"gate_out": ffn, "up_out": ffn}, bias=model.mlp_bias)
         if b.system.fused_swiglu:
             b.pointwise("act", ("gate_out", "up_out"), "fc2_in", ("gate_out", "up_out"))
         else:
             b.pointwise("act", ("gate_out",), "act_out", ("gate_out",))
             b.pointwise("mul", ("act_out", "up_out"), "fc2_in", ("act_out", "up_out"))
-    b.row("fc2", "fc2_in", "fc2_out", ffn, bias=b.model.mlp_bias)
+    b.row("fc2", "fc2_in", "fc2_out", ffn, bias=model.mlp_bias)
 
 
 def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
@@ -100,7 +133,7 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
     s, e = b.s, b.e
     b.shard("layer_output")
     b.norm("final_norm", "layer_output", "final_norm_out")
-    b.column("lm_head", "final_norm_out", {"logits": s.vocab})
+    b.column("lm_head", "final_norm_out", {"logits": s.vocab}, bias=work.model.head_bias)
     logits_bytes = b.nbytes("logits")
     wide = max(4, e) if system.logits_fp32 else e
     saved = (b.add("loss_saved", s.tokens, s.vocab * wide, False), *_beside_loss(b))

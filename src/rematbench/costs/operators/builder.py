@@ -1,6 +1,7 @@
 """Builds the operators of one part of a model: norms, linears, attention, pointwise operators."""
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel, Named
 from rematbench.costs.operators.ops import (
@@ -80,16 +81,22 @@ class Builder:
         self._norm(name, x, self.shard(out), 1, self.model.norm_parameters)
 
     def head_norm(self, name: str, x: str, out: str, width: int) -> None:
-        """Add an RMSNorm over each head of queries or keys (all tokens, this rank's columns)."""
-        heads = width // self.model.head_dim
-        self._norm(name, x, self.wide(out, width), heads, self.model.head_dim)
+        """Add a norm over each head of queries or keys (all tokens, this rank's columns), or over
+        their whole width, whose statistics tensor parallelism sums."""
+        whole = self.model.qk_norm_weights == "width"
+        heads = 1 if whole else width // self.model.head_dim
+        self._norm(name, x, self.wide(out, width), heads, self.model.head_norm_parameters(width))
+        if whole and self.s.tp > 1:
+            sums = Comm("all_reduce", "tp", self.s.tokens * FP32)
+            self.ops[-1] = replace(self.ops[-1], reduce=sums, grad_reduce=sums)
 
     def _norm(self, name: str, x: str, out: str, groups: int, parameters: int) -> None:
         """Add a norm; each token has `groups` statistics."""
         layernorm = self.model.norm == "layernorm"
         elements = self.nbytes(x) // self.e
-        kernel = Named("norm", "fused" if layernorm else self.system.norm_kernel, elements, self.e)
-        eager = self.system.norm_keeps_steps and not layernorm
+        native = layernorm and not self.model.norm_in_fp32
+        kernel = Named("norm", "fused" if native else self.system.norm_kernel, elements, self.e)
+        eager = self.system.norm_keeps_steps and (not layernorm or self.model.norm_in_fp32)
         made = self._steps(name, x, groups) if eager else ()
         kept = () if made and self.e < FP32 else (x,)
         inside = _inside_norm(self.model) if eager else (0, 0)
@@ -113,9 +120,12 @@ class Builder:
         tensor that the weight scales (for the weight's gradient)."""
         rows, wide = self.activations[x].rows, max(FP32, self.e)
         elements = self.activations[x].row_bytes // self.e
-        scaled = wide if self.model.norm_offset else self.e
+        model = self.model
+        in_wide = model.norm_offset or model.norm_in_fp32
+        scaled = elements * (wide if in_wide else self.e) * model.norm_weight
+        scaled *= 2 if model.norm == "layernorm" else 1  # the difference from the mean too
         sizes = {"wide": elements * wide} if self.e < FP32 else {}
-        sizes |= {"root": groups * wide, "scaled": elements * scaled}
+        sizes |= {"root": groups * wide} | ({"scaled": scaled} if scaled else {})
         return tuple(self.add(f"{name}_{step}", rows, size, False) for step, size in sizes.items())
 
     def column(
@@ -194,20 +204,33 @@ class Builder:
         )
 
     def pointwise(
-        self, name: str, inputs: tuple[str, ...], out: str, saves: tuple[str, ...]
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        out: str,
+        saves: tuple[str, ...],
+        *,
+        parameters: int = 0,
     ) -> None:
-        """Add an activation function or a product over the tensor-parallel region."""
+        """Add an activation function or a product over the tensor-parallel region.  An activation
+        of eager operators also saves its steps, which are one tensor here."""
         ffn_bytes = self.s.ffn * self.e
         self.add(out, self.s.tokens, ffn_bytes)
         one = self.nbytes(out)
+        count = self.model.activation_steps if name == "act" and self.system.eager_operators else 0
+        made = int(count * ffn_bytes)
+        steps = (self.add("act_steps", self.s.tokens, made, False),) if made else ()
         self.ops.append(
             Op(
                 name=name,
                 inputs=inputs,
-                outputs=(out,),
-                saves=saves,
-                forward=memory_kernel((len(inputs) + 1) * one),
-                backward_input=memory_kernel((len(saves) + 1 + len(inputs)) * one),
+                outputs=(out, *steps),
+                saves=(*saves, *steps),
+                forward=memory_kernel((len(inputs) + 1) * one, 2 * self.nbytes(*steps)),
+                backward_input=memory_kernel(
+                    (len(saves) + 1 + len(inputs)) * one, 2 * self.nbytes(*steps)
+                ),
+                parameters=parameters,
             )
         )
 
@@ -325,7 +348,7 @@ class Builder:
             names.append(self.add("attn_softmax", self.s.tokens, row * 4, False))
         if self.system.eager_operators and self.model.attention_soft_cap:
             names.append(self.add("attn_capped", self.s.tokens, row * self.e, False))
-        if self.model.dropout > 0:
+        if self.model.drops_attention:
             names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
             names.append(self.add("attn_probs_dropped", self.s.tokens, row * self.e, False))
         return tuple(names)

@@ -153,8 +153,16 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
 
 
 _HEADS = ("q", "k", "v")
-_NORMS = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "final_norm")
+_NORMS = (
+    "embedding_norm",
+    "attn_norm",
+    "post_attn_norm",
+    "mlp_norm",
+    "post_mlp_norm",
+    "final_norm",
+)
 _BLOCK = (
+    "embedding_out",
     "layer_input",
     "lse",
     "attn_heads",
@@ -164,6 +172,7 @@ _BLOCK = (
     "gate_out",
     "up_out",
     "act_out",
+    "act_steps",
     "fc2_in",
     "fc2_out",
     "layer_output",

@@ -64,7 +64,7 @@ def fujii_refusal(problem: Problem) -> str:
             f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
         ),
         (lay.ulysses > 1, "has no term for ulysses"),
-        (model.dropout > 0, "assumes no dropout"),
+        (model.drops, "assumes no dropout"),
     )
     return next((text for broken, text in rules if broken), "")
 

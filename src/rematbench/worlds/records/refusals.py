@@ -14,7 +14,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
     hosted = [k for k, state in states.items() if state.home == "host" and k != "optimizer"]
     windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
     refused = {
-        "dropout": model.dropout > 0,
+        "dropout": model.drops,
         "ALiBi positions": model.position == "alibi",
         "sliding-window attention": bool(windows),
         "packed documents": problem.workload.packed,
@@ -23,6 +23,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         "norms over the heads of queries and keys": model.qk_norm,
         "norms that scale by 1 + weight": model.norm_offset,
+        **dict.fromkeys(model.special_features, True),
         f"what {system.name} keeps of eager operators": any(
             (
                 system.norm_keeps_steps,
