@@ -262,15 +262,16 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
     parameter, gradient = plan.state("parameter"), plan.state("gradient")
     optimizer = plan.state("optimizer")
     sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
-    if optimizer.home == "device" or not system.host_gradients:
+    hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
+    if not (hosted or leaves) or not system.host_gradients:
         count = rank_parameters(problem, plan, rank)
         states = zip((parameter, gradient, optimizer), sizes, strict=True)
         away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
         return HostStates(held=sum(away))
     tensors = rank_tensors(problem, plan, rank)
     if layout.zero_stage == PARAMETER_STAGE:
-        leaves = parameter.home == "host"
-        return zero3_host_states(tensors, optimizer.shards, system, parameters=leaves)
+        shards = optimizer.shards
+        return zero3_host_states(tensors, shards, system, optimizer=hosted, parameters=leaves)
     accumulates = layout.num_micro_batches > 1
     return zero1_host_states(tensors, optimizer.shards, system, accumulates=accumulates)
 

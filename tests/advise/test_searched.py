@@ -27,6 +27,7 @@ from rematbench.paper.tables.searched import (
     sweep_table,
 )
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
@@ -199,6 +200,13 @@ def test_a_host_without_a_rate_is_refused_at_once() -> None:
     told = RUN.invoke(app, ["search", *shlex.split(words), "--optimizer", "host"])
     assert told.exit_code != 0
     assert "a800-80gb has no host_update_parameters_per_s" in str(told.exception)
+
+
+def test_no_search_moves_parameters_to_the_host() -> None:
+    homes = {"optimizer": "host", "parameters": "host", "system": "deepspeed"}
+    spec = ProblemSpec(**{**JOB, **homes, "cluster": "h100-80gb-dos", "gpus": 1, "global_batch": 4})
+    with pytest.raises(ConfigError, match="parameters: 'host': no search places parameters"):
+        SearchJob(SearchRequest(spec=spec))
 
 
 def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`rematbench verify`: what records say, run again in its world; no torch needed."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ def simulated(path: Path, *words: str) -> Path:
     return path
 
 
+ALL_ON_HOST = shlex.split(
+    "--cluster h100-80gb-dos --system deepspeed --pp 1 --zero 3 --optimizer host --parameters host"
+)
+
+
 def verified(*words: object) -> tuple[int, str]:
     done = RUN.invoke(APP, ["verify", *map(str, words)])
     return done.exit_code, done.output or str(done.exception)
@@ -48,6 +54,7 @@ def verified(*words: object) -> tuple[int, str]:
         ("pp_offload+mst", "--set", "pp_offload.alpha=0.5", "--vpp", "2"),
         ("pp_offload", "--reserve-gib", "30", "--vpp", "2"),
         ("keep_all", "--cluster", "h100-80gb-dos", "--optimizer", "host"),
+        ("keep_all", *ALL_ON_HOST),
     ],
 )
 def test_a_record_says_all_that_its_run_needs(words: tuple[str, ...], tmp_path: Path) -> None:

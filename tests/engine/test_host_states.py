@@ -10,6 +10,7 @@ from rematbench.engine.program.action import (
     GRADIENTS_DOWN,
     HOST_UPDATE,
     SHARD_UP,
+    WEIGHTS_DOWN,
     WEIGHTS_UP,
     Kind,
 )
@@ -64,7 +65,10 @@ def timed(name: str, kinds: tuple[str, ...]) -> tuple[Problem, Plan]:
     return given, on_host(given.base_plan, kinds)
 
 
-@pytest.mark.parametrize(("name", "kinds"), CASES)
+ALONE = [(name, ("parameter",)) for name in ("zero3", "zero3 alone")]
+
+
+@pytest.mark.parametrize(("name", "kinds"), [*CASES, *ALONE])
 def test_programs_are_sound_and_both_simulators_agree(name: str, kinds: tuple[str, ...]) -> None:
     given, plan = timed(name, kinds)
     program = lower(plan, given)
@@ -175,13 +179,24 @@ def test_weights_come_up_before_each_use_of_their_unit(name: str) -> None:
     assert ledger.parameter == 0
 
 
+def test_weights_updated_on_the_device_go_down_again() -> None:
+    given, plan = timed("zero3", ("parameter",))
+    moved, step_s = timeline(given, plan)
+    (update,) = [i for i in moved if i.action.kind is Kind.OPTIMIZER]
+    (down,) = [i for i in moved if i.action.op == WEIGHTS_DOWN]
+    share = sum(-(-u // given.layout.dp) for u in _unit_parameters(given))
+    assert down.action.nbytes == given.system.param_bytes * share
+    assert update.end_s <= down.start_s < down.end_s <= step_s
+
+
 def test_what_no_stack_does_is_refused() -> None:
     given = problem()
     states = (StateFate(kind="gradient", home="host"),)
     with pytest.raises(PlanError, match="gradients in host memory need their optimizer there"):
         lower(replace(given.base_plan, states=states), given)
-    states = (StateFate(kind="parameter", home="host"),)
-    with pytest.raises(PlanError, match="parameters in host memory need their optimizer there"):
+    backward = StateFate(kind="optimizer", update="backward")
+    states = (StateFate(kind="parameter", home="host"), backward)
+    with pytest.raises(PlanError, match="parameters in host memory are updated once per step"):
         lower(replace(given.base_plan, states=states), given)
     states = (StateFate(kind="optimizer", home="host", update="backward"),)
     with pytest.raises(PlanError, match="updates once per step"):

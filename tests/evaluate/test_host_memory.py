@@ -130,6 +130,8 @@ def test_sub_groups_of_zero_3(parts: list[int], least: int, share: float) -> Non
     moved = sum(pinned(2 * part) for part in parts)  # blocks that torch keeps
     assert leaving.held == found.held + pinned(2 * sum(parts)) + moved
     assert leaving.update == 0
+    alone = zero3_host_states(parts, 1, system, optimizer=False, parameters=True)
+    assert (alone.held, alone.update) == (pinned(2 * sum(parts)) + moved, 0)
 
 
 def test_no_parameters_need_no_host_bytes() -> None:
@@ -250,7 +252,6 @@ def test_32b_with_parameters_on_the_host_lacks_host_memory() -> None:
     [
         ({"system": "torchtitan"}, "system torchtitan has no parameters in host memory"),
         ({"zero_stage": 2}, "parameters in host memory need zero_stage = 3, but zero_stage = 2"),
-        ({"optimizer": "device"}, "parameters in host memory need the optimizer there"),
     ],
 )
 def test_parameters_stay_where_the_stack_cannot_move_them(

@@ -296,8 +296,8 @@ def footer(
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(result)})",
         *retried(result.retries),
-        f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
-        f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
+        f"host memory per node: {gib(host)} GiB at the peak, in the blocks that torch pins, of "
+        f"{gib(room)} that the system and processes leave of {gib(problem.cluster.host_bytes)}",
         _freed_line(evaluation, keep_all),
         *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
         world_line(problem, "; stage bytes are allocated bytes in issue order"),

@@ -94,13 +94,14 @@ def zero3_host_states(
     shards: int,
     system: System,
     *,
+    optimizer: bool = True,
     parameters: bool = False,
     share: float = 1.0,
 ) -> HostStates:
-    """Host bytes of a rank's states if ZeRO 3 updates its shard of each of `tensors` (parameters of
-    each) on the host.  `parameters`: the shard itself is in host memory too, beside the block of
-    each tensor from which it was moved, which torch keeps.  `share`: the share of sub-groups that
-    are updated on the host, the last ones.
+    """Host bytes of a rank's states with ZeRO 3, which shards each of `tensors` (parameters of
+    each).  `optimizer`: the shards are updated on the host.  `parameters`: the shards are in host
+    memory, beside the block of each tensor from which they were moved, which torch keeps.
+    `share`: the share of sub-groups that are updated on the host, the last ones.
 
     Source: DeepSpeed 0.19.8, stage3.py.  Master weights and moments are pageable
     (_create_fp32_partitions, ops/adam/cpu_adam.py); the gradients that the update reads are a
@@ -114,12 +115,12 @@ def zero3_host_states(
     """
     parts = [shard(count, shards) for count in tensors]
     groups = sub_groups(parts, system.sub_group_parameters)
-    hosted = groups[int((1.0 - share) * len(groups)) :]
+    hosted = groups[int((1.0 - share) * len(groups)) :] if optimizer else []
     held = sum(
         system.optimizer_bytes * group + _block(system, system.host_grad_bytes * group)
         for group in hosted
     )
-    held += _block(system, system.grad_bytes * sum(parts))
+    held += _block(system, system.grad_bytes * sum(parts)) if optimizer else 0
     if parameters:
         held += pinned_block_bytes(system.param_bytes * sum(parts))
         moved = [system.param_bytes * part for part in parts] if system.host_pinned else []

@@ -10,7 +10,7 @@ from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.lower import lower
-from rematbench.engine.program.action import GRADIENTS_DOWN, Kind
+from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
 from rematbench.engine.simulate.max_plus import simulate_chunks
@@ -268,7 +268,7 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
     flop, moved = 0.0, 0
     for block, runs in program.block_runs:
         for action, count in block.counted():
-            if action.kind is Kind.D2H and action.op != GRADIENTS_DOWN:
+            if action.kind is Kind.D2H and action.op not in STATE_COPIES:
                 moved += action.nbytes * count * runs
             elif action.kind is Kind.RECOMPUTE:
                 table = ends.get(action.part) or problem.layer_kinds[action.variant]

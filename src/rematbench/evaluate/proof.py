@@ -21,6 +21,7 @@ from rematbench.engine.program.action import (
     SHARD_UP,
     STREAM_INDEX,
     STREAMS,
+    WEIGHTS_DOWN,
     WEIGHTS_UP,
     Action,
     Kind,
@@ -231,7 +232,7 @@ class _StateCheck:
             return words or self._kernel(action.kind, unit, micro_batch, clock)
         if action.kind is Kind.OPTIMIZER:
             return self._update(unit, stream, clock)
-        if action.op in ("parameters", SHARD_UP, WEIGHTS_UP):
+        if action.op in ("parameters", SHARD_UP, WEIGHTS_UP, WEIGHTS_DOWN):
             return self._gather(unit, stream, clock, in_place=not action.allocs)
         if action.op in EXCHANGED and action.kind is not Kind.ALLOC:
             units = self._exchanged(action, micro_batch, chunk)

@@ -151,10 +151,6 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}",
         ),
         (
-            system.parameters_on_host and not system.optimizer_on_host,
-            "parameters in host memory need the optimizer there (--optimizer host)",
-        ),
-        (
             lay.state_shards > 1 and stage not in system.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),

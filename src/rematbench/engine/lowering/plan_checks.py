@@ -61,9 +61,10 @@ def _check_host_states(plan: Plan) -> None:
     gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
     if optimizer.home == "host" and optimizer.update == "backward":
         raise PlanError("an optimizer in host memory updates once per step, not in the backward")
-    for state in (gradient, plan.state("parameter")):
-        if state.home == "host" and optimizer.home == "device":
-            raise PlanError(f"{state.kind}s in host memory need their optimizer there")
+    if gradient.home == "host" and optimizer.home == "device":
+        raise PlanError("gradients in host memory need their optimizer there")
+    if plan.state("parameter").home == "host" and optimizer.update == "backward":
+        raise PlanError("parameters in host memory are updated once per step, not in the backward")
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:

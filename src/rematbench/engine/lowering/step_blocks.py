@@ -8,6 +8,7 @@ from rematbench.engine.program.action import (
     COMPUTE,
     GRADIENTS_DOWN,
     HOST_UPDATE,
+    WEIGHTS_DOWN,
     WEIGHTS_UP,
     Action,
     Alloc,
@@ -122,13 +123,17 @@ def norm_block(comm: Comm) -> Block:
     return Block("norms", tuple(w.actions))
 
 
-def optimizer_block(nbytes: int, scratch: int) -> Block:
+def optimizer_block(nbytes: int, scratch: int, down: int) -> Block:
     """Update the rank's share of the parameters on the device.  `nbytes`: bytes of the parameters
-    in compute precision; `scratch`: extra bytes during the update."""
-    action = Action(
-        kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
+    in compute precision; `scratch`: extra bytes during the update; `down`: bytes of updated weights
+    to copy to host memory."""
+    w = BlockWriter()
+    w.add(
+        Action(kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch)
     )
-    return Block("OPT", (action,))
+    if down:
+        w.wait(COMPUTE, w.state_copy(Kind.D2H, "", WEIGHTS_DOWN, down, after=w.mark(COMPUTE)))
+    return Block("OPT", tuple(w.actions))
 
 
 def host_update_block(down: int, nbytes: int, up: int) -> Block:

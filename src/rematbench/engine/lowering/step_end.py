@@ -68,8 +68,9 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     count = -(-rank_parameters(problem, plan, steps.rank) // optimizer.shards)
     nbytes = system.param_bytes * count
     if optimizer.home == "device":
-        update = partial(optimizer_block, nbytes, system.step_scratch_bytes * count)
-        steps.add(("OPT", count), update, Pass(False, 0, 0))
+        down = nbytes if plan.state("parameter").home == "host" else 0
+        update = partial(optimizer_block, nbytes, system.step_scratch_bytes * count, down)
+        steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
     gone = plan.state("gradient").home == "host"  # each backward waited for its copies
     down = 0 if gone else system.host_grad_bytes * count

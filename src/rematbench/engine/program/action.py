@@ -53,10 +53,12 @@ STALL = "stall"
 """The operator name of a STALL that belongs to no kernel: the time by which a collective slows all
 kernels that run at the same time."""
 
-GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP = "gradients_down", "weights_up", "shard_up"
+GRADIENTS_DOWN, WEIGHTS_UP = "gradients_down", "weights_up"
+SHARD_UP, WEIGHTS_DOWN = "shard_up", "weights_down"
 """The operator names of copies of states: gradients to an update on the host, the updated weights
-back, and a rank's shard of weights in host memory before its gather."""
-STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP)
+back; a rank's shard of weights in host memory before its gather, and after an update on the
+device."""
+STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP, WEIGHTS_DOWN)
 
 COMM_KIND: dict[CommKind, Kind] = {
     "all_gather": Kind.ALL_GATHER,
