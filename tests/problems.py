@@ -35,6 +35,26 @@ from rematbench.workload import Model, Workload
 
 LLAMA = replace(method_contract.LLAMA, name="test-llama")
 GPT = replace(method_contract.GPT, name="test-gpt")
+BLOCKS: dict[str, dict[str, Any]] = {
+    "parallel": {"block": "parallel", "rotary_share": 0.5},
+    "shared": {
+        "block": "parallel_shared_norm",
+        "norm_bias": False,
+        "qk_norm": True,
+        "qk_norm_weights": "each_head",
+    },
+    "after": {
+        "pre_norm": False,
+        "post_norm": True,
+        "qk_norm": True,
+        "qk_norm_weights": "width",
+        "norm_in_fp32": True,
+    },
+    "embedding": {"embedding_norm": True, "position": "alibi", "mlp": "relu"},
+    "unweighted": {"norm_weight": False, "mlp": "xielu", "activation_steps": 3.5},
+    "attention_dropout": {"attention_dropout": 0.1, "embedding_dropout": 0.0, "mlp": "relu2"},
+}
+"""Facts of blocks that neither Llama nor GPT has."""
 ANY_LAYOUT = {"model_parallel": ("tp", "pp", "vpp"), "zero_stages": (0, 1, 2, 3)}
 
 

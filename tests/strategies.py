@@ -24,7 +24,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.workload import Model
-from tests.problems import FULL, GPT, LLAMA, problem
+from tests.problems import BLOCKS, FULL, GPT, LLAMA, problem
 
 SYSTEMS = (
     "rematbench",
@@ -44,13 +44,16 @@ PHASES = ("warmup", "steady", "cooldown")
 
 @st.composite
 def models(draw: st.DrawFn, num_layers: int) -> Model:
-    """Llama or GPT, or a Gemma-like mixture: norms after, windows in every other layer."""
+    """Llama or GPT, one of the other blocks, or a Gemma-like mixture: norms after, windows in every
+    other layer."""
+    block = draw(st.sampled_from([{}, {}, *BLOCKS.values()]))
     base = replace(
         draw(st.sampled_from([LLAMA, GPT])),
+        **block,
         num_layers=num_layers,
         tied_embeddings=draw(st.booleans()),
     )
-    if draw(st.booleans()):
+    if block or draw(st.booleans()):
         return base
     windows = tuple(8 * (layer % 2) for layer in range(num_layers))
     return replace(base, post_norm=True, attention_window=windows)
@@ -204,7 +207,8 @@ def cases(draw: st.DrawFn, deeper: int = 0) -> tuple[Problem, Plan]:
         plan = replace(plan, schedule="gpipe")
     if lay.pp == 1 and draw(st.booleans()):
         plan = replace(plan, orders=(draw(orders(lay.num_micro_batches)),))
-    runs = (("mlp_norm", "fc1", "act", "mul", "fc2"), ("lm_head", "loss"))
+    norm = ("mlp_norm",) if given.workload.model.block == "sequential" else ()
+    runs = ((*norm, "fc1", "act", "mul", "fc2"), ("lm_head", "loss"))
     pieces = tuple(MiniSequence(ops=run, count=draw(st.integers(2, 3))) for run in runs)
     if draw(st.integers(0, 4)) == 0:
         plan = replace(plan, rules=draw(st.sampled_from([(), FULL])), mini_sequences=pieces)

@@ -29,7 +29,7 @@ from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import AttentionChoice, System, ZeroStage
-from rematbench.workload import MlpKind, Model, Precision
+from rematbench.workload import GATED, MlpKind, Model, Precision
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
 """Start of the remark that a row's model is not in config/models."""
@@ -187,7 +187,7 @@ def _head_dim(name: str, shape: dict[str, int], mlp: str) -> int:
     if rest:
         problem = f"hidden {shape['hidden']} does not divide by heads {shape['num_heads']}"
         raise RowError("failed", problem)
-    if (mlp != "gelu" and width not in USUAL_HEADS) or "gemma" in name.lower():
+    if ((not mlp or mlp in GATED) and width not in USUAL_HEADS) or "gemma" in name.lower():
         raise RowError(
             "failed",
             f"unknown model {name!r}: hidden / heads = {width} may not be its head_dim: add a "
@@ -206,7 +206,7 @@ def _relative(name: str, mlp: str) -> str:
     family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
     known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
     known.sort(key=lambda n: n.split("-")[0] != name.lower().split("-")[0])  # of one version first
-    gated = mlp != "gelu"
+    gated = not mlp or mlp in GATED
     for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
         if load_model(candidate).gated == gated:
             return candidate
