@@ -24,7 +24,7 @@ from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout, check_layout
-from rematbench.spec.system import AttentionBackend, AttentionChoice, System
+from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
@@ -114,6 +114,14 @@ class Problem:
     def chunks(self) -> dict[Hashable, object]:
         """A cache of lowering for the problem's chunks (`ChunkOps.of`, `ChunkOps.fates`)."""
         return {}
+
+    @cached_property
+    def tp_overlap(self) -> TpOverlap:
+        """The overlap of tensor-parallel collectives with GEMMs that the stack has over the links
+        of this layout's groups."""
+        system = self.system
+        inside = self.cost.group("tp", 0).nodes == 1 or system.gemm_overlap_links == "all"
+        return system.tp_overlap if inside or system.tp_overlap != "gemm" else "backward"
 
     @cached_property
     def non_torch_bytes(self) -> int:

@@ -58,7 +58,9 @@ def test_a_window_beside_a_piece_rebuilds_whole_what_is_whole() -> None:
 
 
 def test_a_gather_beside_its_gemm_is_waited_for_though_a_window_rebuilds_there() -> None:
-    given = problem(model=layers(2), tp=2, system_changes={"tp_overlap": "gemm"})
+    given = problem(
+        model=layers(2), tp=2, system_changes={"tp_overlap": "gemm", "gemm_overlap_links": "all"}
+    )
     beside = rule(Recompute(window=Window(op="proj", direction="backward")), "attn_norm_out")
     check(lower(given.base_plan.with_rules(beside), given))
 

@@ -207,8 +207,9 @@ Same = Callable[[Problem], Hashable]
 
 def without_cluster(problem: Problem) -> Hashable:
     """Return a key that is equal for problems that differ only in their cluster, because a program
-    does not depend on the cluster."""
-    return encode((problem.workload, problem.system, problem.layout, problem.attention))
+    depends on the cluster only through the overlap that its links allow."""
+    same = (problem.workload, problem.system, problem.layout, problem.attention)
+    return encode((*same, problem.tp_overlap))
 
 
 class Evaluator:

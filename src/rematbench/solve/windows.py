@@ -98,7 +98,7 @@ def _job(
 def idle_s(problem: Problem, op: Op) -> float:
     """Idle compute seconds during the first collective of an operator's backward."""
     cost = problem.cost
-    beside = problem.system.tp_overlap in ("backward", "gemm") and op.has_weight
+    beside = problem.tp_overlap in ("backward", "gemm") and op.has_weight
     if op.grad_gather is not None:
         return cost.comm_s(op.grad_gather, 0)
     if op.regather is not None:

@@ -20,6 +20,7 @@ from tests.worlds.torch.recorder import Recorder, recording
 DEVICE = torch.device("cuda", 0)
 OVERLAP: dict[str, Any] = {
     "tp_overlap": "gemm",
+    "gemm_overlap_links": "all",
     "p2p_overlap": "always",
     "reduce_overlap": True,
     "gather_overlap": True,

@@ -294,8 +294,8 @@ def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
     """Seconds of an operator's forward and backward, with its collectives before, after or beside
     its kernels as emit_op and emit_backward place them."""
     cost = problem.cost
-    gemm = problem.system.tp_overlap == "gemm"
-    split = op.has_weight and problem.system.tp_overlap in ("backward", "gemm")
+    gemm = problem.tp_overlap == "gemm"
+    split = op.has_weight and problem.tp_overlap in ("backward", "gemm")
     comm_s = cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
 
     def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:

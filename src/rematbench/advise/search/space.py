@@ -151,7 +151,7 @@ def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
 def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
     if fixed is not None:
         return [fixed]
-    return [n for n in _degrees(None, sequences, MOST_MICRO_BATCH) if n & (n - 1) == 0]
+    return _degrees(None, sequences, MOST_MICRO_BATCH)
 
 
 def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:

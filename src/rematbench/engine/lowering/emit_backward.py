@@ -64,7 +64,7 @@ class BackwardEmitter:
         self.reload = Reloader(chunk, fates, transfers, self.w)
         ready = partial(_wait_for_inputs, self.w, self.reload, gatherer)
         self.rebuild = Rebuilder(self.recomputer, ready)
-        self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
+        self.overlap = chunk.problem.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
         """Return block B, which computes the gradient of the chunk's input from the gradient of its
@@ -199,7 +199,7 @@ class BackwardEmitter:
 
     def _gather_overlaps(self, op: Op) -> bool:
         """Whether the gather of the output gradient overlaps the input gradient's GEMM."""
-        gemm = self.chunk.problem.system.tp_overlap == "gemm"
+        gemm = self.chunk.problem.tp_overlap == "gemm"
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:

@@ -38,7 +38,7 @@ def emit_op(
         _exchange(w, unit, op, names, share)
         return
     fraction = share.fraction
-    gemm_overlap = chunk.problem.system.tp_overlap == "gemm"
+    gemm_overlap = chunk.problem.tp_overlap == "gemm"
     ring = op.gather is not None and op.gather.kind == "ring"
     overlaps = ring or (gemm_overlap and op.name != "attention")
     sources = [names.reads[name] for name in op.inputs]
