@@ -52,9 +52,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtypes `reduce_bytes` (gradient reduction) and `gather_bytes` (parameter gather).
     `tp_overlap`: none; backward (collectives of a linear's backward overlap with its two GEMMs, as
     in Megatron's asynchronous linear); gemm (forward collectives too, chunk by chunk).
-    `gemm_overlap_links`: the links over which `gemm` works: within an NVLink domain (user buffers of
-    TransformerEngine, symmetric memory of torch: both write into the memory of a peer), or all
-    links.  A group that leaves the domain overlaps as `backward`.
+    `gemm_overlap_links`: the links over which `gemm` works: within an NVLink domain (user buffers
+    of TransformerEngine, symmetric memory of torch: both write into a peer's memory), or all links.
+    A group that leaves the domain overlaps as `backward`.
     `bucket_bytes`: the gradient bucket of an overlapped reduction (0: not bucketed).
     `fused_linears`: one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
     projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs.
