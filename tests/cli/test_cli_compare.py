@@ -67,11 +67,13 @@ def test_what_nobody_published_is_said_in_words() -> None:
     """Neither a long job nor a method of a minute ago has the evidence of a published cell."""
     job = ("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8")
     far = ("--global-batch", "1", "--seq-len", "262144")
-    shown = typed("simulate", "memo", *job, *far).out
+    shown = typed("simulate", "memo", *job, *far, "--system", "megatron-core").out
     assert "faster attention on hopper than fa2: cudnn, fa3" in shown
     told = trust(shown)
     assert "262,144 tokens (published on megatron-core: 8,192)" in told
     assert "mechanism memo" in told
+    by_default = trust(typed("simulate", "memo", *job, *far).out)
+    assert "stack megatron-core-0.16" in by_default
 
 
 def test_a_stack_is_known_by_its_facts_and_not_by_its_name(tmp_path: Path) -> None:

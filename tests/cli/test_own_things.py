@@ -33,7 +33,7 @@ from tests.wrong_inputs import ROW
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4", "--seq-len", "4096",
-         "--global-batch", "8", "--tp", "2"]  # fmt: skip
+         "--global-batch", "8", "--tp", "2", "--system", "megatron-core"]  # fmt: skip
 METHOD = '''"""mine: does {what}.
 
 Claim: none.

@@ -26,7 +26,7 @@ from rematbench.problem import Problem
 from rematbench.spec.problemspec import ProblemSpec, flag
 from rematbench.worlds.packages.process import baselines
 
-DEFAULT_SYSTEM = "megatron-core"
+DEFAULT_SYSTEM = "megatron-core-0.16"
 MAX_TIMEOUT_S = 7 * 86_400.0
 """One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
 

@@ -21,6 +21,7 @@ from rematbench.evidence.bands import peak_band
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
+from rematbench.spec.stackfacts import other_versions
 
 HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
@@ -128,6 +129,7 @@ def heading(problem: Problem) -> list[str]:
         f"assumes: {assumed(problem)}",
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
+        *_versions(problem.system.name),
     ]
 
 
@@ -146,6 +148,15 @@ def _packed(problem: Problem) -> str:
         return ""
     whole = "" if problem.attention == "flash" else " (the kernel computes the whole square)"
     return f" in documents of {work.document_len:,}, attention inside each{whole}"
+
+
+def _versions(stack: str) -> list[str]:
+    """A line that names the other versions of a stack and the facts in which they differ."""
+    others = [
+        f"{name} ({', '.join(f'{key} {value}' for key, value in unlike.items())})"
+        for name, unlike in other_versions(stack).items()
+    ]
+    return [f"other versions of the stack: {'; '.join(others)}"] if others else []
 
 
 def method_line(request: Request) -> str:

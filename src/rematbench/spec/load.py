@@ -112,7 +112,7 @@ def _refuse_job(data: dict[str, Any], label: str) -> None:
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
     "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
-    "system": ("aliases", "rows"),
+    "system": ("aliases", "rows", "version_of"),
 }
 """Keys that control how a file is located or used; files based on it do not inherit them."""
 OWN_KEYS = ("name", "version", "source", "base")

@@ -74,3 +74,21 @@ def listed() -> list[tuple[str, str, str, dict[str, Fact]]]:
             (name, str(data.get("version", "")), str(data.get("base", "")), differences(name))
         )
     return rows
+
+
+def other_versions(name: str) -> dict[str, dict[str, object]]:
+    """The shipped stacks that are other versions of the shipped stack `name`, each with the facts in
+    which it differs; empty for a stack of a user's own."""
+    if name not in names("system"):
+        return {}
+    family = {stem: str(chain(stem)[0][1].get("version_of", stem)) for stem in names("system")}
+    mine = load_system(name)
+    return {
+        other: {
+            key: getattr(load_system(other), key)
+            for key in System.__struct_fields__
+            if key not in NO_FACTS and getattr(load_system(other), key) != getattr(mine, key)
+        }
+        for other, of in family.items()
+        if other != name and of == family[name]
+    }
