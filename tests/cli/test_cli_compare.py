@@ -169,7 +169,7 @@ def test_where_nothing_fits_the_last_line_says_what_would() -> None:
     job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
     ran = typed("compare", *job, "--global-batch", "1", "--limit", "60")
     assert ran.code == 0
-    assert ran.out.splitlines()[4].startswith("NOTHING FITS: nearest is ")
+    assert ran.out.splitlines()[5].startswith("NOTHING FITS: nearest is ")
     last = ran.out.splitlines()[-1]
     assert last.startswith("WOULD FIT: with ")
     assert "GiB more on each device" in last

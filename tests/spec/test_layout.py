@@ -68,7 +68,8 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"tp": 4}, "seq_len": 4098},
     ),
     (
-        "system torchtitan has no context parallelism, but cp = 2",
+        "system torchtitan has no context parallelism, but cp = 2 (another version has it: "
+        "torchtitan-2026)",
         {"layout": {"cp": 2}, "system": "torchtitan"},
     ),
     (

@@ -11,19 +11,22 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
+from rematbench.cli.options import DEFAULT_SYSTEM
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import system_variant
-from rematbench.evaluate.result import assumed
-from rematbench.evidence.bands import band_of
+from rematbench.evaluate.result import assumed, evaluate_plan
+from rematbench.evidence.bands import band_of, with_band
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
-from rematbench.problem import Problem
+from rematbench.plan import Plan
+from rematbench.problem import Problem, rank_parameters
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system, names
 from rematbench.spec.paths import data_dir
-from rematbench.spec.stackfacts import DEFAULT, defaults, differences, facts
+from rematbench.spec.stackfacts import DEFAULT, chain, defaults, differences, facts, other_versions
 from rematbench.spec.system import System
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 
 APP = command_line()
 
@@ -264,3 +267,78 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
     }
     assert differences("huggingface-deepspeed").keys() == zero
     assert all(getattr(layers, key) == getattr(plain, key) for key in zero)
+
+
+# -- versions -----------------------------------------------------------------------------------
+
+
+def test_versions_of_a_stack_name_a_shipped_stack_and_differ_from_it() -> None:
+    families = {name: chain(name)[0][1].get("version_of") for name in names("system")}
+    versions = {name: of for name, of in families.items() if of}
+    assert versions.keys() >= {"megatron-core-0.16", "huggingface-flash-4.4x", "torchtitan-2026"}
+    for name, of in versions.items():
+        assert of in names("system")
+        assert families[of] is None
+        assert other_versions(name)[of].keys() == other_versions(of)[name].keys() != set()
+        assert all(fact.source for fact in differences(name).values())
+        assert re.search(r"\d", load_system(name).version)
+    assert other_versions("rematbench") == {}
+
+
+def test_the_commands_default_is_todays_megatron_core() -> None:
+    assert DEFAULT_SYSTEM == "megatron-core-0.16"
+    assert differences(DEFAULT_SYSTEM).keys() == {"loss_keeps_logits"}
+    given = made(system=DEFAULT_SYSTEM, layout=Layout(tp=8, global_batch=8))
+    assert band_of(given, "keep_all").outside["stack"] == f"stack {DEFAULT_SYSTEM}"
+    assert given.cost.stack == made().cost.stack
+    before, now = (made(system=name).head.op("loss") for name in ("megatron-core", DEFAULT_SYSTEM))
+    wide = 4 * 4096 * made().system.padded_vocab(made().workload.model.vocab, 2) // 2
+    assert before.scratch_forward_bytes - now.scratch_forward_bytes == wide
+
+
+def test_a_job_names_the_other_versions_of_its_stack() -> None:
+    words = ["simulate", "keep_all", "--model", "llama-7b", "--cluster", "h100-80gb"]
+    words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--zero", "3"]
+    shown = CliRunner().invoke(APP, [*words, "--system", "huggingface-flash"]).output
+    assert "other versions of the stack: huggingface-flash-4.4x (step_scratch_bytes 2)" in shown
+    refused = CliRunner().invoke(APP, [*words, "--system", "torchtitan", "--cp", "2"])
+    assert str(refused.exception).endswith("cp = 2 (another version has it: torchtitan-2026)")
+    assert "other versions" not in CliRunner().invoke(APP, [*words, "--system", "deepspeed"]).output
+
+
+def test_the_foreach_optimizer_holds_a_tensor_of_each_parameter() -> None:
+    """A report of 76 GiB on one A100 for all parameters of a Qwen2 of 7B, in bf16."""
+    plain, foreach = (
+        made(
+            model="qwen2-7b", cluster="a100-80gb-single", system=name, seq_len=2048,
+            layout=Layout(global_batch=16, zero_stage=0),
+        )
+        for name in ("huggingface-flash", "huggingface-flash-4.4x")
+    )  # fmt: skip
+    plan = all_methods().resolve("full_recompute")
+    peaks = []
+    for problem in (plain, foreach):
+        answer = plan.plan(problem)
+        assert isinstance(answer, Plan)
+        peaks.append(evaluate(problem, answer).peak_device_bytes[0])
+    count = rank_parameters(foreach, foreach.base_plan, 0)
+    assert peaks[1] == pytest.approx(10 * count, rel=1e-3)
+    assert peaks[0] < 9 * count
+    reserved = peaks[1] + foreach.non_torch_bytes
+    assert reserved / 2**30 == pytest.approx(76, rel=0.05)
+
+
+def test_torchtitan_of_2026_runs_context_parallelism() -> None:
+    """A log of torchtitan of late 2025: Llama-3.1-8B, 8,192 tokens, 4 H100, cp 2, eager, full
+    recomputation: 5,615 tokens/s/GPU and 44.8 GiB reserved."""
+    given = made(
+        model="llama-3.1-8b", cluster="h100-96gb-hbm2e", system="torchtitan-2026", seq_len=8192,
+        layout=Layout(cp=2, dp=2, zero_stage=3, global_batch=2),
+    )  # fmt: skip
+    answer = all_methods().resolve("full_recompute").plan(given)
+    assert isinstance(answer, Plan)
+    found = with_band(evaluate_plan(given, answer), "full_recompute")
+    assert found.band is not None
+    assert found.band[0] < 5615 < found.band[1]
+    assert found.evaluation is not None
+    assert found.evaluation.reserved_bytes / 2**30 == pytest.approx(44.8, rel=0.1)

@@ -5,6 +5,8 @@ from msgspec import Struct
 from rematbench.host.errors import UserError
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import wrong_field
+from rematbench.spec.load import load_system
+from rematbench.spec.stackfacts import other_versions
 from rematbench.spec.system import System, ZeroStage
 from rematbench.workload import PositiveInt, Workload
 
@@ -132,15 +134,15 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
 def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
     """The rules that the stack supports the degrees and the ZeRO stage."""
     stages, stage = ", ".join(map(str, system.zero_stages)), lay.zero_stage
-    has = {name: name in system.model_parallel for name in ("tp", "pp", "vpp")}
-    has["cp"] = system.cp_kind != "none"
     return [
         *(
             (
-                getattr(lay, name) > 1 and not has[name],
-                f"system {system.name} has no {words}, but {name} = {getattr(lay, name)}",
+                True,
+                f"system {system.name} has no {words}, but {name} = {getattr(lay, name)}"
+                f"{_other_version(system, name)}",
             )
             for name, words in DEGREE_WORDS.items()
+            if getattr(lay, name) > 1 and not _has(system, name)
         ),
         (
             system.parameters_on_host and "param_offload" not in system.features,
@@ -155,6 +157,17 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
     ]
+
+
+def _has(system: System, degree: str) -> bool:
+    """Whether the stack can raise a degree above 1."""
+    return system.cp_kind != "none" if degree == "cp" else degree in system.model_parallel
+
+
+def _other_version(system: System, degree: str) -> str:
+    """Words on shipped versions of the stack that can raise a degree above 1; empty if none can."""
+    able = [name for name in other_versions(system.name) if _has(load_system(name), degree)]
+    return f" (another version has it: {', '.join(able)})" if able else ""
 
 
 def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:

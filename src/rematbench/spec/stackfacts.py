@@ -77,7 +77,7 @@ def listed() -> list[tuple[str, str, str, dict[str, Fact]]]:
 
 
 def other_versions(name: str) -> dict[str, dict[str, object]]:
-    """The shipped stacks that are other versions of the shipped stack `name`, each with the facts in
+    """The shipped stacks that are other versions of a shipped stack, each with the facts in
     which it differs; empty for a stack of a user's own."""
     if name not in names("system"):
         return {}
