@@ -22,11 +22,12 @@ from rematbench.plugins.discover import entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import load_model, load_system
+from rematbench.spec.load import load_model, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.workload import Workload
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
+from tests.problems import BLOCKS, LLAMA
 from tests.typed import typed
 from tests.workflow.checkout import GUIDES
 from tests.wrong_inputs import ROW
@@ -95,15 +96,15 @@ def test_a_slip_beside_a_name_that_matches_is_told(tmp_path: Path) -> None:
 
 
 def test_the_names_are_those_of_all_models_and_stacks() -> None:
-    """ACTIVATIONS, against the tables of every shipped model (and one with norms of heads) on every
-    stack that differs in what it keeps."""
+    """ACTIVATIONS, against the tables of every shipped model and of each other block (and one with
+    norms of heads) on every stack that differs in what it keeps."""
     stacks = [load_system(name) for name in ("megatron-core", "huggingface", "rematbench")]
     stacks[1] = replace(stacks[1], held_logit_bytes=2)  # which jobs say, not stacks
     found: set[str] = set()
-    for path in sorted((data_dir("config") / "models").glob("*.yaml")):
-        model = load_model(path.stem)
+    shipped = [load_model(name) for name in names("model")]
+    for model in (*shipped, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
         for system, degree in product(stacks, (1, 2)):
-            shape = replace(model, qk_norm=path.stem == "llama-7b")
+            shape = replace(model, qk_norm=model.qk_norm or model.name == "llama-7b")
             work, layout = Workload(model=shape, seq_len=256), Layout(dp=2, ulysses=degree)
             for fused in (True, False):
                 made = layer_table(work, layout, system, fused_attention=fused, window=0)

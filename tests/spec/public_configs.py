@@ -111,6 +111,11 @@ PUBLIC: dict[str, tuple[dict[str, Any], int]] = {
         },
         7_818_448_896,
     ),
+    "EXAONE-4.0-32B": (
+        llama("exaone4", 5120, 27392, 64, 40, 8, 102400, head_dim=128, sliding_window=4096,
+              sliding_window_pattern="LLLG", **SILU),
+        32_003_216_384,
+    ),
     "command-r-v01": (llama("cohere", 8192, 22528, 40, 64, 64, 256000), 34_980_831_232),
     "aya-23-8B": (llama("cohere", 4096, 14336, 32, 32, 8, 256000), 8_028_033_024),
     "command-r7b": (
@@ -187,6 +192,12 @@ PUBLIC: dict[str, tuple[dict[str, Any], int]] = {
          "vocab_size": 65024, "multi_query": True, "parallel_attn": True, "bias": False,
          "alibi": False},
         6_921_720_704,
+    ),
+    "falcon-rw-1b": (
+        {"model_type": "falcon", "hidden_size": 2048, "num_attention_heads": 32,
+         "num_hidden_layers": 24, "vocab_size": 50304, "alibi": True, "bias": True,
+         "multi_query": False, "parallel_attn": False, "new_decoder_architecture": False},
+        1_311_625_216,
     ),
     "falcon-40b": (
         {"model_type": "falcon", "hidden_size": 8192, "num_attention_heads": 128,

@@ -176,6 +176,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         f"modelled {MODELLED}",
     ),
     (
+        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
+        f"model_type: 'dbrx': it has experts, which is not modelled {MODELLED}",
+    ),
+    (
         {"model_type": "t5", "is_encoder_decoder": True},
         f"model_type: 't5': it has an encoder, which is not modelled {MODELLED}",
     ),

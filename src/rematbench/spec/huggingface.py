@@ -81,7 +81,7 @@ _ENCODERS = {
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FEATURES = {
-    **dict.fromkeys(_EXPERTS, "experts"),
+    **dict.fromkeys((*_EXPERTS, "ffn_config.moe_num_experts"), "experts"),
     "kv_lora_rank": "latent attention (keys and values of low rank)",
     "state_size": "state-space layers",
     "mamba_d_state": "state-space layers",
@@ -211,11 +211,19 @@ def _unmodelled(kind: str, data: Config) -> str:
     architecture is suggested, because reading the config as another architecture would drop
     features."""
     known = sorted(name for name in architectures() if not name.startswith("."))
-    has = dict.fromkeys(words for key, words in _FEATURES.items() if data.get(key))
+    has = dict.fromkeys(words for key, words in _FEATURES.items() if _at(data, key))
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
     close = [name for name in known if name.lower() == kind.replace("-", "_").lower()]
     typed = closest(kind, close) or (f"; did you mean {close[0]!r}?" if close else "")
     return f"{kind!r}: {why}{typed} (config/architectures.yaml has {len(known)} that are){OWN_FILE}"
+
+
+def _at(data: Config, key: str) -> Any:
+    """The value of a key, also inside a mapping (`a.b`); None if it is absent."""
+    value: Any = data
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 class _Reader:
@@ -253,11 +261,7 @@ class _Reader:
         return found
 
     def _get(self, key: str, data: Config | None = None) -> Any:
-        """The value of a key, also inside a mapping (`a.b`); None if it is absent."""
-        value: Any = self.data if data is None else data
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+        return _at(self.data if data is None else data, key)
 
     def _is(self, key: str, value: Any) -> bool:
         """Whether a key has a value; null is the default of the architecture."""

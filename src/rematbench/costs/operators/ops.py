@@ -154,13 +154,14 @@ def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
 
 _HEADS = ("q", "k", "v")
 _NORMS = (
-    "embedding_norm",
     "attn_norm",
     "post_attn_norm",
     "mlp_norm",
     "post_mlp_norm",
     "final_norm",
 )
+_MORE_NORMS = ("embedding_norm", "q_norm", "k_norm")
+"""Norms whose outputs have names of their own."""
 _BLOCK = (
     "embedding_out",
     "layer_input",
@@ -189,7 +190,7 @@ ACTIVATIONS = frozenset(
         *(f"{name}{order}_raw" for name in "qk" for order in ("", "_rows")),
         *(f"{name}_repeated" for name in "kv"),
         *(f"{norm}_out" for norm in _NORMS),
-        *(f"{n}_{s}" for n in (*_NORMS, "q_norm", "k_norm") for s in ("wide", "root", "scaled")),
+        *(f"{n}_{s}" for n in (*_NORMS, *_MORE_NORMS) for s in ("wide", "root", "scaled")),
         *(f"attn_{name}" for name in _SCORES),
         *(f"{name}_mask" for name in ("embedding", "attn_residual", "layer_output")),
     }
