@@ -155,12 +155,15 @@ def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
 
 
 def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
-    """Chunks per rank: 1, and each number for which all chunks have equally many layers."""
+    """Chunks per rank: 1, and each number for which all chunks have equally many layers if the
+    embedding, the head or both count as a layer (the chunks at the ends then have one layer less;
+    Megatron: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split)."""
     if fixed is not None:
         return [fixed]
     if pp == 1:
         return [1]
-    return [1, *(v for v in range(2, layers // pp + 1) if layers % (pp * v) == 0)]
+    ends = (0, 1, 2)
+    return [1, *(v for v in range(2, layers // pp + 1) if -layers % (pp * v) in ends)]
 
 
 def _stages(fixed: ZeroStage | None, pp: int, shards: int) -> list[ZeroStage]:
