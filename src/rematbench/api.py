@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
+from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
 from rematbench.advise.search.space import Fixed

@@ -27,7 +27,7 @@ from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
 from rematbench.evidence.job_evidence import (
     PEAK,
-    Job,
+    JobProperties,
     LeftOutCell,
     Range,
     covered,
@@ -101,7 +101,7 @@ class Bands(Struct, frozen=True):
     pools: tuple[Pool, ...]
     devices: Errors = {}
 
-    def band(self, job: Job) -> Band:
+    def band(self, job: JobProperties) -> Band:
         """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])

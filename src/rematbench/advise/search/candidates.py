@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.advise.compare.candidates import KINDS, CompareConfig, Kind, place
+from rematbench.advise.compare.compositions import KINDS, CompareConfig, Kind, place
 from rematbench.advise.search.probes import Probe
 from rematbench.plugins.registry import (
     IDENTITY,
@@ -314,7 +314,7 @@ class Tree:
         return self.lean(candidate), cutting if cutting.parts else None
 
 
-class GivenCandidates(Tree):
+class FixedCandidates(Tree):
     """The tree of a search for the best layout of given candidates.  It adds no methods.  A
     candidate with a share has a second root at the share 0, which lies before the share's first
     step."""

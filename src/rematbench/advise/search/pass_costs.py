@@ -42,9 +42,9 @@ class PassCost(NamedTuple):
     net_bytes: float
     high_bytes: float
 
-    def minimum(self, other: "PassCost") -> "PassCost":
+    def minimum(self, cost: "PassCost") -> "PassCost":
         """Return the minimum of the two passes in every number."""
-        return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
+        return PassCost._make(min(a, b) for a, b in zip(self, cost, strict=True))
 
 
 class ChunkCost(NamedTuple):
@@ -84,13 +84,13 @@ def further(more: ChunkCost, less: ChunkCost) -> ChunkCost:
     return combined(more, less, lambda a, b: a - b)
 
 
-def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
+def combined(first: ChunkCost, second: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
     """Combine the costs of two chunks: `numbers` is applied to each pair of numbers."""
     forward, backward = (
         PassCost._make(map(numbers, a, b))
-        for a, b in ((one.forward, other.forward), (one.backward, other.backward))
+        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
     )
-    return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
+    return ChunkCost(forward, backward, *map(numbers, first[2:], second[2:]))
 
 
 def behind_embedding(chunk: ChunkCost, first: ChunkCost, inner: ChunkCost) -> ChunkCost:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import changed_kinds
+from rematbench.advise.compare.compositions import changed_kinds
 from rematbench.advise.search.pass_costs import Chunk, ChunkCost, compute_cost, placed_alike
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, pinned_block_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps

@@ -253,9 +253,9 @@ class SearchQueue:
             self.entries.push(bound_s, item, ripe=ripe)
         else:
             _count(self._dropped, item)
-            self.put_aside(bound_s, item)
+            self.postpone(bound_s, item)
 
-    def put_aside(self, bound_s: float, item: Item) -> None:
+    def postpone(self, bound_s: float, item: Item) -> None:
         """Keep work on plans that cannot be the fastest aside, until `list_all` queues it."""
         if self.listing:
             self.push(bound_s, item)

@@ -15,11 +15,11 @@ from weakref import proxy
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.candidates import (
     Candidate,
-    GivenCandidates,
+    FixedCandidates,
     Tree,
     Variant,
     rebuilds,
@@ -203,7 +203,7 @@ class SearchJob:
         shards = [self._shard(index) for index in range(len(self._cuts))]
         within = self.request.within
         return Search(
-            shards, GivenCandidates(candidates), self.registry, within=within, min_pp=min_pp
+            shards, FixedCandidates(candidates), self.registry, within=within, min_pp=min_pp
         )
 
     @cached_property

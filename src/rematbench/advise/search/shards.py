@@ -14,7 +14,7 @@ from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, step_bound
 from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, mixed, no_cost
 from rematbench.advise.search.probe_problems import NOTHING, Pinned, ProbePrograms
-from rematbench.advise.search.probes import Floor, Found, Probe, Prober, Refused
+from rematbench.advise.search.probes import Floor, Probe, Prober, Refused, Reply
 from rematbench.advise.search.schedule_bound import after_passes, host_update_s, sent_bytes
 from rematbench.advise.search.space import Array, Choice, Columns
 from rematbench.advise.search.trials import Site
@@ -171,8 +171,8 @@ class Shard:
         return self._floors[text]
 
     def _resolved(
-        self, text: str, ask: Callable[[Composition], Found | Refused]
-    ) -> Found | Refused:
+        self, text: str, ask: Callable[[Composition], Reply | Refused]
+    ) -> Reply | Refused:
         try:
             return ask(self.registry.resolve(text, None, self.problem))
         except MethodError as error:
@@ -237,8 +237,8 @@ def _same(problem: Problem) -> Problem:
 
 
 def _both_ends(
-    candidate: Candidate, ask: Callable[[Candidate], Found | Refused]
-) -> tuple[Found, Found] | Refused:
+    candidate: Candidate, ask: Callable[[Candidate], Reply | Refused]
+) -> tuple[Reply, Reply] | Refused:
     """What `ask` returns at both ends of a candidate's share; two equal values for a candidate
     without a share."""
     one = ask(candidate)

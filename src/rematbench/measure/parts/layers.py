@@ -100,7 +100,7 @@ def run_by_turns(
     if not cells:
         raise CommandError(f"no problem of the suite is of {machine.name}")
     known = read_predictions(output / PREDICTIONS[part], cells)
-    taken = Taken(output / part, machine, cells)
+    taken = TurnLog(output / part, machine, cells)
     live, first_turn_s = [], {}
     for cell in cells:
         line = known.get(stands_for(cell))
@@ -125,7 +125,7 @@ def is_on_machine(cell: Cell, machine: Machine) -> bool:
     return has_peak_of(cell.problem.cluster, machine.name)
 
 
-class Taken:
+class TurnLog:
     """The turns so far, on disk and in memory, including turns of an earlier run on the same
     device."""
 
@@ -167,7 +167,7 @@ class Taken:
 def _rounds(
     live: list[Cell],
     unsettled: Callable[[list[Cell], Sequence[Turn]], list[Cell]],
-    taken: Taken,
+    taken: TurnLog,
     turn: Callable[[Cell], tuple[str, str, dict[str, Any]]],
     until: float,
     first_turn_s: Mapping[str, float],
