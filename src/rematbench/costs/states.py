@@ -100,8 +100,8 @@ def zero3_host_states(
 ) -> HostStates:
     """Host bytes of a rank's states with ZeRO 3, which shards each of `tensors` (parameters of
     each).  `optimizer`: the shards are updated on the host.  `parameters`: the shards are in host
-    memory, beside the block of each tensor from which they were moved, which torch keeps.
-    `share`: the share of sub-groups that are updated on the host, the last ones.
+    memory, and so are the blocks from which they were moved, because torch keeps them.  `share`:
+    the share of sub-groups that are updated on the host, the last ones.
 
     Source: DeepSpeed 0.19.8, stage3.py.  Master weights and moments are pageable
     (_create_fp32_partitions, ops/adam/cpu_adam.py); the gradients that the update reads are a

@@ -129,10 +129,9 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 class JobProperties(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
-    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
-    like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
-    are); `document_len`: 0 where no
-    documents are packed, as in published rows."""
+    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if no
+    shipped GPU is like it; `shape` a head dimension whose rows are not aligned (both otherwise "");
+    `document_len`: 0 where no documents are packed, as in published rows."""
 
     stack: str
     generation: str
@@ -254,7 +253,7 @@ def job_of(problem: Problem, family: str) -> JobProperties:
 
 def unaligned_heads(problem: Problem) -> str:
     """The head dimension in words, if its rows are not aligned; otherwise "".  No published step
-    has one."""
+    has such heads."""
     dim, width = problem.workload.model.head_dim, problem.workload.element_bytes
     if is_aligned(dim, width):
         return ""
@@ -333,7 +332,7 @@ SAME_DEVICE = 0.05
 
 
 def unlike_devices(cluster: Cluster) -> str:
-    """A cluster's GPU in words, if its FLOP/s or HBM bytes/s are those of no shipped GPU of its
+    """A cluster's GPU in words, if its FLOP/s or HBM bytes/s differ from every shipped GPU of its
     generation; otherwise ""."""
     for other in _clusters():
         pairs = (

@@ -134,8 +134,8 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
 
 
 def chooses(method: Method, registry: Registry) -> bool:
-    """Whether a method with its settings chooses grid parameters by itself, from more than the
-    facts that the layouts of a shard share (pieces follow from the shapes of tensors)."""
+    """Whether a method chooses grid parameters by itself, from facts that differ between the
+    layouts of a shard (pieces follow from the shapes of tensors)."""
     entry = registry.methods[method.name]
     if _cuts(entry):
         return False
@@ -315,7 +315,7 @@ class Tree:
 
 
 class FixedCandidates(Tree):
-    """The tree of a search for the best layout of given candidates.  It adds no methods.  A
+    """The tree of a search for the best layout of fixed candidates.  It adds no methods.  A
     candidate with a share has a second root at the share 0, which lies before the share's first
     step."""
 

@@ -28,10 +28,10 @@ from rematbench.problem import Problem
 
 
 class PassCost(NamedTuple):
-    """One pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is free,
-    `issued_s` from when the host begins to issue, `called_s` if each kernel began when it was
-    issued, `landed_s` from when copies are back.  Also the seconds of the host and of kernels
-    alone, the device bytes that the pass leaves, and its peak above the bytes at entry."""
+    """One pass of a chunk.  Seconds until compute ends: `compute_s` after compute is free,
+    `issued_s` after the host begins to issue, `called_s` if each kernel begins when it is issued,
+    `landed_s` after the copies back.  Also the seconds of the host and of kernels alone, the device
+    bytes that the pass leaves, and its peak above the bytes at entry."""
 
     compute_s: float
     issued_s: float
@@ -95,9 +95,9 @@ def combined(first: ChunkCost, second: ChunkCost, numbers: Callable[[Any, Any], 
 
 def behind_embedding(chunk: ChunkCost, first: ChunkCost, inner: ChunkCost) -> ChunkCost:
     """Return the costs of a chunk behind the embedding, from the costs of the same chunk on an
-    inner rank.  Forwards begin with the embedding and backwards end with it, so it adds the same
-    costs to every plan.  `first`, `inner`: costs of one plan on the first rank and on an inner
-    rank."""
+    inner rank.  Forwards begin with the embedding and backwards end with it, so the embedding adds
+    the same costs to every plan.  `first`, `inner`: costs of one plan on the first rank and on an
+    inner rank."""
     return combined(chunk, further(first, inner), add)
 
 

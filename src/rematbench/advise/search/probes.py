@@ -5,7 +5,7 @@ line is read from blocks of `lower`, at two numbers of layers, on a pipeline of 
 one) that has the same tensor- and context-parallel groups and the same micro-batch, and no
 data-parallel traffic.  No cost rule is written twice, and a user's method has bounds too.
 
-All numbers are lower bounds of what the simulator finds for the same plan at any depth, width of
+All numbers are lower bounds of the simulator's results for the same plan at any depth, width of
 data parallelism and number of micro-batches: streams other than compute are left out, and each copy
 has its link to itself.
 """
@@ -46,9 +46,9 @@ MORE_LAYERS = (3, 4)
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, what an inner chunk copies to
-    the host, and what the model's end keeps.  `lines`: gives the method's lines, with or without
-    seconds."""
+    """The kinds of change of a method's plan, the plan's transfers, the tensors that an inner chunk
+    copies to the host, and the bytes that the model's end keeps.  `lines`: gives the method's
+    lines, with or without seconds."""
 
     def __init__(
         self, measured: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
@@ -93,8 +93,8 @@ class Floor(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why a method has no plan for a probe; `layers`: the number of layers to try the method with,
-    where it is known."""
+    """The reason why a method has no plan for a probe; `layers`: the number of layers to try next
+    (0: unknown)."""
 
     reason: str
     layers: int = 0

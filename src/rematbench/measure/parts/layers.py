@@ -62,8 +62,8 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
 
 
 def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: float) -> bool:
-    """Whether a cell's ratio is precise enough.  Without a reference that ran: whether the cell has
-    had the fewest required turns."""
+    """Whether a cell's ratio is precise enough.  If the reference did not run: whether the cell has
+    had the minimum number of turns."""
     if not any(turn.step_s for turn in reference):
         return len([turn for turn in turns if turn.step_s]) >= FEWEST
     one = ratio(turns, reference)
@@ -130,7 +130,7 @@ class TurnLog:
     device."""
 
     def __init__(self, folder: Path, machine: Machine, cells: Iterable[Cell]) -> None:
-        """CommandError where the turns of `cells` are of another device, constants or plans."""
+        """CommandError if the turns of `cells` have another device, constants or plans."""
         self.folder, self.machine = folder, machine
         self.turns: list[Turn] = []
         known = {cell.name: identity(cell) for cell in cells}

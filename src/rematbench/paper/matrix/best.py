@@ -130,8 +130,8 @@ class Answers:
         return tuple(getattr(self.cell.request.spec, key) for key in CELL)
 
     def question(self, table: str, name: str) -> str:
-        """The question of an answer in words: a method and its job. The question for the one layout
-        adds the preferred pipeline ranks, and for the fastest plan of all the allowed methods."""
+        """The question of an answer in words: a method and its job. For the one layout, it adds the
+        preferred pipeline ranks; for the fastest plan of all, the allowed methods."""
         job = shlex.join(self.cell.request.spec.to_arguments())
         if table == ANY:
             return f"{','.join(sorted(self.registry.methods))} {job}"

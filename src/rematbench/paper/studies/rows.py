@@ -55,7 +55,7 @@ def best(
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """one / other if both exist and are not zero, otherwise None."""
+    """The quotient if both numbers exist and are not zero, otherwise None."""
     return numerator / denominator if numerator and denominator else None
 
 

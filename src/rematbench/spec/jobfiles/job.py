@@ -44,9 +44,9 @@ class FileJob(Struct, frozen=True, kw_only=True):
 
 
 def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: str) -> FileJob:
-    """The job of a reading.  `overrides`: options that the user states, which go before the files';
+    """The job of a reading.  `overrides`: the user's options, which replace the files' values;
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
-    describe the model and the stack where no shipped file does."""
+    describe the model and the stack if no shipped file does."""
     values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
