@@ -30,11 +30,11 @@ from rematbench.workload import PositiveInt
 
 
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input.
-    `block`: the first `num_layers` layers of every chunk, each as a group; the rest is kept.
-    `every` n: only each n-th layer of the model, each as a group (uniform, one layer).
-    `inputs` host: the inputs of groups are freed on the device after the next layer's forward, and
-    copied back one layer ahead of their backward."""
+    """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input. `block`:
+    the first `num_layers` layers of every chunk, each as a group; the rest is kept. `every` n: only
+    every n-th layer of the model, each as a group (uniform, one layer). `inputs` host: the inputs
+    of groups are freed on the device after the next layer's forward, and copied back one layer
+    ahead of their backward."""
 
     name: ClassVar[str] = "full_recompute"
     method: Literal["uniform", "block"] = "uniform"
@@ -43,8 +43,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inputs: Literal["device", "host"] = "device"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """Drop the activations that the base keeps of each recomputed layer, except the inputs of
-        the groups."""
+        """Drop the kept activations of each recomputed layer, except the groups' inputs."""
         layers = problem.workload.model.num_layers
         if self.every > 1 and (self.method, self.num_layers) != ("uniform", 1):
             return Unsupported("`every` goes with method uniform and num_layers 1")

@@ -6,7 +6,7 @@ from random import Random
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.search.candidates import Candidate, Tree
 from rematbench.advise.search.probes import Probe
 from rematbench.advise.search.queue import most_pieces

@@ -93,8 +93,8 @@ class Meter(Tracker):
 
 
 def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, counted like the single kernel that a compiler makes of it on a GPU: of the storages
-    made inside, only the results count."""
+    """`call`, counted like the single kernel that a compiler makes of it on a GPU: only its results
+    count, not its temporaries."""
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:

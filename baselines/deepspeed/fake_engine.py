@@ -47,7 +47,7 @@ COUNTER = 4
 """Bytes of AdamW's step counter besides its two moments."""
 
 
-class Made(Decoder):
+class DirectDecoder(Decoder):
     """A decoder whose parameters are created directly on the right device and in the right dtype,
     because torch cannot convert fake parameters."""
 
@@ -74,7 +74,7 @@ def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnsw
     meter = memories.meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(wanted)
-        rig = ds.build(job, policy, Made)
+        rig = ds.build(job, policy, DirectDecoder)
         torch.set_default_dtype(torch.float32)
         batch = ds.batch_of(job, 0)
         if ds.fetches_ahead(job.run):

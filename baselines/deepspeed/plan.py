@@ -51,7 +51,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss_tiles: PositiveInt = 1
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan with the fates that the settings mean for the tensors that this stack saves."""
+        """The plan with the fates of this stack's saved tensors under the settings."""
         refused = active_reasons(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
@@ -72,7 +72,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator["DeepSpeed"]:
-        """The policies that a configuration can say, simplest first (tiles are code)."""
+        """The policies that a configuration can express, simplest first (tiles need code)."""
         homes = {state.kind: state.home for state in problem.base_plan.states}
         optimizer = homes.get("optimizer") == "host"
         for checkpointing in ("none", "plain", "partitioned_cpu"):
@@ -87,7 +87,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
-        """The facts of a problem that no configuration says, whatever the policy."""
+        """The facts of a problem that no configuration can express under any policy."""
         code = (
             problem.layout.ulysses > 1,
             "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
@@ -97,7 +97,8 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return active_reasons([*_job(setup_of(problem)), code, graphs])
 
     def limits(self, setup: Setup) -> list[Reason]:
-        """What DeepSpeed, or this baseline of it, does not run or runs wrongly, in every world."""
+        """The jobs that DeepSpeed, or this baseline of it, refuses or runs wrongly in every
+        world."""
         return [*_job(setup), *_policy(self, setup)]
 
     def flags(self, problem: Problem) -> str:
@@ -107,7 +108,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return msgspec.json.format(msgspec.json.encode(made)).decode()
 
     def configuration(self, model: Model, layout: Layout, precision: str) -> dict[str, Any]:
-        """The configuration for deepspeed.initialize. It says neither Ulysses' groups, which
+        """The configuration for deepspeed.initialize. It contains neither Ulysses' groups, which
         parallel_state_sp makes, nor tiles, which the model makes."""
         # Buckets of 5e8 elements are allocated whole, so the bucket is no larger than the model.
         bucket = min(BUCKET_ELEMENTS, model.parameters)

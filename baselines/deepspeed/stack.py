@@ -76,10 +76,10 @@ def _states(problem: Problem) -> dict[str, int]:
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
     """The peak bytes, under a plan, of the activations and the other tensors that ZeRO holds."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
-    return found - made_on_the_way(policy, problem)
+    return found - backward_gradient_bytes(policy, problem)
 
 
-def made_on_the_way(policy: DeepSpeed, problem: Problem) -> int:
+def backward_gradient_bytes(policy: DeepSpeed, problem: Problem) -> int:
     """Bytes of the gradients that the plan counts as a state and DeepSpeed makes in the
     backward."""
     lay = problem.layout

@@ -7,15 +7,15 @@ Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`
   elements at a time, in a copy (buffered_allreduce_fallback). ZeRO 1 puts them into the reduce
   bucket in the order of parameters, with overlap_comm in the order in which they are made.
 - ZeRO 1 and 2 allocate their bucket (with overlap_comm two) at the first gradient (setup_buckets)
-  and free it in the epilogue. A gradient that no longer fits makes the bucket be reduced first,
-  while the gradient itself is alive. A gradient larger than the bucket stays where it is
+  and free it in the epilogue. If a gradient no longer fits, the bucket is reduced first, while the
+  gradient is alive. A gradient larger than the bucket stays where it is
   (reduce_independent_p_g_buckets...).
 - A reduction copies the bucket if the bucket holds parts of more than one rank, and once more in
   fp32 under Ulysses (allreduce_bucket). The first reduction of this rank's parameters allocates
   memory for all of them, whole (copy_grads_in_partition).
 - ZeRO 3's bucket exists from the start. A reduction copies it, partition by partition
-  (reduce_scatter_coalesced), and makes this rank's part anew where the sum has another type.
-- Of a rank's part that is offloaded the norm is taken in fp64, then the part is copied in fp32.
+  (reduce_scatter_coalesced), and allocates this rank's part again if the sum has another type.
+- For an offloaded part, the norm is taken in fp64, then the part is copied in fp32.
 """
 
 from collections.abc import Callable
@@ -210,7 +210,8 @@ class Zero2(Bucketed):
         self.note_peak(extra)
 
     def end(self) -> None:
-        """Free the bucket; keep this rank's part, or add it to that of earlier micro-batches."""
+        """Free the bucket; keep this rank's part, or add it to the part of earlier
+        micro-batches."""
         super().end()
         for weight in self.order:
             self.drop(weight)

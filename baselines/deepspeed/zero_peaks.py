@@ -18,7 +18,7 @@ from rematbench.workload import Model
 
 Key = tuple[int, int, str]
 """The micro-batch, chunk and name of a tensor."""
-OWN = (".parameters", ".gradients")
+PLAN_STATES = (".parameters", ".gradients")
 """Suffixes of a plan's own gathers and gradient buffers, which this walk leaves out."""
 TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
 """The tensors that TiledMLP rebuilds, and the operator that ends a tile."""
@@ -45,7 +45,7 @@ class Alive:
 
     def born(self, key: Key, nbytes: int, kind: Kind) -> None:
         """Count a tensor that an action makes or reloads."""
-        if not key[2].endswith((HOST, *OWN)):
+        if not key[2].endswith((HOST, *PLAN_STATES)):
             self._known[key] = nbytes
             self.nbytes += nbytes
             tiled = self.sizes.tiles_rebuilt and kind == Kind.RECOMPUTE and "%" in key[2]

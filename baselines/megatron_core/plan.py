@@ -95,7 +95,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     overlap_grad_reduce: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan with the fates that the settings mean for the tensors that this stack saves."""
+        """The plan with the fates of this stack's saved tensors under the settings."""
         refused = active_reasons(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
@@ -111,7 +111,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
-        """Every policy that Megatron-core's options can say for this problem, simplest first."""
+        """Every policy that Megatron-core's options can express for this problem, simplest
+        first."""
         fused = problem.workload.model.mlp == "swiglu" and problem.system.fused_swiglu
         setup, made = setup_of(problem), partial(cls, bias_activation_fusion=fused)
         full = partial(made, recompute="full")
@@ -126,7 +127,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
-        """The facts of a problem that no option says, whatever the policy."""
+        """The facts of a problem that no option can express under any policy."""
         setup = setup_of(problem)
         hosted = (
             problem.system.optimizer_on_host,
@@ -135,7 +136,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return active_reasons([*_model(setup), *_layout(setup), hosted])
 
     def limits(self, setup: Setup) -> list[Reason]:
-        """What 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
+        """The jobs that 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
         return [*_model(setup), *_layout(setup), *_policy(self, setup)]
 
     def flags(self, problem: Problem) -> str:

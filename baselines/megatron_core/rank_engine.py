@@ -259,7 +259,7 @@ def pooled() -> list[torch.Tensor]:
 
 
 def pool_bytes() -> int:
-    """The bytes of that host memory."""
+    """The bytes of the host memory of fine-grained offloading."""
     return sum(tensor.untyped_storage().nbytes() for tensor in pooled())
 
 

@@ -55,7 +55,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class CpuDevice(TorchFunctionMode):
-    """Factories asked for CUDA or pinned memory make plain CPU tensors."""
+    """Factories of CUDA tensors or pinned memory make plain CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function with its device and pinning replaced."""

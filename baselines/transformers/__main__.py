@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from baselines.common.interface import NotRunnable
 from baselines.transformers.families import config_of
-from baselines.transformers.traced_step import Kernel, Seen, Setup, run
+from baselines.transformers.traced_step import Kernel, Setup, StepTrace, run
 from rematbench.host.files import write_atomically
 from rematbench.worlds.records.record import Provenance, provenance
 
@@ -26,7 +26,7 @@ class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     config: dict[str, Any]
     setup: Setup
-    seen: Seen
+    seen: StepTrace
     stack: dict[str, str]
     provenance: Provenance
 

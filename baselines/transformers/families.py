@@ -32,8 +32,8 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 class _Keys(NamedTuple):
     """The keys of a family's config besides the keys that all families share."""
 
-    made: Callable[[Model], dict[str, Any]]
-    said: tuple[str, ...]
+    config: Callable[[Model], dict[str, Any]]
+    fields: tuple[str, ...]
     """Fields of a Model that this family's config can say and that not every config can say."""
 
 
@@ -100,7 +100,7 @@ def config_of_model(model: Model, family: str) -> PreTrainedConfig:
     keys = _KEYS[family]
     for field, plain in _EVERY.items():
         value = getattr(model, field)
-        if field not in keys.said and value != plain and any((value,)):
+        if field not in keys.fields and value != plain and any((value,)):
             raise NotRunnable(f"{model.name}: {family} of Transformers has no {field} ({value!r})")
     for words in model.special_features:
         raise NotRunnable(f"{model.name}: {family} of Transformers has not: {words}")
@@ -120,7 +120,7 @@ def config_of_model(model: Model, family: str) -> PreTrainedConfig:
         "attention_dropout": model.dropout,
         "hidden_act": ACTIVATIONS[model.mlp],
     }
-    return config_of({**shared, **keys.made(model)})
+    return config_of({**shared, **keys.config(model)})
 
 
 def _known(kind: str) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from baselines.common.interface import NotRunnable, Rank, RankAnswer
 from baselines.transformers.families import Transformers, config_of_model, model_class
-from baselines.transformers.traced_step import DTYPES, Kernel, Seen, Setup, run
+from baselines.transformers.traced_step import DTYPES, Kernel, Setup, StepTrace, run
 from rematbench.spec.system import AttentionChoice
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
@@ -82,5 +82,5 @@ def _kernel(config: PreTrainedConfig, attention: AttentionChoice) -> Kernel:
     return "sdpa" if model_class(config)._supports_sdpa else "flash_attention_2"
 
 
-def _states(traced: Seen) -> int:
+def _states(traced: StepTrace) -> int:
     return (1 + MOMENTS) * traced.parameter_bytes + traced.gradient_bytes

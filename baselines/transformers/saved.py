@@ -26,7 +26,7 @@ _called: list[str] = []
 """The torch functions that run now; the innermost is the last."""
 
 
-class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedTensor(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One storage that autograd keeps. Its name is the operator that kept it first and its number
     among that operator's storages (`index`). Shape and dtype are the kept tensor's; bytes are the
     storage's. `layers`: how many layers keep an equal storage."""
@@ -73,7 +73,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, states: Iterable[Tensor]) -> None:
         self._states = {t.untyped_storage()._cdata for t in states}
-        self._found: dict[int, Kept] = {}
+        self._found: dict[int, SavedTensor] = {}
         self._alive: list[torch.UntypedStorage] = []
         self._modules: list[str] = []
         self._counts: Counter[tuple[str, str, str]] = Counter()
@@ -107,7 +107,7 @@ class Recorder:
             if not called and "checkpoint" in function:
                 function, called = "", CHECKPOINT
             which = place, function, called
-            self._found[key] = Kept(
+            self._found[key] = SavedTensor(
                 module=LAYER.sub("", place),
                 function=function,
                 operator=called,
@@ -124,10 +124,10 @@ class Recorder:
         """The bytes of the kept storages."""
         return sum(kept.nbytes for kept in self._found.values())
 
-    def release(self) -> list[Kept]:
+    def release(self) -> list[SavedTensor]:
         """Release the storages; return the kept entries, with equal entries of layers merged."""
         self._alive.clear()
-        counts: dict[Kept, int] = {}
+        counts: dict[SavedTensor, int] = {}
         for kept in self._found.values():
             counts[kept] = counts.get(kept, 0) + 1
         return [replace(kept, layers=count) for kept, count in counts.items()]

@@ -20,7 +20,7 @@ from baselines.transformers import flash_shim
 from baselines.transformers.families import model_class
 from baselines.transformers.flash_shim import FLASH
 from baselines.transformers.phases import Peak, Phases, watch_ends
-from baselines.transformers.saved import Kept, Recorder
+from baselines.transformers.saved import Recorder, SavedTensor
 
 Kernel = Literal["eager", "sdpa", "flash_attention_2"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,12 +38,12 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holds_output: bool = False
 
 
-class Seen(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The result of a traced step. `saved` is what autograd keeps between forward and backward;
     `held_besides_bytes` are the bytes of all other storages alive at that time. The remaining
     fields are peaks by phase and bytes of states."""
 
-    saved: tuple[Kept, ...]
+    saved: tuple[SavedTensor, ...]
     held_besides_bytes: int
     peaks: tuple[Peak, ...]
     parameter_bytes: int
@@ -79,7 +79,7 @@ def build(config: PreTrainedConfig, setup: Setup) -> Any:
     return model
 
 
-def run(config: PreTrainedConfig, setup: Setup, *, fake: bool = True) -> Seen:
+def run(config: PreTrainedConfig, setup: Setup, *, fake: bool = True) -> StepTrace:
     """A traced step; or, with `fake` false, a real step of a small model on this CPU."""
     if setup.attention != "eager":
         _no_squares(config, setup)
@@ -87,7 +87,7 @@ def run(config: PreTrainedConfig, setup: Setup, *, fake: bool = True) -> Seen:
         return _run(config, setup, fake=fake)
 
 
-def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> Seen:
+def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> StepTrace:
     model = build(config, setup)
     ids = torch.zeros(setup.batch, setup.seq_len, dtype=torch.int64)
     parameters = list(model.parameters())
@@ -107,7 +107,7 @@ def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> Seen:
         meter.phase = "loss_backward"
         loss.backward()
         del loss, held
-    return Seen(
+    return StepTrace(
         saved=tuple(saved),
         held_besides_bytes=besides,
         peaks=meter.peaks(),

@@ -1,4 +1,4 @@
-"""The Python interface: what `import rematbench` offers, with the checks of the command line.
+"""The Python interface of `import rematbench`, with the checks of the command line.
 
 Every wrong input raises a ValueError whose text is one line: what is wrong, where, and what is
 allowed.
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from rematbench.advise.compare.candidates import load_compare
 from rematbench.advise.compare.comparison import Comparison, Order, table
+from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
 from rematbench.advise.search.space import Fixed
@@ -35,8 +35,9 @@ def load_method(
     problem: ProblemSpec | None = None,
     **settings: Value,
 ) -> Composition:
-    """The method that a text names, with its parameters.  The text is what `simulate` takes: a name
-    (`memo:alpha=0.3+mst`), a row's name of `compare`, or the path of a method file (`mine.py`).
+    """The method that a text names, with its parameters.  The text has the form that `simulate`
+    takes: a name (`memo:alpha=0.3+mst`), a row's name of `compare`, or the path of a method file
+    (`mine.py`).
 
     Names are also looked up in `folder`.  `settings` are parameters, as `--set` gives them.  With a
     `problem`, operators of a policy that its stack lacks are left out, as on the command line.
@@ -84,7 +85,7 @@ def compare(
     the CSV file of `rematbench compare` (base SI units, fractions; missing values where there is
     none).
 
-    `also` adds methods by name; `only` keeps just the named ones; `folders` hold further method
+    `also` adds methods by name; `only` keeps the named methods; `folders` hold further method
     files; `tokens` (to train on) and `price` (of a GPU-hour) add columns of days and cost.  Each
     method may take `limit_s` CPU seconds.
     """

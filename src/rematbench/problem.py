@@ -239,8 +239,8 @@ def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
 
 
 def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
-    """Parameters of an operator's tensors, the last first, as in autograd.  Each output of a linear
-    that the stack does not fuse has its own tensor."""
+    """Parameters of an operator's tensors in reverse order, as in autograd.  Each output of a
+    linear that the stack does not fuse has its own tensor."""
     widths = [table.activations[name].row_bytes for name in op.outputs]
     if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
         return [op.parameters]
@@ -249,7 +249,7 @@ def operator_tensors(problem: Problem, table: OpTable, op: Op) -> list[int]:
 
 
 def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
-    """The operators of a table that have parameters; a tied output projection counts only where the
+    """The operators of a table that have parameters; a tied output projection counts only if the
     embedding is on another rank."""
     tied = table.part == "head" and tied_on_one_rank(problem)
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
@@ -321,8 +321,8 @@ def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ..
 def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
     optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
-    before each use.  Sharded gradients are in host memory where the stack has them beside an
-    optimizer there."""
+    before each use.  Sharded gradients are in host memory if the stack keeps them there with its
+    optimizer."""
     shards = layout.state_shards
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1

@@ -235,7 +235,7 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def documents(self) -> int:
-        """Documents of a sequence, a last shorter one included."""
+        """Documents of a sequence, including a shorter last document."""
         return -(-self.seq_len // self.document_len) if self.packed else 1
 
     @property

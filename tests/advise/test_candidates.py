@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import (
+from rematbench.advise.compare.compositions import (
     KINDS,
     TUNED,
     Candidate,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.advise.search.candidates import Candidate, GivenCandidates, candidates_of
+from rematbench.advise.search.candidates import Candidate, FixedCandidates, candidates_of
 from rematbench.advise.search.processes import in_one_process
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
@@ -247,6 +247,6 @@ def test_the_best_layout_of_a_method_is_found(seed: int, text: str, short: bool)
     one = replace(drawn(seed), only=())
     registry = SearchJob(one).registry
     candidates = candidates_of(registry.resolve(text), registry)
-    found = some(one, MOST // 6, GivenCandidates(candidates).roots)
+    found = some(one, MOST // 6, FixedCandidates(candidates).roots)
     for share in (SHARES[0], SHARES[2]) if short else SHARES:
         held(at_the_edge(one, found, share), found, candidates)

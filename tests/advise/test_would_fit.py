@@ -5,7 +5,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import Candidate
+from rematbench.advise.compare.compositions import Candidate
 from rematbench.advise.compare.tuning import Tuning
 from rematbench.advise.compare.would_fit import GIB, MIB, STEP_BYTES, would_fit
 from rematbench.evaluate.result import Job, Result, evaluate_plan

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from baselines.deepspeed.stack import made_on_the_way
+from baselines.deepspeed.stack import backward_gradient_bytes
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from rematbench.worlds.packages.process import job as make_job
@@ -224,7 +224,7 @@ def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -
         assert record.measured is not None, record.reason
         traced.append(record.measured.ranks[0].activation_peak_bytes)
         known = weighed(policies[number], problems[number]).activation_peak
-        gradients = made_on_the_way(policies[number].methods[0], problems[number])  # type: ignore[arg-type]
+        gradients = backward_gradient_bytes(policies[number].methods[0], problems[number])  # type: ignore[arg-type]
         said.append(known + gradients)  # traced, they are no state
     layers = [b - a for a, b in zip(traced[::2], traced[1::2], strict=True)]
     assert layers == [b - a for a, b in zip(said[::2], said[1::2], strict=True)]

@@ -21,7 +21,7 @@ from baselines.common.interface import NotRunnable
 from baselines.transformers import flash_shim
 from baselines.transformers.families import FAMILIES, config_of, config_of_model
 from baselines.transformers.run import refuse, stack
-from baselines.transformers.traced_step import Seen, Setup, run
+from baselines.transformers.traced_step import Setup, StepTrace, run
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 24
@@ -43,23 +43,23 @@ def tiny(family: str, **keys: Any) -> Any:
     return config_of({"model_type": family, **TINY, **keys})
 
 
-def seen(family: str, *, fake: bool = True, **setup: Any) -> Seen:
+def seen(family: str, *, fake: bool = True, **setup: Any) -> StepTrace:
     return run(tiny(family), Setup(seq_len=ROWS, batch=2, **setup), fake=fake)
 
 
-def layer_bytes(found: Seen) -> int:
+def layer_bytes(found: StepTrace) -> int:
     """The mean bytes that one decoder layer keeps. They are its internals, or its input where the
     layer is checkpointed."""
     whole = sum(kept.nbytes * kept.layers for kept in found.saved if kept.in_layer)
     return whole // found.layers
 
 
-def end_bytes(found: Seen) -> int:
+def end_bytes(found: StepTrace) -> int:
     """The bytes kept beside the layers: cos and sin, final norm, logits and loss."""
     return sum(kept.nbytes * kept.layers for kept in found.saved if not kept.in_layer)
 
 
-def alike(traced: Seen, real: Seen) -> None:
+def alike(traced: StepTrace, real: StepTrace) -> None:
     """All but the shim, which answers for values where there are none."""
     assert msgspec.structs.replace(traced, shim=()) == msgspec.structs.replace(real, shim=())
 

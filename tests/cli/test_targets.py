@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli import measured
+from rematbench.cli import measure
 from rematbench.cli import study as study_command
 from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
@@ -69,8 +69,8 @@ def test_nothing_is_run_for_what_cannot_be_kept(
     def never(*_: object) -> None:
         raise AssertionError("run")
 
-    monkeypatch.setattr(measured, "need_torch", lambda: None)
-    monkeypatch.setattr(measured, "cells", lambda *_: [_Planned()])
+    monkeypatch.setattr(measure, "need_torch", lambda: None)
+    monkeypatch.setattr(measure, "cells", lambda *_: [_Planned()])
     for world, run in ((executed, "run_cells"), (traced, "run"), (trained, "run")):
         monkeypatch.setattr(world, run, never)
     code, line = said(*words, "-o", str(taken))

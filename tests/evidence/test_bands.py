@@ -22,16 +22,18 @@ from rematbench.evidence.bands import (
     shipped,
     speed_errors,
 )
-from rematbench.evidence.job_evidence import Job, LeftOutCell, covered, left_out_cells
+from rematbench.evidence.job_evidence import JobProperties, LeftOutCell, covered, left_out_cells
 
 
-def job(**changes: Any) -> Job:
+def job(**changes: Any) -> JobProperties:
     given = {"stack": "s", "generation": "hopper", "gpus": 8, "seq_len": 4096, "methods": ()}
     made = {**given, **changes}
-    return Job(**{**made, "methods": frozenset(made["methods"])})
+    return JobProperties(**{**made, "methods": frozenset(made["methods"])})
 
 
-def known(source: str, error: float, at: Job | None = None, layout: str = "a") -> LeftOutCell:
+def known(
+    source: str, error: float, at: JobProperties | None = None, layout: str = "a"
+) -> LeftOutCell:
     return LeftOutCell(
         source=source, job=at or job(), log_error=error, layout=(source, layout), sweep=(source,)
     )

@@ -16,7 +16,7 @@ from rematbench.measure import layer_suite, predicted_steps
 from rematbench.measure.layer_suite import HandCell, LayerSuite
 from rematbench.measure.parts import layers
 from rematbench.measure.parts.checks import Finding, Summary
-from rematbench.measure.parts.layers import Taken
+from rematbench.measure.parts.layers import TurnLog
 from rematbench.measure.predicted_steps import PREDICTED
 from rematbench.measure.records import (
     Prediction,
@@ -147,9 +147,9 @@ def test_a_ratio_is_paired_by_round_with_students_interval() -> None:
     assert layers.is_settled(mine, [], 0.0)  # the reference did not run
 
 
-def rounds(suite: LayerSuite, folder: Path, steps: Any, until_s: float = 60.0) -> Taken:
+def rounds(suite: LayerSuite, folder: Path, steps: Any, until_s: float = 60.0) -> TurnLog:
     every = [cell for cell in layer_suite.layer_cells(suite) if cell.name.startswith("short")]
-    taken = Taken(folder / "layers", Machine(), every)  # type: ignore[arg-type]
+    taken = TurnLog(folder / "layers", Machine(), every)  # type: ignore[arg-type]
     unsettled = partial(layers._unsettled, suite)
     layers._rounds(list(every), unsettled, taken, steps, time.monotonic() + until_s, {})
     return taken
@@ -183,7 +183,7 @@ def test_rounds_mix_the_cells_until_ratios_are_known_and_go_on_after_a_break(
 
 def test_a_turn_that_would_take_too_long_does_not_begin(suite: LayerSuite, tmp_path: Path) -> None:
     every = [cell for cell in layer_suite.layer_cells(suite) if cell.name.startswith("short")]
-    taken = Taken(tmp_path / "layers", Machine(), every)  # type: ignore[arg-type]
+    taken = TurnLog(tmp_path / "layers", Machine(), every)  # type: ignore[arg-type]
     until, least = time.monotonic() + 60.0, dict.fromkeys((cell.name for cell in every), 61.0)
     unsettled = partial(layers._unsettled, suite)
     layers._rounds(list(every), unsettled, taken, lambda *_: ("ok", "", {}), until, least)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.paper.studies.answers import StudyAnswer
-from rematbench.paper.studies.claims import (
+from rematbench.paper.studies.declarations import (
     Claim,
     Claims,
     Ours,
@@ -364,7 +364,7 @@ def test_contradictions_are_one_line(
     lines = text.replace("P", part).replace("R", part.replace("x}", "x, form: ratio}"))
     head = "tolerances: {t: {value: 0.1, reason: because, declared: before}}\nclaims:\n"
     (tmp_path / "claims.yaml").write_text(head + lines)
-    monkeypatch.setattr("rematbench.paper.studies.claims.data_dir", lambda kind: tmp_path)
+    monkeypatch.setattr("rematbench.paper.studies.declarations.data_dir", lambda kind: tmp_path)
     with pytest.raises(ConfigError) as raised:
         load_claims()
     assert str(raised.value).startswith("config/claims.yaml: ")

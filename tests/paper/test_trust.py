@@ -10,7 +10,7 @@ from rematbench.evidence.accuracy import left_out_errors, load_accuracy
 from rematbench.evidence.decisions import Decision
 from rematbench.evidence.decisions import sweeps as published_sweeps
 from rematbench.evidence.job_evidence import (
-    Job,
+    JobProperties,
     LeftOutCell,
     left_out_by_source,
     left_out_cells,
@@ -28,7 +28,9 @@ from rematbench.spec.load import calibration
 
 
 def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> LeftOutCell:
-    at = Job(stack=stack, generation="hopper", gpus=8, seq_len=seq_len, methods=frozenset())
+    at = JobProperties(
+        stack=stack, generation="hopper", gpus=8, seq_len=seq_len, methods=frozenset()
+    )
     return LeftOutCell(source=source, job=at, log_error=error, layout=(source,), sweep=(source,))
 
 

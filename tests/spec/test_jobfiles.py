@@ -9,8 +9,8 @@ import pytest
 
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.foreign import SIGNS, package_of
-from rematbench.spec.jobfiles.files import read_files
 from rematbench.spec.jobfiles.job import FileJob, file_job
+from rematbench.spec.jobfiles.packages import read_files
 from rematbench.spec.jobfiles.reading import Reading
 from rematbench.spec.load import load_cluster, load_model, load_system
 

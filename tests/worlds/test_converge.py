@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.measured import measure
+from rematbench.cli.measure import measure
 from rematbench.engine.lowering.lower import lower
 from rematbench.host.console import CommandError
 from rematbench.paper.tables.convergence import build
@@ -68,7 +68,7 @@ def test_a_cell_that_is_asked_for_by_name_is_trained_where_it_is_asked_for() -> 
 def test_a_refused_cell_is_said_before_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rematbench.cli.measured.need_torch", lambda: None)
+    monkeypatch.setattr("rematbench.cli.measure.need_torch", lambda: None)
     with pytest.raises(CommandError, match="has a plan of its own"):
         measure("convergence", tmp_path / "out", only=["bytes-one.lynx_heu"])
     assert capsys.readouterr().out.startswith("bytes-one, left out: lynx_heu.0 (needs tp, cp or")

@@ -12,8 +12,8 @@ from rematbench.cli.targets import need_folder
 from rematbench.evidence.published.row_cases import recompute_method
 from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
-from rematbench.spec.jobfiles.files import read_files
 from rematbench.spec.jobfiles.job import FileJob, file_job
+from rematbench.spec.jobfiles.packages import read_files
 from rematbench.spec.jobfiles.reading import Reading
 
 

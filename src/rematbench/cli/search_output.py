@@ -76,10 +76,10 @@ def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
     that have room; no cell is cut."""
     if not found:
         return
-    out.print(plain(f"FASTEST: {_said(found[0])}"), style="bold")
+    out.print(plain(f"FASTEST: {_plan_line(found[0])}"), style="bold")
     if (simple := simplest(found)) is not None:
         place = found.index(simple) + 1
-        out.print(plain(f"SIMPLEST of the tied plans (place {place}): {_said(simple)}"))
+        out.print(plain(f"SIMPLEST of the tied plans (place {place}): {_plan_line(simple)}"))
     out.print()
     longest = 0 if out.width < WIDE else LONGEST
     rows = []
@@ -133,7 +133,7 @@ def simplest(results: list[Result]) -> Result | None:
     return None if simple is None or simple is tie[0] else simple
 
 
-def _said(found: Result) -> str:
+def _plan_line(found: Result) -> str:
     """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
     row = search_row(0, found)
     low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
@@ -230,7 +230,7 @@ def planner_line(end: Result, best: Result) -> str:
     beside = f"{percent(abs(share))} {'slower' if share > 0 else 'FASTER'} than the first row"
     if abs(share) < ALIKE:
         beside = "as fast as the first row"
-    return f"planner: {_said(end)}: {beside}{', a tie' if end.tied else ''}"
+    return f"planner: {_plan_line(end)}: {beside}{', a tie' if end.tied else ''}"
 
 
 def _stopped(at: Progress) -> str:

@@ -194,8 +194,8 @@ class CostModel(KernelCosts):
     @cached_property
     def host_room_bytes(self) -> int:
         """Host bytes of a node that training may pin: all bytes minus those of the system and the
-        processes.  Where optimizers update on the host these were measured; elsewhere the share is
-        an estimate."""
+        processes.  With an optimizer on the host these bytes were measured; otherwise they are an
+        estimate."""
         whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
         if measured is not None:
             return whole - measured

@@ -55,8 +55,8 @@ class KernelCosts:
 
     @cached_property
     def balance(self) -> float:
-        """The GPU's FLOP per HBM byte over that of the nearest shipped GPU of its generation: 1
-        between shipped ones, on which the generation's kernels were measured."""
+        """The GPU's FLOP per HBM byte divided by the value of the nearest shipped GPU of its
+        generation. It is 1 between shipped GPUs, on which the kernels were measured."""
         own, shipped = self.cluster.flop_per_byte, shipped_balances(self.cluster.generation)
         if not shipped:
             return 1.0

@@ -76,14 +76,14 @@ class HostStates(Struct, frozen=True, kw_only=True):
     update: int = 0
 
 
-def sub_groups(parts: Iterable[int], least: int) -> list[int]:
+def sub_groups(parts: Iterable[int], minimum: int) -> list[int]:
     """Parameters of each sub-group of a rank whose tensors have `parts` parameters: successive
-    tensors until there are at least `least` (0: one group of all).  Source: DeepSpeed 0.19.8,
+    tensors until there are at least `minimum` (0: one group of all).  Source: DeepSpeed 0.19.8,
     stage3.py, _create_fp16_sub_groups."""
     groups, open_group = [], 0
     for part in parts:
         open_group += part
-        if least and open_group >= least:
+        if minimum and open_group >= minimum:
             groups.append(open_group)
             open_group = 0
     return [*groups, open_group] if open_group else groups
@@ -100,8 +100,8 @@ def zero3_host_states(
 ) -> HostStates:
     """Host bytes of a rank's states with ZeRO 3, which shards each of `tensors` (parameters of
     each).  `optimizer`: the shards are updated on the host.  `parameters`: the shards are in host
-    memory, beside the block of each tensor from which they were moved, which torch keeps.
-    `share`: the share of sub-groups that are updated on the host, the last ones.
+    memory, and so are the blocks from which they were moved, because torch keeps them.  `share`:
+    the share of sub-groups that are updated on the host, the last ones.
 
     Source: DeepSpeed 0.19.8, stage3.py.  Master weights and moments are pageable
     (_create_fp32_partitions, ops/adam/cpu_adam.py); the gradients that the update reads are a

@@ -1,4 +1,4 @@
-"""Widths and head dimensions that matrix kernels round up, and what rows without alignment cost.
+"""Widths and head dimensions that matrix kernels round up, and the cost of unaligned rows.
 
 Token counts are not rounded: the last, partly filled wave of tiles is part of each curve.
 """
@@ -52,7 +52,7 @@ def untiled(
     work: Workload, layout: Layout, system: System, *, fused_attention: bool
 ) -> tuple[str, ...]:
     """A sentence for each width of a problem that its kernels round up: the width of a rank, and
-    what it costs."""
+    its cost."""
     lines = (*_untiled_widths(work, layout, system), *_untiled_heads(work, fused_attention))
     return tuple(lines)
 

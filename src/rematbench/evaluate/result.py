@@ -125,8 +125,8 @@ class Result(Struct, frozen=True, kw_only=True):
     parameters, joined by `+`; `origin` says why a table has the row (`compare`'s candidates).  An
     unsupported plan may have an evaluation: its bytes hold, but its seconds do not (`not_timed` is
     the reason).  The fields after `proof` are filled in if a table asks for them: `error_band` is
-    the error of the speed, `fit` a word for the headroom, `tied` whether the result cannot be told
-    from the fastest given the error of ratios of speeds, `parts_s` the seconds of the step by part,
+    the error of the speed, `fit` a word for the headroom, `tied` whether the fastest result is
+    faster by less than the error of ratios of speeds, `parts_s` the seconds of the step by part,
     `runs_on` the engines that can run the plan, `same_as` an earlier result with an equal plan,
     `bound_s` a lower bound of the step.
     """

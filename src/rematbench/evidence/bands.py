@@ -5,8 +5,8 @@ properties are the stack, GPU generation, cluster, scale (GPUs), context, shape 
 half-width of a band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.
 Each row is predicted with constants fitted without its source; every source has weight 1. Kinds
 with fewer than FEWEST_SOURCES sources are pooled with their neighbours, and more properties outside
-never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job on a GPU that is
-like no shipped one has at least the same quantile of errors of rows predicted with the constants of
+never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job on a GPU unlike
+every shipped GPU has at least the same quantile of errors of rows predicted with the constants of
 another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers come from
 config/left_out.csv. `coverage` tests the rows of each source against bands learnt from all other
 sources. LEVEL is the share of rows that a band promises to hold.
@@ -27,7 +27,7 @@ from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
 from rematbench.evidence.job_evidence import (
     PEAK,
-    Job,
+    JobProperties,
     LeftOutCell,
     Range,
     covered,
@@ -101,7 +101,7 @@ class Bands(Struct, frozen=True):
     pools: tuple[Pool, ...]
     devices: Errors = {}
 
-    def band(self, job: Job) -> Band:
+    def band(self, job: JobProperties) -> Band:
         """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])

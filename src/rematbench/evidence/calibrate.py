@@ -32,7 +32,7 @@ from rematbench.evidence.fit import (
 )
 from rematbench.evidence.job_evidence import (
     LATE_STEP,
-    OTHER,
+    OTHER_GENERATION,
     REFITTED,
     SHEETS,
     SHIPPED,
@@ -260,7 +260,7 @@ def _sloped(work: tuple[dict[str, Any], Calibration, Calibration]) -> dict[str, 
     row, constants, shipped = work
     if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
         return row
-    return {**row, **tangents(row, constants), OTHER: on_other_generation(row, shipped)}
+    return {**row, **tangents(row, constants), OTHER_GENERATION: on_other_generation(row, shipped)}
 
 
 def on_other_generation(row: Row, calibration: Calibration) -> float | None:

@@ -52,7 +52,7 @@ SLOPE = "slope_"
 LATE = "late_"
 LATE_STEP = f"{SLOPE}{LATE}step"
 """Column of the second tangent: ln(step seconds with a slow host / predicted step seconds)."""
-OTHER = "pred_other_generation"
+OTHER_GENERATION = "pred_other_generation"
 """Column of the speed that the constants of the other fitted GPU generation predict."""
 PLACE = ("sheet", "row", SPEED, PEAK)
 
@@ -69,8 +69,8 @@ def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
         line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
     slopes = {key: value for key, value in scored.items() if key.startswith(SLOPE)}
     line |= {key: f"{value:.3f}" if line[SPEED] else "" for key, value in slopes.items()}
-    other = number(scored, OTHER)
-    line |= {OTHER: f"{other:.5g}" if other and line[SPEED] else ""}
+    other = number(scored, OTHER_GENERATION)
+    line |= {OTHER_GENERATION: f"{other:.5g}" if other and line[SPEED] else ""}
     return line if line[SPEED] or line[PEAK] else {}
 
 
@@ -126,13 +126,12 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 # -- jobs -----------------------------------------------------------------------------------------
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class JobProperties(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
-    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
-    like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
-    are); `document_len`: 0 where no
-    documents are packed, as in published rows."""
+    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if no
+    shipped GPU is like it; `shape` a head dimension whose rows are not aligned (both otherwise "");
+    `document_len`: 0 where no documents are packed, as in published rows."""
 
     stack: str
     generation: str
@@ -152,7 +151,7 @@ class LeftOutCell(Struct, frozen=True, kw_only=True):
     options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
 
     source: str
-    job: Job
+    job: JobProperties
     log_error: float
     layout: tuple[str, ...]
     sweep: tuple[str, ...]
@@ -174,7 +173,7 @@ class Range(Struct, frozen=True):
     spans: dict[tuple[str, str], Span]
     methods: frozenset[str]
 
-    def outside(self, job: Job) -> dict[str, str]:
+    def outside(self, job: JobProperties) -> dict[str, str]:
         """The properties of a job that no published row covers, each with its description.  Tokens
         and GPUs are compared with the rows of the job's stack on its generation; if there are none,
         with the rows of its generation, otherwise with all rows."""
@@ -201,7 +200,7 @@ class Range(Struct, frozen=True):
             found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
         return found
 
-    def _nearest(self, job: Job) -> tuple[Span, str]:
+    def _nearest(self, job: JobProperties) -> tuple[Span, str]:
         """The span that a job's tokens and GPUs are compared with, and words for its rows."""
         own = self.spans.get((job.stack, job.generation))
         if own is not None:
@@ -223,7 +222,7 @@ def _joined(spans: Sequence[Span]) -> Span:
     )
 
 
-def covered(jobs: Iterable[Job]) -> Range:
+def covered(jobs: Iterable[JobProperties]) -> Range:
     """The range that at least one job covers."""
     own: dict[tuple[str, str], list[Span]] = defaultdict(list)
     methods: set[str] = set()
@@ -237,9 +236,9 @@ def covered(jobs: Iterable[Job]) -> Range:
 # -- a problem ----------------------------------------------------------------------------------
 
 
-def job_of(problem: Problem, family: str) -> Job:
+def job_of(problem: Problem, family: str) -> JobProperties:
     """The job of a problem under a method; `family`: the composed name without parameters."""
-    return Job(
+    return JobProperties(
         stack=published_stack(problem),
         generation=problem.cluster.generation,
         cluster=unlike_shipped(problem),
@@ -254,7 +253,7 @@ def job_of(problem: Problem, family: str) -> Job:
 
 def unaligned_heads(problem: Problem) -> str:
     """The head dimension in words, if its rows are not aligned; otherwise "".  No published step
-    has one."""
+    has such heads."""
     dim, width = problem.workload.model.head_dim, problem.workload.element_bytes
     if is_aligned(dim, width):
         return ""
@@ -333,7 +332,7 @@ SAME_DEVICE = 0.05
 
 
 def unlike_devices(cluster: Cluster) -> str:
-    """A cluster's GPU in words, if its FLOP/s or HBM bytes/s are those of no shipped GPU of its
+    """A cluster's GPU in words, if its FLOP/s or HBM bytes/s differ from every shipped GPU of its
     generation; otherwise ""."""
     for other in _clusters():
         pairs = (
@@ -386,7 +385,7 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
     sweep = (stack, *(row[key] for key in (*SWEEP, *OPTIONS)))
     return LeftOutCell(
         source=row["source"],
-        job=Job(
+        job=JobProperties(
             stack=stack,
             generation=_generation(row["cluster"]),
             gpus=int(number(row, "gpus") or 0),
@@ -394,7 +393,7 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
             methods=methods_of(bundle_of({**row, "recompute": method}, registry)),
         ),
         log_error=error,
-        other_log_error=log_error(row, SPEED, OTHER),
+        other_log_error=log_error(row, SPEED, OTHER_GENERATION),
         layout=(*sweep, *(row[key] for key in LAYOUT)),
         sweep=sweep,
     )

@@ -30,8 +30,8 @@ class LayerSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems on one GPU each, and the steps that run there: `methods` as they are, the variants,
     and steps written `by_hand`. `references`: the reference cell of each problem's ratios, as
     METHOD.NUMBER. `half_width`: a problem's turns end when the half-width of the 95 % interval of a
-    ratio, over the ratio, is this small. `alone`: problems with a pipeline, whose first rank runs
-    without its neighbours."""
+    ratio, divided by the ratio, is this small. `alone`: problems with a pipeline, whose first rank
+    runs without its neighbours."""
 
     methods: tuple[str, ...]
     references: dict[str, str]

@@ -91,7 +91,7 @@ def write_predictions(lines: Sequence[Prediction], path: Path, *, anew: bool) ->
 
 
 def lines_of(path: Path) -> Sequence[Prediction]:
-    """The predictions of a file, of the kind that its part has; CommandError without the file."""
+    """The predictions of a file, as lines of its part; CommandError if the file is missing."""
     searched = path.name == PREDICTIONS["searched"]
     if not path.exists():
         command = f"rematbench measure-gpu --predict{' --part searched' if searched else ''}"
@@ -124,8 +124,8 @@ def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]
 
 
 def stands_for(cell: Cell) -> str:
-    """The name of the cell whose prediction decides whether this cell can start: its name, or for
-    a step written by hand the name of keep_all (for means that keep less) or full recomputation."""
+    """The name of the cell whose prediction decides whether this cell can start: this cell, or for
+    a step written by hand keep_all (if its means keep less) or full recomputation."""
     if not isinstance(cell, HandCell):
         return cell.name
     method = IDENTITY if cell.means in ("nothing", "save_on_cpu") else "full_recompute"
@@ -133,8 +133,8 @@ def stands_for(cell: Cell) -> str:
 
 
 def refusal(line: Prediction, cell: Cell) -> str:
-    """Why a cell is not started: the prediction that stands for it, or the host's memory, which
-    save_on_cpu needs for what keep_all has on the device."""
+    """The reason why a cell is not started: its prediction does not fit, or the host lacks memory
+    with which save_on_cpu replaces the device memory of keep_all."""
     pinned = max(line.host_bytes, line.pinned_bytes)
     if isinstance(cell, HandCell) and cell.means == "save_on_cpu":
         pinned = line.allocated_bytes

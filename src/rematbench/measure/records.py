@@ -24,7 +24,7 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interquartile range over the median), and the seconds that the shipped cost model predicts.
 
     `what`, `implementation` and `shape` are as in kernels.csv.  `work`: FLOP or bytes (`unit`) of
-    one call.  `clock`: CUDA events, or the host's clock.  Without numbers `reason` says why.
+    one call.  `clock`: CUDA events, or the host's clock.  `reason` explains missing numbers.
     """
 
     what: str
@@ -47,10 +47,10 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of a committed file of predictions, and nothing else: of the Result of a cell, before
-    it is measured, the seconds of a step and the bytes of the fullest rank.  `run_id` and
-    `plan_hash` are those of a simulated record, so that a changed constant or plan is seen; `code`
-    is the digest of the simulator's code.
+    """A line of a committed file of predictions, written before its cell is measured: the seconds
+    of a step and the bytes of the fullest rank.  `run_id` and `plan_hash` are as in a simulated
+    record, so that a changed constant or plan is detected; `code` is the digest of the simulator's
+    code.
 
     `pinned_bytes` counts blocks of powers of two, `host_bytes` the tensors in them.  A cell that
     does not fit has its bytes, and the reason.
@@ -87,9 +87,9 @@ class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Turn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One turn of a cell: `step_s` of its timed steps after a warm-up, seconds in which the host
-    issued each, the allocators' peaks, and the GPU's state during the warm-up.  `round` and `place`
-    say when: every cell has one turn in a round, in a random order.  A cell that its prediction
-    refuses has one line in round 0.  A step written by hand has an empty `plan_hash`."""
+    issued each step, the allocators' peaks, and the GPU's state during the warm-up.  `round` and
+    `place` give the order: every cell has one turn in a round, at a random place.  A cell that its
+    prediction refuses has one line in round 0.  A step written by hand has an empty `plan_hash`."""
 
     cell: str
     run_id: str
@@ -138,7 +138,7 @@ def one_line(reason: str) -> str:
 
 
 def append_line(path: Path, line: Struct) -> None:
-    """Append one line and flush it to the disk.  A last line without an end goes first."""
+    """Append one line and flush it to the disk.  An unfinished last line is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(0)

@@ -11,9 +11,9 @@ from rematbench.spec.paths import data_dir
 
 
 class Windows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which layers attend to a window: all but each `full_every`-th (0: all; the first instead of
-    the last of them with `first_full`), or all from the layer whose number the key `full_before`
-    gives.  `switch`: the key without which no layer does."""
+    """The layers that attend to a window: all except the last (with `first_full`: the first) of
+    every `full_every` layers (0: all), or all from the layer number in the key `full_before`.
+    `switch`: the key that must be true for any window."""
 
     full_every: int | None = None
     first_full: bool = False
@@ -29,8 +29,8 @@ class When(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Only(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one value of a key that can be said (or the key whose value it must have); `otherwise`
-    names what another value asks for."""
+    """The only supported value of a key (or the key whose value it must equal); `otherwise` names
+    the feature that another value requests."""
 
     value: Any = None
     same_as: str = ""

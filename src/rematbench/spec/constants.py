@@ -90,9 +90,9 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
     NCCL communicator inside a node, or between nodes.  `graph_bytes_share`: the bytes that a
     layer's CUDA graph holds in addition to the layer's kept activations, as a share of these
-    activations.  `host_system_share`: the share of a node's host memory that the system and
-    the training processes take; with an optimizer in host memory `host_other_bytes`, or
-    `host_other_share` of a node that is smaller than those on which this was measured.
+    activations.  `host_system_share`: the share of a node's host memory that the system and the
+    training processes take; with an optimizer in host memory `host_other_bytes`, or
+    `host_other_share` of a node with less memory than the measured nodes.
     """
 
     nccl_base_s: tuple[float, ...]

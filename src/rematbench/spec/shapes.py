@@ -11,8 +11,8 @@ class Shapes(Struct, frozen=True, kw_only=True):
     """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
     Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
     `kv_width`, `heads`, `kv_heads`, `ffn` and `vocab`: the rank's tensor-parallel share;
-    `document_len`: tokens of a document, the whole sequence where none are packed; `documents`: of
-    one sequence."""
+    `document_len`: tokens of a document, the whole sequence if none are packed; `documents`: the
+    documents of one sequence."""
 
     tokens: int
     shard_tokens: int

@@ -77,8 +77,8 @@ def listed() -> list[tuple[str, str, str, dict[str, Fact]]]:
 
 
 def other_versions(name: str) -> dict[str, dict[str, object]]:
-    """The shipped stacks that are other versions of a shipped stack, each with the facts in
-    which it differs; empty for a stack of a user's own."""
+    """The shipped stacks that are other versions of a shipped stack, each with the facts in which
+    it differs; empty for a user's stack."""
     if name not in names("system"):
         return {}
     family = {stem: str(chain(stem)[0][1].get("version_of", stem)) for stem in names("system")}

@@ -140,16 +140,16 @@ def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
     )
 
 
-def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
-    """The errors of a run's losses and gradients relative to `other`, a run of the method `against`
-    on the same batches."""
-    pairs = list(zip(result.gradients, other.gradients, strict=True))
+def compared(problem: Problem, result: "Result", reference: "Result", against: str) -> Comparison:
+    """The errors of a run's losses and gradients relative to `reference`, which the method
+    `against` ran on the same batches."""
+    pairs = list(zip(result.gradients, reference.gradients, strict=True))
     zero = without_gradient(problem.workload.model)
     errors = [norm_error(got, want, zero) for got, want in pairs]
-    losses = list(zip(result.losses, other.losses, strict=True))
+    losses = list(zip(result.losses, reference.losses, strict=True))
     return Comparison(
         against=against,
-        bitwise=result.losses == other.losses and largest(errors) == 0.0,
+        bitwise=result.losses == reference.losses and largest(errors) == 0.0,
         gradient_error=largest(errors),
         loss_error=largest([relative(abs(a - b), abs(b)) for a, b in losses]),
         bound=BOUNDS[problem.workload.precision],

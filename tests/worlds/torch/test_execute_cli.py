@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli.measured import measure
+from rematbench.cli.measure import measure
 from rematbench.host.console import CommandError
 from rematbench.worlds.records.record import Record, read_record
 from rematbench.worlds.torch import rank_processes

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import (
+from rematbench.advise.compare.compositions import (
     Candidate,
     CompareConfig,
     clash,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import (
+from rematbench.advise.compare.compositions import (
     KINDS,
     Candidate,
     changed_kinds,

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import Candidate
+from rematbench.advise.compare.compositions import Candidate
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
 from rematbench.evaluate.result import Job, Result, of_plan
 from rematbench.evaluate.verdict import retries

@@ -26,7 +26,7 @@ from rematbench.advise.search.trials import Trial
 from rematbench.plugins.registry import Registry
 from rematbench.worlds.packages.flags import Engines
 
-MADE = "adds a method to a plan that fits"
+EXTENDS_FITTING = "adds a method to a plan that fits"
 """Why a candidate falls that adds methods to a plan that fits: it is not faster."""
 
 
@@ -138,7 +138,7 @@ class Search:
     def list_all(self) -> None:
         """From now on, also take plans that cannot be faster than a known plan: plans that add a
         method to a plan that already fits, and plans that are much slower than the best."""
-        self.excluded.counts.pop(MADE, None)
+        self.excluded.counts.pop(EXTENDS_FITTING, None)
         self.queue.list_all()
 
     def _take(self, bound_s: float, item: Item) -> Trial | None:
@@ -148,8 +148,8 @@ class Search:
         elif place.counted:
             self.excluded.counts["at a layout that is fast enough"] += 1
         elif self._dominated(place, item.candidate, item.step if item.stage in RIPE else 1):
-            self.excluded.counts[MADE] += 1
-            self.queue.put_aside(bound_s, item)
+            self.excluded.counts[EXTENDS_FITTING] += 1
+            self.queue.postpone(bound_s, item)
         elif item.stage in RIPE and self.memory.settled(bound_s, place, item):
             self.excluded.counts["memory or no plan, as an earlier plan shows"] += 1
         elif item.stage in ("tighten", "grow") or (item.stage == "expand" and not place.tightened):
@@ -252,7 +252,7 @@ class Search:
         for more in self.tree.more(candidate):
             found = Item("compose", place, None, more)
             if self._dominated(place, more):
-                self.queue.put_aside(bound_s, found)
+                self.queue.postpone(bound_s, found)
             else:
                 self.queue.push(bound_s, found)
 
@@ -308,7 +308,7 @@ class Search:
             if candidate.share:
                 self.memory.queue_next_step(bound_s, place, item)
             elif not self.tree.ends(candidate):  # a candidate with a share grows when it is judged
-                self.queue.put_aside(step_s, Item("expand", place, None, candidate))
+                self.queue.postpone(step_s, Item("expand", place, None, candidate))
             self.note_step(step_s)
             place.counted = step_s < self.queue.faster_than_s < inf
         return None if again else replace(trial, candidate=candidate.text(1))

@@ -13,7 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.advise.compare.candidates import KINDS, CompareConfig, Kind, place
+from rematbench.advise.compare.compositions import KINDS, CompareConfig, Kind, place
 from rematbench.advise.search.probes import Probe
 from rematbench.plugins.registry import (
     IDENTITY,
@@ -134,8 +134,8 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
 
 
 def chooses(method: Method, registry: Registry) -> bool:
-    """Whether a method with its settings chooses grid parameters by itself, from more than the
-    facts that the layouts of a shard share (pieces follow from the shapes of tensors)."""
+    """Whether a method chooses grid parameters by itself, from facts that differ between the
+    layouts of a shard (pieces follow from the shapes of tensors)."""
     entry = registry.methods[method.name]
     if _cuts(entry):
         return False
@@ -314,8 +314,8 @@ class Tree:
         return self.lean(candidate), cutting if cutting.parts else None
 
 
-class GivenCandidates(Tree):
-    """The tree of a search for the best layout of given candidates.  It adds no methods.  A
+class FixedCandidates(Tree):
+    """The tree of a search for the best layout of fixed candidates.  It adds no methods.  A
     candidate with a share has a second root at the share 0, which lies before the share's first
     step."""
 

@@ -294,9 +294,9 @@ def host_bound(columns: Columns, facts: Facts, more: Callable[[Any], Array]) -> 
 
 class CopyBound:
     """Lower bounds of the seconds of each layout's copies on its first rank.  The copies share
-    links with messages of `sent_bytes` per micro-batch and with collectives of the passes: those of
-    the forwards and of the backwards, or with `by_layer` the fewer of the two.  There is no bound
-    if the model's last layers, which a method may spare, begin on the first rank."""
+    links with messages of `sent_bytes` per micro-batch and with collectives: of forwards and
+    backwards, or with `by_layer` the smaller of the two.  There is no bound if the model's last
+    layers, which a method may spare, begin on the first rank."""
 
     def __init__(
         self,

@@ -62,9 +62,9 @@ class MemoryRules:
     def judge(self, bound_s: float, place: Place, candidate: Candidate, pieces: int = 1) -> None:
         """Queue a candidate at a layout, at the lowest step of its share whose bytes may fit.  If
         no step may fit, queue the candidate's expansion.  With a share, queue the expansion in any
-        case, because a smaller share may do with one more method.  A candidate in a number of
-        pieces is judged once: both the judgment of fewer pieces and a plan of fewer pieces that
-        does not fit ask for more, unless host memory is short, which pieces do not change."""
+        case, because a smaller share may suffice with one more method.  Each number of pieces is
+        judged once, although both the judgment and the failed plan of fewer pieces request it.  If
+        host memory is short, they do not: pieces do not change host bytes."""
         if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
             return
         if (candidate, pieces) in place.judged:
@@ -304,8 +304,8 @@ class MemoryRules:
 
     def queue_next_step(self, bound_s: float, place: Place, item: Item) -> bool:
         """Queue the next step of a candidate's share, if there is one, with its own bound.  This is
-        done even if the step before fits: a larger share may be faster, with other traffic of the
-        host link or with other operators in pieces."""
+        done even if the step before fits: a larger share may be faster, with different host-link
+        traffic or different operators in pieces."""
         candidate = item.candidate
         found = self._first_step(place, candidate, item.pieces, bound_s, item.step)
         if found:

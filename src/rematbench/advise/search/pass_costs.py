@@ -28,10 +28,10 @@ from rematbench.problem import Problem
 
 
 class PassCost(NamedTuple):
-    """One pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is free,
-    `issued_s` from when the host begins to issue, `called_s` if each kernel began when it was
-    issued, `landed_s` from when copies are back.  Also the seconds of the host and of kernels
-    alone, the device bytes that the pass leaves, and its peak above the bytes at entry."""
+    """One pass of a chunk.  Seconds until compute ends: `compute_s` after compute is free,
+    `issued_s` after the host begins to issue, `called_s` if each kernel begins when it is issued,
+    `landed_s` after the copies back.  Also the seconds of the host and of kernels alone, the device
+    bytes that the pass leaves, and its peak above the bytes at entry."""
 
     compute_s: float
     issued_s: float
@@ -42,9 +42,9 @@ class PassCost(NamedTuple):
     net_bytes: float
     high_bytes: float
 
-    def minimum(self, other: "PassCost") -> "PassCost":
+    def minimum(self, cost: "PassCost") -> "PassCost":
         """Return the minimum of the two passes in every number."""
-        return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
+        return PassCost._make(min(a, b) for a, b in zip(self, cost, strict=True))
 
 
 class ChunkCost(NamedTuple):
@@ -84,20 +84,20 @@ def further(more: ChunkCost, less: ChunkCost) -> ChunkCost:
     return combined(more, less, lambda a, b: a - b)
 
 
-def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
+def combined(first: ChunkCost, second: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
     """Combine the costs of two chunks: `numbers` is applied to each pair of numbers."""
     forward, backward = (
         PassCost._make(map(numbers, a, b))
-        for a, b in ((one.forward, other.forward), (one.backward, other.backward))
+        for a, b in ((first.forward, second.forward), (first.backward, second.backward))
     )
-    return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
+    return ChunkCost(forward, backward, *map(numbers, first[2:], second[2:]))
 
 
 def behind_embedding(chunk: ChunkCost, first: ChunkCost, inner: ChunkCost) -> ChunkCost:
     """Return the costs of a chunk behind the embedding, from the costs of the same chunk on an
-    inner rank.  Forwards begin with the embedding and backwards end with it, so it adds the same
-    costs to every plan.  `first`, `inner`: costs of one plan on the first rank and on an inner
-    rank."""
+    inner rank.  Forwards begin with the embedding and backwards end with it, so the embedding adds
+    the same costs to every plan.  `first`, `inner`: costs of one plan on the first rank and on an
+    inner rank."""
     return combined(chunk, further(first, inner), add)
 
 

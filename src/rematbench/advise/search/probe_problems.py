@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import changed_kinds
+from rematbench.advise.compare.compositions import changed_kinds
 from rematbench.advise.search.pass_costs import Chunk, ChunkCost, compute_cost, placed_alike
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, pinned_block_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
@@ -36,9 +36,9 @@ from rematbench.spec.layout import Layout
 
 class Pinned(NamedTuple):
     """The tensors that a chunk of `layers` layers copies to the host, in bytes, the largest first.
-    `budget`: whether a share of the bytes is copied (ByteBudget), which takes the tensors in this
-    order; None if only some tensors are copied by a budget.  `besides`: further layers of the
-    chunk, which may copy nothing."""
+    `budget`: whether a ByteBudget copies a share of the bytes, in this order of the tensors; None
+    if a budget copies only some tensors.  `besides`: further layers of the chunk, which may copy
+    nothing."""
 
     layers: int
     sizes: tuple[int, ...]
@@ -46,7 +46,8 @@ class Pinned(NamedTuple):
     besides: int = 0
 
     def further(self, more: "Pinned") -> "Pinned":
-        """Return what each further layer copies, from a chunk with one more layer (`more`)."""
+        """Return the tensors that each further layer copies, from a chunk with one more layer
+        (`more`)."""
         added = Counter(more.sizes) - Counter(self.sizes)
         sizes = tuple(sorted(added.elements(), reverse=True))
         return Pinned(more.layers - self.layers, sizes, self.budget, besides=self.layers)
@@ -103,15 +104,15 @@ class Stored(NamedTuple):
 
     @property
     def cost(self) -> ChunkCost:
-        """A chunk that takes no seconds and needs these bytes alone."""
+        """The costs of a chunk that takes no seconds and needs only these bytes."""
         none = compute_cost(0.0, 0.0)
         forward = none.forward._replace(net_bytes=float(self.kept_bytes))
         return none._replace(forward=forward, host_bytes=float(sum(self.copied)))
 
 
 def stored(problem: Problem, plan: Plan) -> list[Stored]:
-    """Return the least that each rank's first chunk stores, over its phases.  Raises PlanError if
-    the plan's fates cannot be lowered."""
+    """Return the fewest bytes that each rank's first chunk stores in any phase.  Raises PlanError
+    if the plan's fates cannot be lowered."""
     kept: dict[int, int] = {}
     copied: dict[int, tuple[int, ...]] = {}
     for ops, fates, _ in resolved(problem, plan, apart=True):
@@ -203,7 +204,7 @@ class Small(NamedTuple):
     chunks: dict[tuple[bytes, int, CopyTraffic], ChunkCost]
 
     def stored(self, plan: Plan) -> list[Stored]:
-        """What each rank's first chunk stores under a plan; PlanError as in `stored`."""
+        """The bytes that each rank's first chunk stores under a plan; PlanError as in `stored`."""
         content = same_plan(plan)
         if content not in self.programs.stored:
             self.programs.stored[content] = stored(self.problem, plan)
@@ -310,7 +311,7 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbeProgr
 
 class Measured:
     """A plan of a small problem with some of its ranks lowered: its kinds of change, its transfers,
-    and what the chunk of the second rank (or of the only one) copies to the host."""
+    and the tensors that the chunk of the second (or only) rank copies to the host."""
 
     def __init__(self, small: Small, plan: Plan, ranks: Sequence[int]) -> None:
         self.small, self.plan, self.same, self.ranks = small, plan, same_plan(plan), ranks
@@ -324,7 +325,7 @@ class Measured:
 
     @cached_property
     def pinned(self) -> Pinned:
-        """What the chunk of the second rank (or of the only one) copies to the host."""
+        """The tensors that the chunk of the second (or only) rank copies to the host."""
         return pinned_of(self.plan, self._lowered.program)
 
     def end_bytes(self) -> tuple[int, ...]:
@@ -344,8 +345,8 @@ class Measured:
         return tuple(accumulate(kept))
 
     def cost(self, rank: int, traffic: CopyTraffic | None) -> ChunkCost:
-        """The costs of a rank's chunk, with seconds where copies run with `traffic`, or without
-        seconds."""
+        """The costs of a rank's chunk, with seconds if `traffic` runs alongside its copies, or
+        without seconds."""
         small, chunk = self.small, self._lowered.chunks[rank]
         if traffic is None:
             return chunk.nbytes

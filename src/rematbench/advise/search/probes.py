@@ -5,7 +5,7 @@ line is read from blocks of `lower`, at two numbers of layers, on a pipeline of 
 one) that has the same tensor- and context-parallel groups and the same micro-batch, and no
 data-parallel traffic.  No cost rule is written twice, and a user's method has bounds too.
 
-All numbers are lower bounds of what the simulator finds for the same plan at any depth, width of
+All numbers are lower bounds of the simulator's results for the same plan at any depth, width of
 data parallelism and number of micro-batches: streams other than compute are left out, and each copy
 has its link to itself.
 """
@@ -46,9 +46,9 @@ MORE_LAYERS = (3, 4)
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, what an inner chunk copies to
-    the host, and what the model's end keeps.  `lines`: gives the method's lines, with or without
-    seconds."""
+    """The kinds of change of a method's plan, the plan's transfers, the tensors that an inner chunk
+    copies to the host, and the bytes that the model's end keeps.  `lines`: gives the method's
+    lines, with or without seconds."""
 
     def __init__(
         self, measured: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
@@ -93,14 +93,14 @@ class Floor(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why a method has no plan for a probe; `layers`: the number of layers to try the method with,
-    where it is known."""
+    """The reason why a method has no plan for a probe; `layers`: the number of layers to try next
+    (0: unknown)."""
 
     reason: str
     layers: int = 0
 
 
-Found = TypeVar("Found")
+Reply = TypeVar("Reply")
 
 
 class Prober:
@@ -128,38 +128,38 @@ class Prober:
             return Refused(str(error))
 
     def _of_layers(
-        self, measure: Callable[[Composition, int], Found | Refused], method: Composition
-    ) -> Found | Refused:
+        self, measure: Callable[[Composition, int], Reply | Refused], method: Composition
+    ) -> Reply | Refused:
         """What `measure` finds of a method.  Some methods have no plan for one or two layers, and
         copies by layer repeat only after a few layers: such a method is measured with more, at once
         where the methods needed so many with other settings."""
         names = tuple(each.name for each in method.methods)
-        least = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
-        found = measure(method, least)
+        fewest = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        found = measure(method, fewest)
         for layers in MORE_LAYERS:
             if not isinstance(found, Refused):
                 break
-            if max(layers, found.layers) > least:
-                least = max(layers, found.layers)
-                found = measure(method, least)
+            if max(layers, found.layers) > fewest:
+                fewest = max(layers, found.layers)
+                found = measure(method, fewest)
         if not isinstance(found, Refused):
-            self._layers[names] = least
+            self._layers[names] = fewest
         return found
 
-    def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
-        made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
+    def _one_rank(self, method: Composition, fewest: int) -> Probe | Refused:
+        made, more = (self._measured(method, (layers,)) for layers in (fewest, fewest + 1))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
 
         def lines(traffic: CopyTraffic | None) -> Facts:
             base = made.cost(0, traffic)
-            line = Line(least, base, further(more.cost(0, traffic), base))
+            line = Line(fewest, base, further(more.cost(0, traffic), base))
             return Facts(line, line, line)
 
         return Probe(made, made.pinned.further(more.pinned), lines)
 
-    def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
-        sizes = _sizes(least)
+    def _pipeline(self, method: Composition, fewest: int) -> Probe | Refused:
+        sizes = _sizes(fewest)
         ends = sizes[-1]
         same = self._same_end(method, sizes)
         made = self._measured(method, sizes, end=same is None)
@@ -167,7 +167,7 @@ class Prober:
             return made
         ended = made
         if same is None and _spares_end(made):
-            more = self._measured(method, (least, least, least, ends + 1), ranks=(3,))
+            more = self._measured(method, (fewest, fewest, fewest, ends + 1), ranks=(3,))
             if isinstance(more, Refused):
                 return more
             ended = more
@@ -186,7 +186,7 @@ class Prober:
             elif ended is not made:  # no copies of the last rank's chunk
                 ending = further(ended.cost(3, traffic), last)
             return Facts(
-                Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
+                Line(fewest, first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
             )
 
         return Probe(made, made.pinned, lines)
@@ -203,22 +203,22 @@ class Prober:
         found = self._measured(before, sizes)
         return None if isinstance(found, Refused) else found
 
-    def _floor_of_one(self, method: Composition, least: int) -> Floor | Refused:
-        made, more = (self._planned(method, (layers,)) for layers in (least, least + 1))
+    def _floor_of_one(self, method: Composition, fewest: int) -> Floor | Refused:
+        made, more = (self._planned(method, (layers,)) for layers in (fewest, fewest + 1))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
         (base,), (longer,) = (
             self._small((layers,)).stored(plan)
-            for layers, plan in ((least, made), (least + 1, more))
+            for layers, plan in ((fewest, made), (fewest + 1, more))
         )
-        line = Line(least, base.cost, further(longer.cost, base.cost))
-        moved = pinned(made, least, base).further(pinned(more, least + 1, longer))
+        line = Line(fewest, base.cost, further(longer.cost, base.cost))
+        moved = pinned(made, fewest, base).further(pinned(more, fewest + 1, longer))
         return Floor(Facts(line, line, line), moved)
 
-    def _floor(self, method: Composition, least: int) -> Floor | Refused:
+    def _floor(self, method: Composition, fewest: int) -> Floor | Refused:
         """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
         has no floor."""
-        sizes = _sizes(least)
+        sizes = _sizes(fewest)
         plan = self._planned(method, sizes)
         if isinstance(plan, Refused):
             return plan
@@ -226,8 +226,8 @@ class Prober:
         first, middle, deeper, last = (chunk.cost for chunk in found)
         slope, nothing = further(deeper, middle), compute_cost(0.0, 0.0)
         ending = (nothing, nothing) if copies(plan) else (last, slope)
-        lines = (Line(least, first, slope), Line(least, middle, slope), Line(sizes[-1], *ending))
-        return Floor(Facts._make(lines), pinned(plan, least, found[1]))
+        lines = (Line(fewest, first, slope), Line(fewest, middle, slope), Line(sizes[-1], *ending))
+        return Floor(Facts._make(lines), pinned(plan, fewest, found[1]))
 
     @cached_property
     def _keeping(self) -> Measured:
@@ -254,9 +254,9 @@ class Prober:
             return Refused(str(error))
         if isinstance(plan, Unsupported):
             return Refused(plan.reason)
-        least = sizes[0]
-        if least < (layers := _rhythm(plan.transfers)):
-            return Refused(f"copies by layer have no rhythm yet after {least}", layers)
+        fewest = sizes[0]
+        if fewest < (layers := _rhythm(plan.transfers)):
+            return Refused(f"copies by layer have no rhythm yet after {fewest}", layers)
         return plan
 
     def _on_plan_before(self, method: Composition, sizes: tuple[int, ...]) -> Plan | Unsupported:
@@ -302,9 +302,9 @@ def _spares_end(measured: Measured) -> bool:
     return measured.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
 
 
-def _sizes(least: int) -> tuple[int, ...]:
+def _sizes(fewest: int) -> tuple[int, ...]:
     """Layers of the ranks of a probe's pipeline."""
-    return least, least, least + 1, min(least, 3)
+    return fewest, fewest, fewest + 1, min(fewest, 3)
 
 
 def _rhythm(moves: Transfers) -> int:

@@ -16,7 +16,7 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import lost_reason
+from rematbench.advise.compare.compositions import lost_reason
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice
@@ -34,7 +34,7 @@ MINUTE = 20
 """Most rounds of one search where many run in a row: one or two minutes of a core."""
 
 
-MINUTE_OF_ONE = 2 * MINUTE * WORK
+ONE_PROCESS_WORK = 2 * MINUTE * WORK
 """The work of MINUTE rounds of two processes, for a search in one process."""
 
 

@@ -1,4 +1,4 @@
-"""Inverse questions and price tags: a series of searches, each no longer than its answer needs."""
+"""Inverse questions and prices of changes, each answered by a series of short searches."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -64,8 +64,8 @@ def reached(
     request: SearchRequest, step_s: float, processes: int, most_rounds: int | None = None
 ) -> Result | None:
     """Return a plan whose step takes at most `step_s`; None if the search proves that there is no
-    such plan, or finds none in `most_rounds`.  If a step may take any time, any plan that fits will
-    do, and no seconds are bounded."""
+    such plan, or finds none in `most_rounds`.  If `step_s` is infinite, any plan that fits is
+    enough, and no seconds are bounded."""
     request = replace(request, any_fit=step_s == inf, within=0.0)
     if not _has_layout(request):  # else the error would be in a worker
         return None

@@ -70,7 +70,7 @@ class Place(Struct):
 
     @property
     def site(self) -> Site:
-        """The layout's Site: what all searches have learnt about the layout so far."""
+        """The layout's Site, with the results of all searches so far."""
         return self.shard.site(self.index)
 
 
@@ -87,8 +87,8 @@ class Item(Struct, frozen=True):
 
 
 class Unprobed(NamedTuple):
-    """A candidate that was excluded at a layout without a probe: the least bytes that it lacks, and
-    whether they are host bytes."""
+    """A candidate that was excluded at a layout without a probe: the fewest bytes that it may lack,
+    and whether they are host bytes."""
 
     nbytes: float
     host: bool
@@ -114,8 +114,8 @@ Entry = tuple[float, int, T]
 
 
 class Queue(Generic[T]):
-    """Entries in the order of their bounds; entries of equal bounds in the order of arrival.
-    *Ripe* entries also stand in a second order, of ripe entries only."""
+    """Entries in the order of their bounds; entries of equal bounds in the order of arrival. *Ripe*
+    entries are also in a second queue, of ripe entries only."""
 
     def __init__(self) -> None:
         self._all: list[Entry[T]] = []
@@ -135,7 +135,7 @@ class Queue(Generic[T]):
         return len(self._waiting)
 
     def waiting(self) -> Iterator[tuple[float, T]]:
-        """The entries with their bounds, in no order."""
+        """The entries with their bounds, in any order."""
         return ((bound, item) for bound, number, item in self._all if number in self._waiting)
 
     @property
@@ -195,7 +195,7 @@ class LeanOrder:
 
 
 def lean_candidate(lean: Candidate, cut: Candidate | None) -> Candidate:
-    """The leanest candidate of a family with its pieces, where it has any."""
+    """The leanest candidate of a family, in pieces if the family has pieces."""
     return Candidate((*lean.parts, *(cut.parts if cut else ())))
 
 
@@ -253,17 +253,17 @@ class SearchQueue:
             self.entries.push(bound_s, item, ripe=ripe)
         else:
             _count(self._dropped, item)
-            self.put_aside(bound_s, item)
+            self.postpone(bound_s, item)
 
-    def put_aside(self, bound_s: float, item: Item) -> None:
-        """Keep work on plans that cannot be the fastest aside, until `list_all` queues it."""
+    def postpone(self, bound_s: float, item: Item) -> None:
+        """Set aside work on plans that cannot be the fastest, until `list_all` queues it."""
         if self.listing:
             self.push(bound_s, item)
         elif self.lists:
             self._aside.append((bound_s, item))
 
     def list_all(self) -> None:
-        """From now on, also take the work that was put aside."""
+        """Queue the postponed work, and accept such work from now on."""
         self.listing = True
         self._dropped.clear()
         for bound_s, item in self._aside:
@@ -272,8 +272,8 @@ class SearchQueue:
 
     @property
     def slower(self) -> Counter[str]:
-        """Counts of the layouts and plans that by their bounds are no faster than the best step, by
-        what makes them slow."""
+        """Counts of the layouts and plans whose bounds are no faster than the best step, by
+        cause."""
         found = self._dropped.copy()
         for bound_s, item in self.entries.waiting():
             if bound_s >= self.best_s:

@@ -69,7 +69,8 @@ def host_update_s(problem: Problem, count: int) -> float:
 
 class Stages(NamedTuple):
     """The lines of a layout's virtual stages and the layers of each.  `out_bytes`, `back_bytes`:
-    the most bytes that each stage copies.  `surely`: the smallest share of them that it copies."""
+    the most bytes that each stage copies.  `surely`: the smallest share of these bytes that the
+    stage copies."""
 
     lines: Sequence[Line]
     sizes: Sequence[int]
@@ -179,7 +180,8 @@ def hidden(cost: CostModel, chunk: ChunkCost, traffic: CopyTraffic) -> bool:
 
 def sent_bytes(problem: Problem) -> float:
     """Bytes of a micro-batch's messages to other nodes, as one GPU of each rank sends them:
-    forwards to the next rank, backwards to the one before; only the model's ends send none."""
+    forwards to the next rank, backwards to the previous rank. The model's ends send nothing
+    outwards."""
     lay, crosses = problem.layout, problem.cost.crosses
     nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
     inner = sum(crosses(rank, rank + 1) for rank in range(lay.pp - 1))
@@ -310,7 +312,7 @@ class _End:
         self.blocks: list[Block] = []
 
     def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
-        """Collect the block that `build` returns, which is one for all steps with its key."""
+        """Collect the block that `build` returns; steps with equal keys share a block."""
         if key not in self.cache:
             self.cache[key] = build()
         self.blocks.append(self.cache[key])
@@ -387,9 +389,9 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
 
 
 class Stage(NamedTuple):
-    """A virtual stage.  Forward and backward: seconds (of compute from when it is free, until
-    compute ends from the host's start, of the host).  `landed_s`: from the arrival of the copies
-    back to the end of the backward; `out_s`, `back_s`: seconds of copies during other passes."""
+    """A virtual stage.  Forward and backward: seconds (of compute once it is free, from the host's
+    start until compute ends, of the host).  `landed_s`: from the arrival of the copies back to the
+    end of the backward; `out_s`, `back_s`: seconds of copies during other passes."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]

@@ -223,9 +223,9 @@ ALIKE = 1e-9
 
 
 class Pieces(NamedTuple):
-    """Seconds of each stage's backward and forward, in this order (`Events.piece`): compute from
-    when it is free; until compute ends from the host's start; the host; and the message that is
-    sent after, 0 for none."""
+    """Seconds of each stage's backward and forward, in this order (`Events.piece`): of compute once
+    it is free; from the host's start until compute ends; of the host; and of the message sent
+    afterwards (0: none)."""
 
     compute_s: Sequence[float]
     issued_s: Sequence[float]
@@ -270,8 +270,8 @@ class Clocks:
 
     def leap(self, before: tuple[list[float], ...], period: Events, times: int) -> bool:
         """Advance all clocks by `times` further periods, if the last period advanced them equally.
-        Hosts may only have gained on compute, which then does not wait for them.  `before`: the
-        ranks' clocks before the last period."""
+        Hosts may have advanced less: compute then does not wait for them.  `before`: the ranks'
+        clocks before the last period."""
         moved_s = self.compute[0] - before[0][0]
         slack_s = ALIKE * moved_s
 

@@ -15,11 +15,11 @@ from weakref import proxy
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from rematbench.advise.compare.candidates import load_compare
+from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.candidates import (
     Candidate,
-    GivenCandidates,
+    FixedCandidates,
     Tree,
     Variant,
     rebuilds,
@@ -166,8 +166,8 @@ class SearchJob:
         return False
 
     def search(self, part: int = 0, parts: int = 1, *, lists: bool = False) -> Search:
-        """Return the search of every `parts`-th shard, from shard `part` on.  `lists`: more plans
-        than the fastest are wanted."""
+        """Return the search of every `parts`-th shard, from shard `part` on.  `lists`: whether
+        slower plans are listed too."""
         request, shards = (
             self.request,
             [self._shard(index) for index in self._part_indices(part, parts)],
@@ -203,7 +203,7 @@ class SearchJob:
         shards = [self._shard(index) for index in range(len(self._cuts))]
         within = self.request.within
         return Search(
-            shards, GivenCandidates(candidates), self.registry, within=within, min_pp=min_pp
+            shards, FixedCandidates(candidates), self.registry, within=within, min_pp=min_pp
         )
 
     @cached_property
@@ -256,13 +256,12 @@ class SearchJob:
         return self._shards[index]
 
     def site(self, choice: Choice) -> Site:
-        """Return what the job's searches know about a layout."""
+        """Return a layout's Site, which all searches of the job share."""
         cut = next(index for index, one in enumerate(self._cuts) if key(one[0]) == key(choice))
         return self._shard(cut).shard.site(self._cuts[cut].index(choice))
 
     def job(self, choice: Choice) -> Job:
-        """Return the job of a layout with the words of its command, as far as a command can say
-        it."""
+        """Return the job of a layout, with the words of its command if a command can express it."""
         problem = self.problem(choice)
         return Job(problem=problem, base=choice.base(problem.base_plan), words=self._words(choice))
 
@@ -380,8 +379,8 @@ COLUMNS = (
 
 
 def search_row(place: int, result: Result) -> dict[str, Any]:
-    """A table line with every number of a plan, in base SI units and fractions.  `binds` is what
-    the step loses: memory binds no plan that fits."""
+    """A table line with every number of a plan, in base SI units and fractions.  `binds` has the
+    losses of the step, because memory does not limit a plan that fits."""
     row = result.row()
     row |= {"place": place, "binds": row["losses"]}
     return {key: row[key] for key in ("place", *COLUMNS, *result.job.facts(), "run_with")}

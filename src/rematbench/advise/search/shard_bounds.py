@@ -46,9 +46,10 @@ SHARED = 0.998
 
 
 class Short(NamedTuple):
-    """The least bytes that each layout lacks, if positive, on a device and in a node's host memory,
-    at each step of a candidate's share: arrays [steps, layouts]. `falls`: by layout, the least
-    bytes that it lacks if no step fits, and whether they are host bytes; None if a step may fit."""
+    """Lower bounds of the bytes that each layout lacks (negative: none), on a device and in a
+    node's host memory, at each step of a candidate's share: arrays [steps, layouts]. `falls`: by
+    layout, the fewest bytes that it lacks if no step fits, and whether they are host bytes; None if
+    a step may fit."""
 
     device: Array
     host: Array

@@ -1,4 +1,4 @@
-"""A shard: layouts that cut a layer's tensors alike, with the costs that no plan changes there
+"""A shard: layouts that divide a layer's tensors alike, with the costs that no plan changes there
 (messages, a step's end, states, room) and the probes of its candidates."""
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, step_bound
 from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, mixed, no_cost
 from rematbench.advise.search.probe_problems import NOTHING, Pinned, ProbePrograms
-from rematbench.advise.search.probes import Floor, Found, Probe, Prober, Refused
+from rematbench.advise.search.probes import Floor, Probe, Prober, Refused, Reply
 from rematbench.advise.search.schedule_bound import after_passes, host_update_s, sent_bytes
 from rematbench.advise.search.space import Array, Choice, Columns
 from rematbench.advise.search.trials import Site
@@ -25,8 +25,8 @@ from rematbench.spec.layout import Layout
 
 
 class Key(NamedTuple):
-    """What the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose passes
-    gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
+    """The facts that the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose
+    passes gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
 
     tp: int
     sp: bool
@@ -50,7 +50,7 @@ Number = TypeVar("Number", np.float64, np.bool_)
 
 
 class Shard:
-    """All layouts that cut a layer's tensors and the micro-batches alike, with the probes of the
+    """All layouts that divide a layer's tensors and the micro-batches alike, with the probes of the
     candidates of a registry. `problem` has one of the layouts. `evaluator`: keeps lowered plans for
     searches on other clusters (None: there are none). `programs`: programs of probes, which shards
     share. `reserving`: gives a problem the reserve of its layout (None: the reserve of
@@ -126,7 +126,7 @@ class Shard:
         return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
 
     def site(self, index: int) -> Site:
-        """Return what all searches know about the layout at `index`."""
+        """Return the Site of the layout at `index`, which all searches share."""
         if index not in self._sites:
             choice = self.choices[index]
             problem = self._reserving(self._at(choice.layout))
@@ -171,8 +171,8 @@ class Shard:
         return self._floors[text]
 
     def _resolved(
-        self, text: str, ask: Callable[[Composition], Found | Refused]
-    ) -> Found | Refused:
+        self, text: str, ask: Callable[[Composition], Reply | Refused]
+    ) -> Reply | Refused:
         try:
             return ask(self.registry.resolve(text, None, self.problem))
         except MethodError as error:
@@ -188,8 +188,8 @@ class Shard:
         self, candidate: Candidate, ends: tuple[Facts, Facts], pinned: Pinned
     ) -> tuple[Facts, NDArray[np.float64]]:
         """Along a candidate's share: its facts, at the shares of the shortest chunks, and the
-        fewest host bytes of a node, [steps of the share, layouts].  `ends`: the facts at both ends
-        of the share, `pinned`: what is copied at its last step."""
+        fewest host bytes of a node, [steps of the share, layouts]. `ends`: the facts at both ends
+        of the share, `pinned`: the tensors copied at its last step."""
         longest, shortest = self.shares(candidate)
         quick = self.at_share(candidate, ends, longest)
         known = bool(pinned.budget) == (candidate.share is not None)
@@ -200,7 +200,7 @@ class Shard:
         return lean, self.wide(candidate, host_bytes - rounding)
 
     def wide(self, candidate: Candidate, values: NDArray[Number]) -> NDArray[Number]:
-        """An array [steps of a candidate's share, layouts], also where all steps are equal."""
+        """Broadcast `values` to [steps of a candidate's share, layouts]."""
         return np.broadcast_to(values, (self.steps(candidate), len(self.choices)))
 
     def rounding_bytes(self, candidate: Candidate) -> Any:
@@ -237,8 +237,8 @@ def _same(problem: Problem) -> Problem:
 
 
 def _both_ends(
-    candidate: Candidate, ask: Callable[[Candidate], Found | Refused]
-) -> tuple[Found, Found] | Refused:
+    candidate: Candidate, ask: Callable[[Candidate], Reply | Refused]
+) -> tuple[Reply, Reply] | Refused:
     """What `ask` returns at both ends of a candidate's share; two equal values for a candidate
     without a share."""
     one = ask(candidate)

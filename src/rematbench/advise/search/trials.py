@@ -31,8 +31,8 @@ class Trial(Struct, frozen=True, kw_only=True):
     """The result of a candidate, with values that the search needs while it works.  A plan that
     does not fit has no evaluation.  `content`: the key of its plan; empty without a plan.
     `candidate`: the part that is equal for plans that differ only in a share or in pieces.
-    `short_bytes`: device bytes that the plan lacks.  `at_least`: it may lack more, because the
-    replay of the allocator ended early."""
+    `short_bytes`: device bytes that the plan lacks.  `at_least`: whether it may lack more, because
+    the replay of the allocator ended early."""
 
     result: Result
     content: bytes = b""
@@ -42,7 +42,7 @@ class Trial(Struct, frozen=True, kw_only=True):
 
 
 class Site:
-    """A layout of a job with its problem, and what searches learn about it.  `evaluator`: keeps
+    """A layout of a job with its problem, and the results of searches there.  `evaluator`: keeps
     lowered plans for other clusters (None: there are none).  `tight_s`: bounds by the schedule in
     seconds, by the text of the candidate.  `trials`: trials by the content of their plans.
     `ended`: plans whose replay of the allocator ended early."""

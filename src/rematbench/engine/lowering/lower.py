@@ -1,4 +1,4 @@
-"""Expands plans into actions, here only.  The simulator and the runtime read nothing but
+"""Expands plans into actions; no other module does.  The simulator and the runtime read nothing but
 actions."""
 
 from collections.abc import Callable, Collection

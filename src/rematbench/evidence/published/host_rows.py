@@ -1,5 +1,5 @@
-"""Host memory that published training steps with DeepSpeed's optimizer offload used, and its
-prediction (results/published/offloaded_states.csv)."""
+"""Published and predicted host memory of training steps with DeepSpeed's optimizer offload
+(results/published/offloaded_states.csv)."""
 
 from statistics import median
 from typing import Any
@@ -28,8 +28,8 @@ GIB = 2**30
 def host_rows() -> list[dict[str, Any]]:
     """The rows of DeepSpeed itself on a named node, with `pred_host_used_gib`: the states of the
     node's ranks and the `host_other_bytes` of the cluster file `pred_node`.  `fitted`: whether that
-    constant was fitted to the row.  Left out are rows of Deep Optimizer States, which holds further
-    buffers, and of nodes without a name (SOURCES.md has the numbers)."""
+    constant was fitted to the row.  Rows of Deep Optimizer States, which holds further buffers, and
+    of unnamed nodes are left out (SOURCES.md has the numbers)."""
     sheet = read_sheet(data_dir("published") / "offloaded_states.csv")
     rows = [row for row in sheet if row["cluster"] in NODES and row["variant"] != "dos"]
     smallest = {node: smallest_model(rows, node) for node in set(NODES.values())}

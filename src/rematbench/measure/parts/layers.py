@@ -62,8 +62,8 @@ def ratio(turns: Sequence[Turn], reference: Sequence[Turn]) -> Ratio | None:
 
 
 def is_settled(turns: Sequence[Turn], reference: Sequence[Turn], half_width: float) -> bool:
-    """Whether a cell's ratio is precise enough.  Without a reference that ran: whether the cell has
-    had the fewest required turns."""
+    """Whether a cell's ratio is precise enough.  If the reference did not run: whether the cell has
+    had the minimum number of turns."""
     if not any(turn.step_s for turn in reference):
         return len([turn for turn in turns if turn.step_s]) >= FEWEST
     one = ratio(turns, reference)
@@ -100,7 +100,7 @@ def run_by_turns(
     if not cells:
         raise CommandError(f"no problem of the suite is of {machine.name}")
     known = read_predictions(output / PREDICTIONS[part], cells)
-    taken = Taken(output / part, machine, cells)
+    taken = TurnLog(output / part, machine, cells)
     live, first_turn_s = [], {}
     for cell in cells:
         line = known.get(stands_for(cell))
@@ -125,12 +125,12 @@ def is_on_machine(cell: Cell, machine: Machine) -> bool:
     return has_peak_of(cell.problem.cluster, machine.name)
 
 
-class Taken:
+class TurnLog:
     """The turns so far, on disk and in memory, including turns of an earlier run on the same
     device."""
 
     def __init__(self, folder: Path, machine: Machine, cells: Iterable[Cell]) -> None:
-        """CommandError where the turns of `cells` are of another device, constants or plans."""
+        """CommandError if the turns of `cells` have another device, constants or plans."""
         self.folder, self.machine = folder, machine
         self.turns: list[Turn] = []
         known = {cell.name: identity(cell) for cell in cells}
@@ -167,7 +167,7 @@ class Taken:
 def _rounds(
     live: list[Cell],
     unsettled: Callable[[list[Cell], Sequence[Turn]], list[Cell]],
-    taken: Taken,
+    taken: TurnLog,
     turn: Callable[[Cell], tuple[str, str, dict[str, Any]]],
     until: float,
     first_turn_s: Mapping[str, float],

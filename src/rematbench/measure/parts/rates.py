@@ -24,11 +24,11 @@ SEED = 7
 
 
 class RateSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems whose kernels are timed.  `clusters`: the one that has the device predicts (if none
-    has it, nothing is predicted).  Attention runs at each of `attention_lengths`.  Copies have
+    """Problems whose kernels are timed.  `clusters`: the first cluster with the device gives the
+    predictions (none: no predictions).  Attention runs at each of `attention_lengths`.  Copies have
     `copy_bytes`, and the square products during copies have the width `copy_gemm`.  `compiled`:
-    also time kernels by torch.compile.  `sustained_s`: seconds without a pause in which the
-    first problem's products, and attention of its own length, run once more (0: they do not).
+    also time kernels by torch.compile.  `sustained_s`: seconds for which the first problem's
+    products and its attention also run without a pause (0: they do not).
     """
 
     clusters: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ def gap(rates: Sequence[Rate], predicted_s: float | None) -> Rate | None:
 
 
 def device_cluster(suite: RateSuite, device: str) -> str:
-    """The suite's first cluster that has this device, as torch names it; empty if none has."""
+    """The suite's first cluster with this device, as torch names it; empty if there is none."""
     return next((name for name in suite.clusters if has_peak_of(load_cluster(name), device)), "")
 
 

@@ -109,7 +109,7 @@ class GpuRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(parts: Sequence[str], request: GpuRequest, say: Callable[[str], None]) -> Summary:
     """Run the parts one after another. Return a summary of these parts and of the parts that other
-    commands ran there on this device. `say` announces each part before it starts."""
+    commands ran in the same folder on this device. `say` announces each part before it starts."""
     from rematbench.worlds.torch.rank_processes import versions  # noqa: PLC0415  # torch is optional
 
     device = versions(request.device)["device"]
@@ -134,7 +134,7 @@ def _before(path: Path, device: str, parts: Sequence[str]) -> list[Ran]:
 
 
 def forget(part: str, output: Path) -> None:
-    """Remove a part's files of an earlier run, so that they do not pass for files of this run."""
+    """Remove a part's files of an earlier run, so that they are not taken for files of this run."""
     for suffix in ("json", "jsonl"):
         (output / f"{part}.{suffix}").unlink(missing_ok=True)
     folder, names = (output / "records", f"{part}*") if part in RECORDS else (output / part, "*")

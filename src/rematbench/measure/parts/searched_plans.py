@@ -161,8 +161,8 @@ def searched_cells(path: Path, only: Sequence[str] = ()) -> list[Cell]:
 
 
 def measure_searched(only: Sequence[str], output: Path, device: Device, limit_s: float) -> None:
-    """Run the plans of the folder's predictions by turns within `limit_s` seconds, each plan with
-    the fewest turns."""
+    """Run the plans of the folder's predictions by turns within `limit_s` seconds, each plan for
+    the minimum number of turns."""
 
     def unsettled(live: list[Cell], turns: Sequence[Turn]) -> list[Cell]:
         had = by_cell(turns)

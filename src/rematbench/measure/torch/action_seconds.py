@@ -1,7 +1,7 @@
 """Seconds of every action of a step on its stream, to see where a step's time goes.
 
-A clock is read before and after each action, on a GPU by the stream itself.  Between them are the
-action's kernels and the gaps between kernels; a stream that waits for another does so in its WAIT.
+A clock is read before and after each action, on a GPU by the stream itself.  The seconds include
+the gaps between the action's kernels.  A stream waits for another stream only in a WAIT.
 """
 
 import time

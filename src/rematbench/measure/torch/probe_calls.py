@@ -44,8 +44,8 @@ and fp32 scores, probabilities, their gradient): its memory is checked before th
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """One call to time.  `per`: how many pieces of work one call has; `room_bytes`: device bytes
-    that it needs besides its inputs, where these are many; `for_s`: seconds that the device repeats
-    the call without a pause (0: until the seconds are steady, as in a short benchmark)."""
+    that it needs in addition to its inputs, if many; `for_s`: seconds that the device repeats the
+    call without a pause (0: until the seconds are steady, as in a short benchmark)."""
 
     what: str
     implementation: str
@@ -265,9 +265,9 @@ def attention_probes(place: Place) -> Iterator[Probe]:
 
 
 def sustained(probes: Iterable[Probe], for_s: float) -> Iterator[Probe]:
-    """The probes of FLOP, each for a long time without a pause.  A GPU at its power limit lowers
-    its clock within a second, so that a step runs at these rates and not at those of a short
-    benchmark."""
+    """The probes whose work is FLOP, each for a long time without a pause.  A GPU at its power
+    limit lowers its clock within a second, so that a step runs at these rates and not at those of a
+    short benchmark."""
     for probe in probes:
         if probe.unit == "flop" and not probe.compiled:
             yield replace(probe, shape=probe.shape | {"for_s": f"{for_s:g}"}, for_s=for_s)

@@ -61,8 +61,8 @@ class Repeats:
         return repeated(lambda: self._events(call, calls, min(MAX_BLOCKERS, need)), until)
 
     def of_busy_device(self, call: Call, for_s: float) -> list[float]:
-        """Seconds of a call on a device that has done nothing else for half of `for_s` seconds, one
-        for each batch of calls in the other half.  A batch is issued while the one before runs."""
+        """Seconds of a call that a device repeats for `for_s` seconds: one number for each batch of
+        calls in the second half.  Each batch is issued while the previous batch runs."""
         calls = max(1, min(MAX_BATCH_CALLS, round(BATCH_S / max(self._events(call, 1, 0), 1e-6))))
         current = torch.cuda.current_stream(self.device)
         ends, begun = [stamp(current)], time.monotonic()

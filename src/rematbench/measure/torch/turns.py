@@ -2,8 +2,8 @@
 turn.
 
 Clocks and heat are then equal, and weights are drawn once.  The weights change from turn to turn,
-but the work of a step does not.  A step written by hand has turns as an executor has.  In a
-pipeline only the first rank runs, without its neighbours.
+but the work of a step does not.  A step written by hand takes turns too.  In a pipeline only the
+first rank runs, without its neighbours.
 """
 
 import math

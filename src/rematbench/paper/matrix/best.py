@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from rematbench.advise.search.best_first import Search
 from rematbench.advise.search.candidates import Candidate, candidates_of, chooses
 from rematbench.advise.search.probe_problems import ProbePrograms
-from rematbench.advise.search.processes import LIMIT_S, MINUTE_OF_ONE, in_one_process
+from rematbench.advise.search.processes import LIMIT_S, ONE_PROCESS_WORK, in_one_process
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Choice, Fixed, may_host, partitions
 from rematbench.evaluate.evaluator import Evaluator, without_cluster
@@ -130,8 +130,8 @@ class Answers:
         return tuple(getattr(self.cell.request.spec, key) for key in CELL)
 
     def question(self, table: str, name: str) -> str:
-        """The question of an answer in words: a method and its job. The question for the one layout
-        adds the preferred pipeline ranks, and for the fastest plan of all the allowed methods."""
+        """The question of an answer in words: a method and its job. For the one layout, it adds the
+        preferred pipeline ranks; for the fastest plan of all, the allowed methods."""
         job = shlex.join(self.cell.request.spec.to_arguments())
         if table == ANY:
             return f"{','.join(sorted(self.registry.methods))} {job}"
@@ -212,7 +212,7 @@ def _smaller_share(candidates: Sequence[Candidate], text: str) -> str | None:
 
 def _answer(cell: SearchJob, search: Search) -> CommittedPlan:
     """The answer of a search, which ends with a fixed amount of work."""
-    results, simulations = in_one_process(search, most_work=MINUTE_OF_ONE)
+    results, simulations = in_one_process(search, most_work=ONE_PROCESS_WORK)
     layouts, excluded = len(cell.space.choices), search.excluded
     work = CommittedPlan(gap=search.gap, layouts=layouts, simulations=simulations)
     if results:

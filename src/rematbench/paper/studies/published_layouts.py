@@ -29,7 +29,7 @@ from rematbench.spec.problemspec import ProblemSpec
 NEVER = -1.0
 """A gap that no search proves: a count of faster layouts goes on while any layout may be faster."""
 
-KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
+JOB_COLUMNS = ("source", "table", "model", "gpus", "seq_len", "global_batch")
 
 
 def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[dict[str, Any]]:
@@ -42,17 +42,17 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
             case = read_case(row, registry)
             problem = case.problem()
         except RowError as error:
-            yield {**_said(row), "reason": str(error)}
+            yield {**_job_cells(row), "reason": str(error)}
             continue
         result = evaluate_method(problem, method_of(case, problem, registry))
         if result.evaluation is None or result.plan is None:
-            yield {**_said(row), "reason": result.reason}
+            yield {**_job_cells(row), "reason": result.reason}
             continue
         question = search_question(case, within)
         *_, end = rounds(question, shown=1, processes=processes)
         step_s = result.evaluation.step_s
         yield {
-            **_said(row),
+            **_job_cells(row),
             "published_layout": "-".join(str(getattr(problem.layout, key)) for key in DEGREES),
             "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
             "pred_tokens_per_s_per_gpu": result.evaluation.tokens_per_s_per_gpu,
@@ -116,5 +116,5 @@ def _best(
     }
 
 
-def _said(row: Row) -> dict[str, Any]:
-    return {key: text(row, key) for key in KEPT}
+def _job_cells(row: Row) -> dict[str, Any]:
+    return {key: text(row, key) for key in JOB_COLUMNS}

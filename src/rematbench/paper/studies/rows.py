@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from rematbench.host.table import Column, fixed
 from rematbench.paper.studies.answers import StudyAnswer
-from rematbench.paper.studies.claims import Claims, published
+from rematbench.paper.studies.declarations import Claims, published
 
 Line = dict[str, Any]
 PublishedNumbers: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
@@ -34,9 +34,9 @@ def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Publ
     return found
 
 
-def published_number(told: PublishedNumbers, answer: StudyAnswer, metric: str) -> float | None:
+def published_number(numbers: PublishedNumbers, answer: StudyAnswer, metric: str) -> float | None:
     """The published number for one metric of an answer; None if it was not published."""
-    return told.get((answer.study, answer.ask, answer.workload, answer.method, metric))
+    return numbers.get((answer.study, answer.ask, answer.workload, answer.method, metric))
 
 
 def of(answers: Iterable[StudyAnswer], ask: str) -> list[StudyAnswer]:
@@ -55,7 +55,7 @@ def best(
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """one / other if both exist and are not zero, otherwise None."""
+    """The quotient if both numbers exist and are not zero, otherwise None."""
     return numerator / denominator if numerator and denominator else None
 
 

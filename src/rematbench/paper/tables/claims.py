@@ -10,7 +10,7 @@ from rematbench.evidence.published.derived import LAYOUTS, PUBLISHED
 from rematbench.evidence.published.sheets import number, read_predicted, read_sheet
 from rematbench.host.table import Column, Table, signed_percent
 from rematbench.paper.studies.answers import Number, StudyAnswer, load_answers
-from rematbench.paper.studies.claims import (
+from rematbench.paper.studies.declarations import (
     Claim,
     Claims,
     Ours,

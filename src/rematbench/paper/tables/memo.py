@@ -5,7 +5,7 @@ from pathlib import Path
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.paper.studies.answers import StudyAnswer, line, load_answers
-from rematbench.paper.studies.claims import load_claims
+from rematbench.paper.studies.declarations import load_claims
 from rematbench.paper.studies.rows import (
     METHOD,
     SIMULATED,

@@ -59,7 +59,8 @@ def read_optimizer(reading: Reading, word: str, key: str) -> None:
 
 
 def read_zero(reading: Reading, zero: Any, prefix: str) -> None:
-    """Read a section `zero_optimization`: the stage, the homes of states, overlap and buckets."""
+    """Read a section `zero_optimization`: the stage, the memory that holds the states, overlap and
+    buckets."""
     if not isinstance(zero, Mapping):
         raise ConfigError(reading.file, prefix.rstrip("."), "expected a section with a stage")
     done = {"stage", "offload_optimizer", "offload_param", "cpu_offload"}

@@ -43,18 +43,18 @@ class FileJob(Struct, frozen=True, kw_only=True):
         return words
 
 
-def file_job(reading: Reading, given: dict[str, Any], method: str, prefix: str) -> FileJob:
-    """The job of a reading.  `given`: options that the user states, which go before the files';
+def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: str) -> FileJob:
+    """The job of a reading.  `overrides`: the user's options, which replace the files' values;
     `method`: the user's method (empty: the file's); `prefix`: the start of the names of files that
-    describe the model and the stack where no shipped file does."""
-    values = {**reading.values, **{name: v for name, v in given.items() if v is not None}}
+    describe the model and the stack if no shipped file does."""
+    values = {**reading.values, **{name: v for name, v in overrides.items() if v is not None}}
     if reading.system == UNSHARDED:
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
     _degrees(values, reading)
     _batches(values, reading)
-    values["model"] = _model(values, reading, files, prefix, given)
-    values["system"] = _system(values, reading, files, prefix, given)
+    values["model"] = _model(values, reading, files, prefix, overrides)
+    values["system"] = _system(values, reading, files, prefix, overrides)
     name, settings = _method(reading, method)
     options = {key: str(values[key]) for key in LEADING if values.get(key) is not None}
     options |= {key: str(values[key]) for key in DEGREES if values.get(key, 1) != 1}
@@ -116,12 +116,12 @@ def _model(
     reading: Reading,
     files: dict[str, str],
     prefix: str,
-    given: dict[str, Any],
+    overrides: dict[str, Any],
 ) -> str | None:
     """The model's name or file: the user's, a shipped model of the name or the shape, or a new
     file of the shape."""
-    if given.get("model") is not None:
-        return str(given["model"])
+    if overrides.get("model") is not None:
+        return str(overrides["model"])
     if not reading.model:
         return shipped_model(str(values["model"]), reading) if values.get("model") else None
     shape = dict(reading.model)
@@ -181,10 +181,10 @@ def _system(
     reading: Reading,
     files: dict[str, str],
     prefix: str,
-    given: dict[str, Any],
+    overrides: dict[str, Any],
 ) -> str:
     """The stack's name, or a new file based on the package's stack with the facts that differ."""
-    base = str(given.get("system") or reading.system or "huggingface-flash")
+    base = str(overrides.get("system") or reading.system or "huggingface-flash")
     system = load_system(base)
     facts = dict(reading.facts)
     if values.get("bucket_elements") and facts.get("reduce_overlap", system.reduce_overlap):

@@ -48,20 +48,20 @@ class Costs(Struct, frozen=True, kw_only=True):
     headroom_bytes: int
 
 
-def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
-    """The costs of the plan `other` relative to `plan`; None if either plan cannot be lowered."""
+def costs(problem: Problem, plan: Plan, alternative: Plan) -> Costs | None:
+    """The costs of `alternative` relative to `plan`; None if either plan cannot be lowered."""
     try:
-        wanted, alternative = evaluate_plan(problem, plan), evaluate_plan(problem, other)
+        own, changed = evaluate_plan(problem, plan), evaluate_plan(problem, alternative)
     except PlanError:
         return None
-    assert wanted.evaluation is not None
-    assert alternative.evaluation is not None
-    assert alternative.verdict is not None
-    there, here = alternative.evaluation.peak_device_bytes, wanted.evaluation.peak_device_bytes
+    assert own.evaluation is not None
+    assert changed.evaluation is not None
+    assert changed.verdict is not None
+    there, here = changed.evaluation.peak_device_bytes, own.evaluation.peak_device_bytes
     return Costs(
         peak_bytes=max(there) - max(here),
-        step_share=alternative.evaluation.step_s / wanted.evaluation.step_s - 1,
-        headroom_bytes=alternative.verdict.headroom_bytes,
+        step_share=changed.evaluation.step_s / own.evaluation.step_s - 1,
+        headroom_bytes=changed.verdict.headroom_bytes,
     )
 
 

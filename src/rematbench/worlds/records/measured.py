@@ -187,11 +187,11 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
         """The rank with the largest measured device peak."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
-    def first_errors(self, other: "Measured") -> tuple[float, float]:
+    def first_errors(self, reference: "Measured") -> tuple[float, float]:
         """The differences of the first loss and of the first gradient norm from another run's, as
         fractions of the other run's values.  Later steps are left out, because AdamW turns the
         rounding of a small gradient into a change of its weight."""
-        pairs = ((self.losses, other.losses), (self.gradient_norms, other.gradient_norms))
+        pairs = ((self.losses, reference.losses), (self.gradient_norms, reference.gradient_norms))
         loss, norm = (relative(abs(own[0] - its[0]), abs(its[0])) for own, its in pairs)
         return loss, norm
 

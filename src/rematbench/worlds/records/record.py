@@ -236,11 +236,11 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
     )
 
 
-def make_record(result: Result, method: Composition, asked: Problem | None = None) -> Record:
-    """The record of a simulated run.  `asked`: the requested problem, if a package's own problem
+def make_record(result: Result, method: Composition, requested: Problem | None = None) -> Record:
+    """The record of a simulated run.  `requested`: the user's problem, if a package's own problem
     (worlds/packages/stack.py) was simulated in its place."""
-    problem, plan, base = result.problem, result.plan, None if asked else result.base
-    spec = run_spec(asked or problem, method, base=base)
+    problem, plan, base = result.problem, result.plan, None if requested else result.base
+    spec = run_spec(requested or problem, method, base=base)
     evaluation, verdict = result.evaluation, result.verdict
     repeats: tuple[Metrics, ...] = ()
     if evaluation is not None and not evaluation.not_timed:

@@ -1,4 +1,4 @@
-"""The features that the torch runtime does not execute, found without importing torch."""
+"""The features that the torch runtime does not execute, determined without importing torch."""
 
 from rematbench.plan import Plan
 from rematbench.problem import Problem

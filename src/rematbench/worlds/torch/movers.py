@@ -1,5 +1,5 @@
 """Actions that move storages and compute nothing (ALLOC, SPLIT, JOIN, D2H, H2D, FREE), and AdamW on
-states in host memory, which runs on a thread of its own.
+states in host memory, which runs on a separate thread.
 """
 
 from collections.abc import Callable, Iterable

@@ -81,7 +81,7 @@ class CompletedWork(dist.Work):
     """A message that is already complete."""
 
     def wait(self, timeout: object = None) -> bool:
-        """Nothing to wait for."""
+        """Return at once."""
         return True
 
 

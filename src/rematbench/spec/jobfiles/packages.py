@@ -1,4 +1,4 @@
-"""Reads files of any recognised package, and the values that they give together."""
+"""Reads files of any recognised package, and merges their values."""
 
 import tomllib
 from collections.abc import Mapping
