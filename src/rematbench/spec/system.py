@@ -56,6 +56,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     of TransformerEngine, symmetric memory of torch: both write into a peer's memory), or all links.
     A group that leaves the domain overlaps as `backward`.
     `bucket_bytes`: the gradient bucket of an overlapped reduction (0: not bucketed).
+    `prefetch_elements`: with parameters gathered per layer, the matrices of each operator are
+    gathered by themselves, and before it runs at least so many elements of the next matrices are
+    requested ahead (stage3_prefetch_bucket_size), unless `live_elements` elements are whole
+    (stage3_max_live_parameters).  0: a layer is gathered at once, while the layer before it runs
+    (FSDP).
     `fused_linears`: one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
     projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs.
     `fused_loss`: one kernel keeps the loss's statistics and overwrites its saved tensor with the
@@ -67,7 +72,13 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cross-entropy); otherwise it is a second tensor (F.cross_entropy).
     `loss_keeps_logits`: a wide copy of the logits is alive while the softmax is computed; otherwise
     the softmax overwrites the logits.
+    `whole_buckets`: under ZeRO, gradients are copied into buckets that are allocated whole
+    (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose
+    gradients are reduced to its end; with sharded parameters one bucket that stays.  A reduction
+    copies a bucket's content (DeepSpeed's contiguous_gradients).
     `step_scratch_bytes`: bytes per updated parameter that the optimizer step holds and frees.
+    `flat_step`: the optimizer step updates a rank's share of the parameters as one tensor, in place
+    of tensor by tensor, after it has freed the gradients of the other ranks' shares.
     `norm`, `rope`: the kernels that run, by their names in config/kernels/operators.yaml (a
     LayerNorm is `fused` in every stack; `compiled` fuses both).
     `attention`: the kernel that runs when a run requests `flash`, by its name in config/kernels
@@ -87,10 +98,12 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedules a rank waits for each send at once.
     `p2p_synchronous`: if sends do not overlap with passes, the host waits until a pipeline message
     has arrived before it issues further actions.
+    `holds_outputs`: a pipeline stage keeps its output until the backward of the micro-batch;
+    otherwise until it is sent.
     `late_state_bytes`: bytes per parameter of the optimizer states that the first update allocates,
     in gaps left by activations of the first step; the other states exist before training.  (Adam of
-    torch and of TransformerEngine allocates both moments at its first step; DeepSpeed's ZeRO
-    allocates them at its start.)
+    torch and of TransformerEngine allocates both moments at its first step, also under DeepSpeed's
+    ZeRO, whose master weights exist before.)
     `fresh_gradients`: the first backward of a step allocates each gradient when the kernel of its
     weight runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise
     gradients are alive throughout.
@@ -105,8 +118,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (costs/states.py, `host_states`).  Gradients that ZeRO 2 or 3 shards are then not on the device.
     `host_pinned`: torch pins the buffers of `host_gradients` and of parameters in host memory, in
     blocks of a power of two.
-    `sub_group_parameters`: the parameters that ZeRO 3 updates together on the host, whose gradients
-    are one buffer (0: all of a rank).
+    `sub_group_parameters`: the parameters that ZeRO 3 updates together, whose gradients are one
+    buffer on the host (0: all of a rank).
     `optimizer_on_host`, `parameters_on_host`: the optimizer states, and with ZeRO 3 each rank's
     shard of the parameters too, are in host memory unless a run says otherwise.
     `cuda_graphs`: each layer's forward and each layer's backward is a captured CUDA graph that the
@@ -150,11 +163,16 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gemm_overlap_links: OverlapLinks = "nvlink"
     p2p_overlap: P2pOverlap
     p2p_synchronous: bool = False
+    holds_outputs: bool = False
     blocking_copies: bool = False
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: Bytes = 0
+    prefetch_elements: Parameters = 0
+    live_elements: Parameters = 0
+    whole_buckets: bool = False
     step_scratch_bytes: StateBytes = 0
+    flat_step: bool = False
     cp_kind: CpKind = "none"
     model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
