@@ -65,12 +65,20 @@ def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     return Stack(extras=(*norms, *more), once=once, system=_states(problem))
 
 
+WALKED = ("whole_buckets", "prefetch_elements", "live_elements")
+"""Facts of the stack that `zero_peaks` walks weight by weight, in place of the lowering."""
+NOT_METERED = ("step_scratch_bytes", "flat_step", "late_state_bytes")
+"""Facts of the optimizer step, which is not metered."""
+
+
 def _states(problem: Problem) -> dict[str, int]:
-    """Bytes of an element of fp32 states: AdamW's two moments, and under ZeRO a copy of its own."""
+    """Facts of the stack that are other here: those that the plan's ledger leaves out, and bytes of
+    an element of fp32 states: AdamW's two moments, and under ZeRO a copy of its own."""
+    found = dict.fromkeys((*WALKED, *NOT_METERED), 0)
     if problem.workload.precision != "fp32":
-        return {}
+        return found
     copy = WIDE if problem.layout.zero_stage > 0 else 0
-    return {"param_bytes": WIDE, "grad_bytes": WIDE, "optimizer_bytes": 2 * WIDE + copy}
+    return {**found, "param_bytes": WIDE, "grad_bytes": WIDE, "optimizer_bytes": 2 * WIDE + copy}
 
 
 def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:

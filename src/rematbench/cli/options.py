@@ -86,6 +86,9 @@ OPTIONS = {
     "pp": Option(min=1, help="Pipeline parallel ranks."),
     "vpp": Option(min=1, help="Model chunks per pipeline rank."),
     "ulysses": Option(min=1, help="Ulysses sequence-parallel ranks, taken from dp."),
+    "shard_degree": Option(
+        min=0, help="Ranks that share sharded states (0: all peers); replicas between (HSDP)."
+    ),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
     "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),
     "attention": Option(help="Attention kernel."),

@@ -41,6 +41,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     tp: Degree = None,
     cp: Degree = None,
     ulysses: Degree = None,
+    shard_degree: Annotated[int, OPTIONS["shard_degree"]] = 0,
     pp: Degree = None,
     vpp: Degree = None,
     micro_batch: Degree = None,
@@ -146,8 +147,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
         optimizer=optimizer, document_len=document_len,
     )  # fmt: skip
-    fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, pp=pp, vpp=vpp, micro_batch=micro_batch,
-                  zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
+    fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp,
+                  micro_batch=micro_batch, zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
     request = SearchRequest(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
         engine=engine, reserve_gib=reserve_gib, within=within / 100,

@@ -117,14 +117,16 @@ def heading(problem: Problem) -> list[str]:
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
+    shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
     faster = faster_attention(problem)
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
         f"{lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
-        f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
-        f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
+        f"{lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
+        f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
+        f"{problem.attention}",
         f"assumes: {assumed(problem)}",
         *(f"does not tile: {line}" for line in untiled_of(problem)),
         *([f"{faster} (--attention, if the stack has it)"] if faster else []),
@@ -359,6 +361,8 @@ def trust(band: Band) -> list[str]:
     learnt = f"{band.sources} sources, each predicted with constants fitted without it"
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
+    if band.open_cause:
+        learnt = "published steps of such jobs, whose cause is not known"
     if not band.sources:
         learnt = (
             "the stack's calibration rows, or of published stacks calibrated on as many rows if "

@@ -52,7 +52,8 @@ class CostModel(KernelCosts):
     def comm_s(self, comm: Comm, stage: int) -> float:
         """Seconds of a collective of the worst-placed group at a pipeline stage.
 
-        The `dp` group has the data- and context-parallel peers, over which ZeRO shards states."""
+        The `dp` group has the ranks over which ZeRO shards states: data- and context-parallel
+        peers; the `replica` group has their peers with equal shards."""
         key = (comm, stage)
         if key not in self._comms:
             shape = self.group(comm.group, stage)
@@ -101,7 +102,14 @@ class CostModel(KernelCosts):
     def _placement(self) -> Layout:
         """The layout with only the fields that determine the placement of ranks."""
         lay = self.layout
-        return Layout(tp=lay.tp, cp=lay.cp, pp=lay.pp, dp=lay.dp, ulysses=lay.ulysses)
+        return Layout(
+            tp=lay.tp,
+            cp=lay.cp,
+            pp=lay.pp,
+            dp=lay.dp,
+            ulysses=lay.ulysses,
+            shard_degree=lay.shard_degree,
+        )
 
     def p2p_s(
         self, nbytes: int, from_stage: int, to_stage: int, *, replicated: bool = False
@@ -220,7 +228,7 @@ class CostModel(KernelCosts):
     def stall_s(self, comm: Comm, stage: int, compute_s: float = float("inf")) -> float:
         """Seconds by which a collective and `compute_s` seconds of concurrent compute become
         longer."""
-        stall = self.overlap_factor(comm.group) - 1.0
+        stall = self.overlap_factor(comm.stream) - 1.0
         return stall * min(compute_s, self.comm_s(comm, stage))
 
     def overlap_factor(self, stream: str) -> float:

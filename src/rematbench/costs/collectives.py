@@ -47,7 +47,8 @@ def group_ranks(
 ) -> list[tuple[int, ...]]:
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
-    The group `state` has the data- and context-parallel peers, over which ZeRO shards states.
+    The data- and context-parallel peers are cut into groups `state` of neighbours, over which ZeRO
+    shards states (`Layout.state_shards`); the ranks of equal place in them form groups `replica`.
     """
     return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
 
@@ -55,7 +56,7 @@ def group_ranks(
 def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
     """`group_ranks` as an array: groups by ranks."""
     sizes = degrees(layout)
-    members = ("cp", "dp") if group == "state" else (group,)
+    members = ("cp", "dp") if group in ("state", "replica") else (group,)
     shape = [sizes[name] for name in order]
     grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
     axes = list(order[::-1])
@@ -65,7 +66,14 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     inside = [axes.index(name) for name in axes if name in members]
     outside = [i for i in range(len(axes)) if i not in inside]
     size = prod(grid.shape[i] for i in inside)
-    return grid.transpose(outside + inside).reshape(-1, size)
+    rows = grid.transpose(outside + inside).reshape(-1, size)
+    if group not in ("state", "replica"):
+        return rows
+    shards = layout.state_shards
+    cut = rows.reshape(len(rows), size // shards, shards)
+    if group == "replica":
+        cut = cut.transpose(0, 2, 1)
+    return cut.reshape(-1, cut.shape[2])
 
 
 @lru_cache(maxsize=4096)

@@ -164,6 +164,46 @@ def _block(system: System, nbytes: int) -> int:
     return pinned_block_bytes(nbytes) if system.host_pinned else nbytes
 
 
+class Buckets(Struct, frozen=True, kw_only=True):
+    """Device bytes of reduce buckets that a stack allocates whole, under ZeRO.
+
+    `standing`: alive throughout (ZeRO 3: one bucket; ZeRO 1 with several micro-batches: from the
+    first backward to the end of the step).  `opened`: alive from the first gradient of a backward
+    that reduces, to its end.  `copy`: the most bytes of the copy that a reduction makes.  `part`:
+    the rank's part of the gradients that the reductions write while the gradients that were summed
+    before are alive.
+    """
+
+    standing: int = 0
+    opened: int = 0
+    copy: int = 0
+    part: int = 0
+
+
+def reduce_buckets(parameters: int, layout: Layout, system: System) -> Buckets:
+    """The buckets of a rank with `parameters` parameters (before any ZeRO sharding).
+
+    Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py: setup_buckets, allreduce_bucket,
+    copy_grads_in_partition, overlapping_partition_gradients_reduce_epilogue; stage3.py:
+    ipg_buckets.
+    """
+    size, stage = system.bucket_bytes, layout.zero_stage
+    if not system.whole_buckets or not size or layout.state_shards == 1 or stage == 0:
+        return Buckets()
+    if stage == PARAMETER_STAGE:
+        return Buckets(standing=size, copy=size)
+    several = layout.num_micro_batches > 1
+    buckets = (2 if system.reduce_overlap else 1) * size
+    stays = stage == OPTIMIZER_STAGE and several
+    part = system.grad_bytes * shard(parameters, layout.state_shards)
+    return Buckets(
+        standing=buckets if stays else 0,
+        opened=0 if stays else buckets,
+        copy=size,
+        part=part if stage == OPTIMIZER_STAGE or several else 0,
+    )
+
+
 def optimizer_traffic_bytes(
     parameters: Quantity,
     param_bytes: Quantity,

@@ -88,7 +88,7 @@ class WithoutTraffic:
         if action.stream in self.streams:
             return 0.0
         comm = action.comm
-        if action.kind is Kind.STALL and comm is not None and comm.group in self.streams:
+        if action.kind is Kind.STALL and comm is not None and comm.stream in self.streams:
             return 0.0
         if action.overlaps in self.streams:
             action = replace(action, overlaps="")

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
-from rematbench.costs.states import shard
+from rematbench.costs.states import reduce_buckets, shard
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
@@ -220,8 +220,10 @@ def _rank_bytes(
         nbytes = shard(count, fate.shards) * sizes[kind]
         if kind == "gradient" and plan.state("optimizer").update == "backward":
             nbytes = 0  # each unit's gradients live only until its update
+        if kind == "gradient":
+            device[kind] = reduce_buckets(count, problem.layout, system).standing
         if fate.home == "device":
-            device[kind] = nbytes
+            device[kind] += nbytes
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],

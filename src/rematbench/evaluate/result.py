@@ -39,13 +39,16 @@ class Band(Struct, frozen=True, kw_only=True):
     """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
     the job that no published row covers, each with its description.  `sources` is the number of
     sources behind the width.  It is 0 for a stack that its user calibrated, whose width is
-    `evidence.user_fit.band_of_rows`.  `other_generation`: the rows of the sources were
-    predicted with the kernels of another GPU generation, because nobody published the job's GPU."""
+    `evidence.user_fit.band_of_rows`.  `other_generation`: the rows of the sources were predicted
+    with the kernels of another GPU generation, because nobody published the job's GPU.
+    `open_cause`: the width is that of an error without a known cause, which `outside`
+    describes."""
 
     half_width: float
     outside: dict[str, str]
     sources: int
     other_generation: bool = False
+    open_cause: bool = False
 
     def low(self, value: float) -> float:
         """Return the lower end of the band around a predicted value."""

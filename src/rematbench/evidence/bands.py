@@ -36,6 +36,7 @@ from rematbench.evidence.job_evidence import (
     log_error,
     out_of_source,
 )
+from rematbench.evidence.open_causes import widened
 from rematbench.evidence.published.sheets import SPEED, Row, number
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -197,7 +198,7 @@ def band_of(problem: Problem, family: str) -> Band:
     A stack calibrated by its user has the half-width of the calibration, unless the job has
     properties outside and the shipped band is at least as wide.
     """
-    found = shipped().band(job_of(problem, family))
+    found = widened(shipped().band(job_of(problem, family)), problem)
     own = problem.system.scales.half_width
     if not own or (found.outside and found.half_width >= own):
         return found

@@ -16,6 +16,7 @@ FEATURES = (
     "activation_offload",
     "async_tp",
     "compile",
+    "hybrid_sharding",
     "optimizer_offload",
     "param_offload",
     "ulysses",
@@ -142,3 +143,6 @@ def _contradictions(system: System) -> Iterable[tuple[str, str]]:
     if system.data_parallel == "fsdp" and system.bucket_bytes:
         problem = "with data_parallel: fsdp, which reduces each unit separately (use 0)"
         yield "bucket_bytes", f"{system.bucket_bytes} {problem}"
+    if system.prefetch_elements and (system.data_parallel == "fsdp" or not system.live_elements):
+        problem = "needs data_parallel: zero and live_elements"
+        yield "prefetch_elements", f"{system.prefetch_elements}: {problem}"

@@ -8,7 +8,7 @@ from rematbench.spec.configfile import wrong_field
 from rematbench.spec.load import load_system
 from rematbench.spec.stackfacts import other_versions
 from rematbench.spec.system import System, ZeroStage
-from rematbench.workload import PositiveInt, Workload
+from rematbench.workload import NonNegativeInt, PositiveInt, Workload
 
 DEGREE_WORDS = {
     "tp": "tensor parallelism",
@@ -25,7 +25,9 @@ class LayoutError(UserError):
 
 class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parallel degrees and batch sizes.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all
-    sequence parallelism, which takes ranks from dp; `sp` is Megatron's sequence parallelism (no
+    sequence parallelism, which takes ranks from dp; `shard_degree` is the number of ranks that
+    share sharded states, whose replicas all-reduce their gradients (0: all data- and
+    context-parallel peers share them); `sp` is Megatron's sequence parallelism (no
     effect at tp = 1); `micro_batch` and `global_batch` count sequences."""
 
     tp: PositiveInt = 1
@@ -36,6 +38,7 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dp: PositiveInt = 1
     zero_stage: ZeroStage = 1
     ulysses: PositiveInt = 1
+    shard_degree: NonNegativeInt = 0
     micro_batch: PositiveInt = 1
     global_batch: PositiveInt = 1
 
@@ -67,8 +70,9 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def state_shards(self) -> int:
-        """Ranks over which ZeRO shards states: data- and context-parallel peers together."""
-        return self.dp * self.cp
+        """Ranks over which ZeRO shards states: data- and context-parallel peers together, or
+        `shard_degree` of them."""
+        return self.shard_degree or self.dp * self.cp
 
     @property
     def num_chunks(self) -> int:
@@ -107,6 +111,10 @@ def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         (
             lay.dp % lay.ulysses != 0,
             f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (it takes ranks from dp)",
+        ),
+        (
+            lay.dp * lay.cp % lay.state_shards != 0,
+            f"dp x cp = {lay.dp * lay.cp} must be a multiple of shard_degree = {lay.shard_degree}",
         ),
     ]
 
@@ -152,6 +160,7 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             system.parameters_on_host and stage != 3,
             f"parameters in host memory need zero_stage = 3, but zero_stage = {stage}",
         ),
+        *_shard_rules(lay, system),
         (
             lay.state_shards > 1 and stage not in system.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
@@ -168,6 +177,22 @@ def _other_version(system: System, degree: str) -> str:
     """Words on shipped versions of the stack that can raise a degree above 1; empty if none can."""
     able = [name for name in other_versions(system.name) if _has(load_system(name), degree)]
     return f" (another version has it: {', '.join(able)})" if able else ""
+
+
+def _shard_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
+    degree = lay.shard_degree
+    hybrid = 0 < degree < lay.dp * lay.cp
+    return [
+        (
+            hybrid and "hybrid_sharding" not in system.features,
+            f"system {system.name} has no hybrid sharding (HSDP), but shard_degree = {degree}",
+        ),
+        (
+            hybrid and (degree == 1 or lay.zero_stage == 0),
+            f"shard_degree {degree} with zero_stage {lay.zero_stage} shards nothing: take "
+            "zero_stage 0, or a shard_degree of at least 2",
+        ),
+    ]
 
 
 def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:

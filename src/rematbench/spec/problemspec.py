@@ -57,6 +57,7 @@ class ProblemSpec(
     pp: PositiveInt = 1
     vpp: PositiveInt = 1
     ulysses: PositiveInt = 1
+    shard_degree: NonNegativeInt = 0
     micro_batch: PositiveInt = 1
     zero_stage: ZeroStage = 1
     sp: bool | None = None

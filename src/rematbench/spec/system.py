@@ -49,69 +49,94 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Bytes are per parameter: `param_bytes` and `grad_bytes` of the copies used in compute,
     `optimizer_bytes` of master weights and moments (sharded from ZeRO stage 1 on), and the wire
-    dtypes `reduce_bytes` (gradient reduction) and `gather_bytes` (parameter gather).  `tp_overlap`:
-    none; backward (collectives of a linear's backward overlap with its two GEMMs, as in Megatron's
-    asynchronous linear); gemm (forward collectives too, chunk by chunk).  `gemm_overlap_links`: the
-    links over which `gemm` works: within an NVLink domain (user buffers of TransformerEngine,
-    symmetric memory of torch: both write into a peer's memory), or all links.  A group that leaves
-    the domain overlaps as `backward`.  `bucket_bytes`: the gradient bucket of an overlapped
-    reduction (0: not bucketed).  `fused_linears`: one GEMM computes q, k and v, and one GEMM
-    computes gate and up; otherwise each projection is a GEMM, and a partial recomputation runs only
-    the GEMMs that it needs.  `fused_loss`: one kernel keeps the loss's statistics and overwrites
-    its saved tensor with the gradient.  An unfused loss has three independent facts: whether logits
-    are widened (`logits_fp32`), whether the wide copy stays alive (`loss_keeps_logits`) and where
-    the gradient is written (`loss_in_place`).  A tiled loss (logits in pieces) is not a fact of a
-    stack: a plan divides the head into pieces (mst: head_chunks), with any loss.  `loss_in_place`:
-    the gradient overwrites the saved softmax (Megatron's vocabulary-parallel cross-entropy);
-    otherwise it is a second tensor (F.cross_entropy).  `loss_keeps_logits`: a wide copy of the
-    logits is alive while the softmax is computed; otherwise the softmax overwrites the logits.
+    dtypes `reduce_bytes` (gradient reduction) and `gather_bytes` (parameter gather).
+    `tp_overlap`: none; backward (collectives of a linear's backward overlap with its two GEMMs, as
+    in Megatron's asynchronous linear); gemm (forward collectives too, chunk by chunk).
+    `gemm_overlap_links`: the links over which `gemm` works: within an NVLink domain (user buffers
+    of TransformerEngine, symmetric memory of torch: both write into a peer's memory), or all links.
+    A group that leaves the domain overlaps as `backward`.
+    `bucket_bytes`: the gradient bucket of an overlapped reduction (0: not bucketed).
+    `prefetch_elements`: with parameters gathered per layer, the matrices of each operator are
+    gathered by themselves, and before it runs at least so many elements of the next matrices are
+    requested ahead (stage3_prefetch_bucket_size), unless `live_elements` elements are whole
+    (stage3_max_live_parameters).  0: a layer is gathered at once, while the layer before it runs
+    (FSDP).
+    `fused_linears`: one GEMM computes q, k and v, and one GEMM computes gate and up; otherwise each
+    projection is a GEMM, and a partial recomputation runs only the GEMMs that it needs.
+    `fused_loss`: one kernel keeps the loss's statistics and overwrites its saved tensor with the
+    gradient.  An unfused loss has three independent facts: whether logits are widened
+    (`logits_fp32`), whether the wide copy stays alive (`loss_keeps_logits`) and where the gradient
+    is written (`loss_in_place`).  A tiled loss (logits in pieces) is not a fact of a stack: a plan
+    divides the head into pieces (mst: head_chunks), with any loss.
+    `loss_in_place`: the gradient overwrites the saved softmax (Megatron's vocabulary-parallel
+    cross-entropy); otherwise it is a second tensor (F.cross_entropy).
+    `loss_keeps_logits`: a wide copy of the logits is alive while the softmax is computed; otherwise
+    the softmax overwrites the logits.
+    `whole_buckets`: under ZeRO, gradients are copied into buckets that are allocated whole
+    (`bucket_bytes` each, two with reduce_overlap) from the first gradient of a backward whose
+    gradients are reduced to its end; with sharded parameters one bucket that stays.  A reduction
+    copies a bucket's content (DeepSpeed's contiguous_gradients).
     `step_scratch_bytes`: bytes per updated parameter that the optimizer step holds and frees.
+    `flat_step`: the optimizer step updates a rank's share of the parameters as one tensor, in place
+    of tensor by tensor, after it has freed the gradients of the other ranks' shares.
     `norm`, `rope`: the kernels that run, by their names in config/kernels/operators.yaml (a
-    LayerNorm is `fused` in every stack; `compiled` fuses both).  `attention`: the kernel that runs
-    when a run requests `flash`, by its name in config/kernels (`unfused`: the stack has no fused
-    kernel).  `constants`: names of entries of config/calibration.yaml, of which the first existing
-    entry applies: the name of a shipped stack, then those of its bases (load.py sets the field).
-    `norm_keeps_steps`: an eager RMSNorm saves, instead of its input, the input in fp32, the
+    LayerNorm is `fused` in every stack; `compiled` fuses both).
+    `attention`: the kernel that runs when a run requests `flash`, by its name in config/kernels
+    (`unfused`: the stack has no fused kernel).
+    `constants`: names of entries of config/calibration.yaml, of which the first existing entry
+    applies: the name of a shipped stack, then those of its bases (load.py sets the field).
+    `norm_keeps_steps`: an eager RMSNorm does not save its input but the input in fp32, the
     reciprocal root mean square and the normalised input (in fp32 where 1 is added to the weight).
     `repeats_kv`: fused attention receives keys and values once per query head, and saves the
-    repeated tensors.  `eager_operators`: unfused attention and soft caps are eager torch operators,
-    which save keys and values once per query head, the softmax both in fp32 and as a copy, and the
-    tanh of a cap.  `held_logit_bytes`: bytes per logit that stay alive during the loss's backward
-    because the training loop holds the model's output (0: no output is held).  With logits computed
-    in pieces no output exists.  `p2p_overlap`: the schedules with which a pipeline send overlaps
-    with the next pass; with other schedules a rank waits for each send at once.  `p2p_synchronous`:
-    if sends do not overlap with passes, the host waits until a pipeline message has arrived before
-    it issues further actions.  `late_state_bytes`: bytes per parameter of the optimizer states that
-    the first update allocates, in gaps left by activations of the first step; the other states
-    exist before training. (Adam of torch and of TransformerEngine allocates both moments at its
-    first step; DeepSpeed's ZeRO allocates them at its start.) `fresh_gradients`: the first backward
-    of a step allocates each gradient when the kernel of its weight runs, and the end of the step
-    frees them (zero_grad(set_to_none=True)); otherwise gradients are alive throughout.
+    repeated tensors.
+    `eager_operators`: unfused attention and soft caps are eager torch operators, which save keys
+    and values once per query head, the softmax both in fp32 and as a copy, and the tanh of a cap.
+    `held_logit_bytes`: bytes per logit that stay alive during the loss's backward because the
+    training loop holds the model's output (0: no output is held).  With logits computed in pieces
+    no output exists.
+    `p2p_overlap`: the schedules with which a pipeline send overlaps with the next pass; with other
+    schedules a rank waits for each send at once.
+    `p2p_synchronous`: if sends do not overlap with passes, the host waits until a pipeline message
+    has arrived before it issues further actions.
+    `holds_outputs`: a pipeline stage keeps its output until the backward of the micro-batch;
+    otherwise until it is sent.
+    `late_state_bytes`: bytes per parameter of the optimizer states that the first update allocates,
+    in gaps left by activations of the first step; the other states exist before training.  (Adam of
+    torch and of TransformerEngine allocates both moments at its first step, also under DeepSpeed's
+    ZeRO, whose master weights exist before.)
+    `fresh_gradients`: the first backward of a step allocates each gradient when the kernel of its
+    weight runs, and the end of the step frees them (zero_grad(set_to_none=True)); otherwise
+    gradients are alive throughout.
     `blocking_copies`: the host waits for the end of each copy of activations between device and
     host (a copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not
-    block.  `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory
-    (DeepSpeed widens the gradient to fp32 on the device first: stage3.py,
-    _offload_grad_partition_at_boundary, and in stage_1_and_2.py
-    async_inplace_copy_grad_to_fp32_buffer_from_gpu).  `host_gradients`: an optimizer in host memory
-    has its gradients there: gradients of `host_grad_bytes` that the update reads, and a buffer in
-    compute precision (costs/states.py, `host_states`).  Gradients that ZeRO 2 or 3 shards are then
-    not on the device.  `host_pinned`: torch pins the buffers of `host_gradients` and of parameters
-    in host memory, in blocks of a power of two.  `sub_group_parameters`: the parameters that ZeRO 3
-    updates together on the host, whose gradients are one buffer (0: all of a rank).
+    block.
+    `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory (DeepSpeed
+    widens the gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary,
+    and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    `host_gradients`: an optimizer in host memory has its gradients there: those of
+    `host_grad_bytes` that the update reads, and beside them a buffer in compute precision
+    (costs/states.py, `host_states`).  Gradients that ZeRO 2 or 3 shards are then not on the device.
+    `host_pinned`: torch pins the buffers of `host_gradients` and of parameters in host memory, in
+    blocks of a power of two.
+    `sub_group_parameters`: the parameters that ZeRO 3 updates together, whose gradients are one
+    buffer on the host (0: all of a rank).
     `optimizer_on_host`, `parameters_on_host`: the optimizer states, and with ZeRO 3 each rank's
-    shard of the parameters too, are in host memory unless a run says otherwise.  `cuda_graphs`:
-    each layer's forward and each layer's backward is a captured CUDA graph that the host issues
-    with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not captured.
+    shard of the parameters too, are in host memory unless a run says otherwise.
+    `cuda_graphs`: each layer's forward and each layer's backward is a captured CUDA graph that the
+    host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
+    captured.
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
-    (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).  `model_parallel`: the degrees that the
-    stack can raise above 1, besides context parallelism (`cp_kind`, `features`); `zero_stages`: the
-    ZeRO stages that the stack supports if states can be sharded.  `vocab_multiple`: the vocabulary
-    is padded up to a multiple of vocab_multiple x tp.  `reported_peak`: the definition of peak
-    device bytes in publications about this stack: the allocator's allocated or reserved bytes, or
-    only the layers of the first stage (their states, and their kept activations times the
-    micro-batches in flight).  Predictions of a published peak use this definition; verdicts do not.
-    `scales`: the factors that were fitted to a user's measurements.  `features`: further abilities
-    of the stack; a request for another feature is Unsupported.
+    (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
+    `model_parallel`: the degrees that the stack can raise above 1, besides context parallelism
+    (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that the stack supports if states can be
+    sharded.
+    `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
+    `reported_peak`: the definition of peak device bytes in publications about this stack: the
+    allocator's allocated or reserved bytes, or only the layers of the first stage (their states,
+    and their kept activations times the micro-batches in flight).  Predictions of a published peak
+    use this definition; verdicts do not.
+    `scales`: the factors that were fitted to a user's measurements.
+    `features`: further abilities of the stack; a request for another feature is Unsupported.
     """
 
     name: str
@@ -138,11 +163,16 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gemm_overlap_links: OverlapLinks = "nvlink"
     p2p_overlap: P2pOverlap
     p2p_synchronous: bool = False
+    holds_outputs: bool = False
     blocking_copies: bool = False
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: Bytes = 0
+    prefetch_elements: Parameters = 0
+    live_elements: Parameters = 0
+    whole_buckets: bool = False
     step_scratch_bytes: StateBytes = 0
+    flat_step: bool = False
     cp_kind: CpKind = "none"
     model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)

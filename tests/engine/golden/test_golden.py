@@ -68,7 +68,8 @@ def zero_3_tied() -> tuple[Problem, Plan]:
     """The head's weight is the embedding's, gathered again; both parts of its gradient are there
     until the embedding's backward."""
     model = replace(layers(1), tied_embeddings=True)
-    given = problem(model=model, dp=2, zero_stage=3, global_batch=2)
+    beside = {"reduce_overlap": True, "gather_overlap": True}
+    given = problem(model=model, dp=2, zero_stage=3, global_batch=2, system_changes=beside)
     return given, given.base_plan
 
 

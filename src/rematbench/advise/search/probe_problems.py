@@ -28,10 +28,11 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.plan import MIB, ByteBudget, Fate, Offload, Phase, Plan, Split
-from rematbench.problem import Problem
+from rematbench.problem import Problem, state_fates
 from rematbench.solve.kept import resolved
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
 
 
 class Pinned(NamedTuple):
@@ -187,6 +188,7 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
         pp=pp,
         vpp=1,
         dp=dp,
+        shard_degree=0,
         zero_stage=1,
         global_batch=micro_batches * models * layout.micro_batch,
     )
@@ -251,7 +253,7 @@ class Small(NamedTuple):
 
 NO_COMMUNICATION = 1e-9
 """Factor on the seconds of a probe's collectives, where a probe's groups may lie worse on nodes
-than a layout's groups: a bound may not count them."""
+than a layout's groups, or a longer chunk gathers further ahead: a bound may not count them."""
 
 
 def _same_copies(problem: Problem) -> Cluster:
@@ -274,6 +276,26 @@ def _leaves_nodes(problem: Problem) -> bool:
     return lay.tp * lay.cp * lay.ulysses > problem.cluster.gpus_per_node
 
 
+def _without_overlaps(system: System, layout: Layout) -> System:
+    """The stack of a probe: without the traffic between replicas that a pass does not wait for.
+    Limits of bytes of gathers and buckets, which a short chunk does not reach, are the least."""
+    fates = {fate.kind: fate for fate in state_fates(layout, system)}
+    peers = layout.state_shards > 1
+    reduces, gathers = fates["gradient"].shards > 1, fates["parameter"].gather == "layer"
+    bounded = peers and gathers and system.prefetch_elements > 0
+    bucketed = peers and reduces and system.whole_buckets
+    return replace(
+        system,
+        reduce_overlap=system.reduce_overlap and reduces and peers,
+        gather_overlap=system.gather_overlap and gathers and peers,
+        p2p_synchronous=False,
+        prefetch_elements=1 if bounded else 0,
+        live_elements=1 if bounded else 0,
+        whole_buckets=bucketed,
+        bucket_bytes=1 if bucketed else system.bucket_bytes,
+    )
+
+
 def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbePrograms) -> Small:
     """Return the problem with `sizes` layers on its ranks and no overlapped traffic between
     replicas.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
@@ -287,10 +309,9 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbeProgr
             model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)
         ),
     )
-    system = replace(
-        problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
-    )
-    if not placed_alike(problem):
+    lay = alone(problem.layout, problem.cluster.gpus_per_node, len(sizes))
+    system = _without_overlaps(problem.system, lay)
+    if not placed_alike(problem) or system.prefetch_elements or system.whole_buckets:
         scales = replace(system.scales, communication=NO_COMMUNICATION)
         system = replace(system, scales=scales)
     small = replaced(
@@ -298,7 +319,7 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbeProgr
         workload=work,
         cluster=_same_copies(problem),
         system=system,
-        layout=alone(problem.layout, problem.cluster.gpus_per_node, len(sizes)),
+        layout=lay,
         _memo={},
         _weights={},
     )

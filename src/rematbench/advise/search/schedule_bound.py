@@ -33,8 +33,9 @@ from rematbench.advise.search.schedule_walk import (
 )
 from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import CopyTraffic
-from rematbench.costs.operators.ops import Comm, CommKind
+from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.emit_states import gradient_reductions
 from rematbench.engine.lowering.schedule import passes
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
@@ -54,8 +55,7 @@ def after_passes(problem: Problem, count: int) -> list[Comm]:
         return []
     found = []
     if not system.reduce_overlap and fates["gradient"].shards == 1:
-        kind: CommKind = "reduce_scatter" if fates["optimizer"].shards > 1 else "all_reduce"
-        found.append(Comm(kind, "dp", system.reduce_bytes * count))
+        found += gradient_reductions(lay, fates["optimizer"].shards, 1, system.reduce_bytes * count)
     if not system.gather_overlap and fates["parameter"].gather == "step":
         found.append(Comm("all_gather", "dp", system.gather_bytes * count))
     return found
@@ -374,13 +374,13 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     lay, system = problem.layout, problem.system
     if lay.state_shards == 1 or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
         return 0.0
-    scatter = plan.state("optimizer").shards > 1
+    shards = plan.state("optimizer").shards
     total = 0.0
     for layers in plan.partition[rank]:
         count = sum(problem.layer(layer).parameters for layer in layers)
         if system.reduce_overlap:
-            kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
-            total += problem.cost.stall_s(Comm(kind, "dp", system.reduce_bytes * count), rank)
+            for comm in gradient_reductions(lay, shards, 1, system.reduce_bytes * count):
+                total += problem.cost.stall_s(comm, rank)
         if system.gather_overlap and plan.state("parameter").gather == "step":
             total += problem.cost.stall_s(
                 Comm("all_gather", "dp", system.gather_bytes * count), rank

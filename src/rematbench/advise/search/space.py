@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from rematbench.costs.states import reduce_buckets
 from rematbench.plan import Plan
 from rematbench.problem import Problem, even_partition, head_parameters, state_fates
 from rematbench.spec.cluster import Cluster
@@ -28,13 +29,15 @@ MOST_MICRO_BATCH = 64
 
 
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees that the user has fixed; None for a degree to search."""
+    """Degrees that the user has fixed; None for a degree to search.  `shard_degree` is not searched
+    (0: all peers share sharded states)."""
 
     tp: int | None = None
     cp: int | None = None
     ulysses: int | None = None
     pp: int | None = None
     vpp: int | None = None
+    shard_degree: int = 0
     micro_batch: int | None = None
     zero_stage: ZeroStage | None = None
 
@@ -134,7 +137,8 @@ def layouts(
             ):
                 yield Layout(
                     tp=tp, sp=tp > 1, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
-                    ulysses=ulysses, micro_batch=micro_batch, global_batch=spec.global_batch,
+                    ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
+                    global_batch=spec.global_batch,
                 )  # fmt: skip
 
 
@@ -303,7 +307,8 @@ class Columns:
 
     @cached_property
     def state_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of training states on a device of the first, the second and the last rank."""
+        """Bytes of training states, and of buckets that stay, on a device of the first, the second
+        and the last rank."""
         problem = self.problem
         layer = min(table.parameters for table in problem.layer_kinds)
         head, embedding = head_parameters(problem), problem.embedding.parameters
@@ -316,8 +321,9 @@ class Columns:
         system = problem.system
         sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
+        held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         first, second, last = (
-            np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
+            held + np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
             for n in counts
         )
         return first, second, last

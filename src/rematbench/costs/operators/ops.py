@@ -14,7 +14,8 @@ from msgspec import Struct
 from rematbench.costs.operators.kernels import Elementwise, Kernel
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal["tp", "cp", "dp", "pp"]
+Group = Literal["tp", "cp", "dp", "pp", "replica"]
+"""`dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards."""
 Part = Literal["embedding", "layer", "head"]
 
 
@@ -24,6 +25,11 @@ class Comm(Struct, frozen=True):
     kind: CommKind
     group: Group
     nbytes: int
+
+    @property
+    def stream(self) -> str:
+        """The stream on which the collective runs."""
+        return "dp" if self.group == "replica" else self.group
 
 
 class Activation(Struct, frozen=True):

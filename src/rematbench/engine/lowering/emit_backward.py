@@ -100,30 +100,13 @@ class BackwardEmitter:
         self.arrivals |= self.reload.start()
         self.arrivals |= {graph_name(u) for u in chunk.units if is_captured(chunk.problem, u)}
         if self.gatherer and self.gatherer.layerwise:
-            self._resident_parameters(self.gatherer)
+            self.arrivals |= self.gatherer.arrive(w, chunk.units)
         self.rebuild.before_receive()
         if not chunk.last:
             w.wait(COMPUTE, "recv_b")
             gradient = gradient_of(chunk.output_name)
             self.grads[chunk.output_name] = gradient
             self.arrivals.add(gradient)
-
-    def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
-        """Declare parameters that the forward gathered and kept.  These are all units under ZeRO-2
-        in the form of FSDP's shard-grad-op, or embedding and head if the plan keeps them
-        (`keeps_ends`)."""
-        fate = gatherer.fate
-        kept = [
-            unit
-            for unit in self.chunk.units
-            if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
-        ]
-        event = self.w.mark(COMPUTE) if kept else ""
-        for unit in kept:
-            if unit.parameters:
-                gatherer.pending[unit.prefix] = event
-                self.w.parameters[unit.prefix] = gatherer.buffers(unit)
-                self.arrivals.add(gatherer.buffer(unit))
 
     # -- gradients ------------------------------------------------------------------------------
 

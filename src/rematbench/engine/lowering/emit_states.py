@@ -1,6 +1,8 @@
 """Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
 
-from rematbench.costs.operators.ops import Comm, CommKind
+from functools import partial
+
+from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import Unit
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
@@ -21,8 +23,9 @@ from rematbench.spec.system import System
 class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream before their use.
 
-    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead.  A
-    step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
+    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead; in
+    a stack without gather_overlap compute waits for each gather, and no gather runs ahead.  A step
+    gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
     memory is copied into its part of the full parameters before its gather; without `peers` the
     shard is everything, and there is no gather.  `release`: whether a unit's gathered copy is
     freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
@@ -44,6 +47,7 @@ class ParameterGatherer:
         self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
         self.fate, self.system, self.peers, self.release = fate, system, peers, release
+        self.beside = system.gather_overlap
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
         self.released = ""
@@ -62,9 +66,26 @@ class ParameterGatherer:
         """Return the storages from which a unit's kernels read weights."""
         return tuple(map(self.buffer, self._read(unit)))
 
+    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
+        """Return the storages of parameters that the forward gathered and kept.  These are all
+        units under ZeRO-2 in the form of FSDP's shard-grad-op, or embedding and head if the plan
+        keeps them (`keeps_ends`)."""
+        fate = self.fate
+        kept = [
+            unit
+            for unit in units
+            if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
+        ]
+        event = w.mark(COMPUTE) if kept else ""
+        held = [unit for unit in kept if unit.parameters]
+        for unit in held:
+            self.pending[unit.prefix] = event
+            w.parameters[unit.prefix] = self.buffers(unit)
+        return {self.buffer(unit) for unit in held}
+
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         """Issue the gathers that are due and wait for this unit's gather."""
-        ahead = self.fate.prefetch_layers if self.layerwise else len(units)
+        ahead = self.fate.prefetch_layers * self.beside if self.layerwise else len(units)
         for unit in units[position : position + ahead + 1]:
             self._want(w, unit)
         self.ready(w, units[position])
@@ -84,22 +105,26 @@ class ParameterGatherer:
                 self.for_the_head |= read is not unit
 
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
-        if self.released and self.layerwise:
-            w.wait("dp", self.released)  # the buffer of a released unit is reused
-        allocs: tuple[Alloc, ...] = ()
-        reads: tuple[str, ...] = ()
         if self.layerwise:
-            allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
             w.parameters[unit.prefix] = self.buffers(unit)
+        self.pending[unit.prefix] = self._issue(w, unit, self.buffer(unit), unit.parameters)
+
+    def _issue(self, w: BlockWriter, unit: Unit, buffer: str, parameters: int) -> str:
+        """Issue the gather of `parameters` parameters of a unit; returns its end event."""
+        payload = self.system.gather_bytes * parameters
+        allocs = (Alloc(buffer, payload),) if self.layerwise else ()
+        reads: tuple[str, ...] = ()
+        if self.layerwise and not self.beside:
+            w.wait("dp", w.mark(COMPUTE))
+        elif self.layerwise and self.released:
+            w.wait("dp", self.released)  # the buffer of a released unit is reused
         if self.layerwise and self.fate.home == "host":
-            copied = self._shard_up(w, unit, allocs)
+            copied = self._shard_up(w, unit, parameters, allocs)
             if not self.peers:
-                self.pending[unit.prefix] = copied
-                return
+                return copied
             w.wait("dp", copied)
-            allocs, reads = (), (self.buffer(unit),)
+            allocs, reads = (), (buffer,)
         event = w.new_event()
-        payload = self.system.gather_bytes * unit.parameters
         w.add(
             Action(
                 kind=Kind.ALL_GATHER,
@@ -112,13 +137,16 @@ class ParameterGatherer:
                 comm=Comm("all_gather", "dp", payload),
             )
         )
-        w.stall(Comm("all_gather", "dp", payload))
-        self.pending[unit.prefix] = event
+        if self.beside:
+            w.stall(Comm("all_gather", "dp", payload))
+        return event
 
-    def _shard_up(self, w: BlockWriter, unit: Unit, allocs: tuple[Alloc, ...]) -> str:
+    def _shard_up(
+        self, w: BlockWriter, unit: Unit, parameters: int, allocs: tuple[Alloc, ...]
+    ) -> str:
         """Copy this rank's shard of a unit's parameters into their new buffer; returns the end
         event."""
-        nbytes = self.system.param_bytes * -(-unit.parameters // self.fate.shards)
+        nbytes = self.system.param_bytes * -(-parameters // self.fate.shards)
         ready = w.mark(COMPUTE)
         return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=ready, allocs=allocs)
 
@@ -147,11 +175,26 @@ def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
     return Comm("all_reduce", "tp", system.grad_bytes * -(-norms // shards))
 
 
+def gradient_reductions(
+    layout: Layout, optimizer_shards: int, gradient_shards: int, nbytes: int
+) -> tuple[Comm, ...]:
+    """Return the collectives that sum `nbytes` of gradients over the data-parallel peers: an
+    all-reduce; with a sharded optimizer a reduce-scatter, and an all-reduce of the shards between
+    their replicas, if there are any."""
+    if optimizer_shards == 1 and gradient_shards == 1:
+        return (Comm("all_reduce", "dp", nbytes),)
+    scatter = Comm("reduce_scatter", "dp", nbytes)
+    if layout.state_shards == layout.dp * layout.cp:
+        return (scatter,)
+    return (scatter, Comm("all_reduce", "replica", -(-nbytes // layout.state_shards)))
+
+
 class GradReducer:
     """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced.  Resident gradients
+    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced; in a stack without
+    reduce_overlap compute waits for each reduction.  Resident gradients
     are reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part
     that this rank updates is copied to the host as soon as it is reduced, during the rest of the
     backward, in every micro-batch.  The host sums these parts.  DeepSpeed instead moves its sum to
@@ -171,10 +214,11 @@ class GradReducer:
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
         self.transient = gradient.shards > 1 or self.update or self.leaves
+        self.beside = system.reduce_overlap
         self.system, self.optimizer, self.tied = system, optimizer, tied
         self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
-        scatter = optimizer.shards > 1 or gradient.shards > 1
-        self.kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
+        self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
+        self.width = system.grad_bytes if self.update else system.gather_bytes
         self.bucket: list[Unit] = []
         self.in_flight: list[tuple[str, str]] = []
 
@@ -192,8 +236,7 @@ class GradReducer:
 
     def _allocate(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.parameters:
-            width = self.system.grad_bytes if self.update else self.system.gather_bytes
-            buffer = Alloc(self.buffer(unit), width * unit.parameters)
+            buffer = Alloc(self.buffer(unit), self._bytes(unit))
             w.add(
                 Action(
                     kind=Kind.ALLOC,
@@ -203,6 +246,10 @@ class GradReducer:
                     allocs=(buffer,),
                 )
             )
+
+    def _bytes(self, unit: Unit) -> int:
+        """Bytes of a unit's buffer."""
+        return self.width * unit.parameters
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Reduce a full bucket, and free the buffers of earlier reductions."""
@@ -216,8 +263,13 @@ class GradReducer:
         if self.bucket and due:
             self._reduce(w, size)
         if self.transient:
-            self._drain(w, 0 if last else 1)
-        if last and self.shared:
+            self._drain(w, 0 if last or not self.beside else 1)
+        if last:
+            self._record_end(w)
+
+    def _record_end(self, w: BlockWriter) -> None:
+        """Record the end of the block's reductions, if there are peers."""
+        if self.shared:
             w.wait("dp", w.mark(COMPUTE))
             w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
 
@@ -225,9 +277,9 @@ class GradReducer:
         """Reduce a unit's gradients if there are peers, update its parameters, free its
         gradients."""
         if self.shared:
-            comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)
             reads = [self.buffer(unit)]
-            w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
+            for comm in self.reductions(self.system.reduce_bytes * unit.parameters):
+                w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
             norms = norm_reduction(self.system, unit.norm_parameters)
             reads = [self.buffer(unit)]
@@ -247,7 +299,15 @@ class GradReducer:
 
     def _reduce(self, w: BlockWriter, size: int) -> None:
         names = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
-        event = self._exchange(w, size, names) if self.shared else w.mark(COMPUTE)
+        self._reduce_storages(w, size, names, ())
+
+    def _reduce_storages(
+        self, w: BlockWriter, size: int, names: tuple[str, ...], allocs: tuple[Alloc, ...]
+    ) -> None:
+        """Reduce the bucket's `size` bytes, which are in the storages `names` or in the new
+        `allocs`, and copy this rank's part to the host if gradients are there."""
+        event = self._exchange(w, size, names, allocs) if self.shared else w.mark(COMPUTE)
+        names = (*names, *(alloc.name for alloc in allocs))
         if self.leaves:
             part, shards = self.bucket[-1].prefix, self.optimizer.shards
             count = sum(-(-unit.parameters // shards) for unit in self.bucket)
@@ -256,22 +316,32 @@ class GradReducer:
         self.in_flight += [(event, name) for name in names]
         self.bucket = []
 
-    def _exchange(self, w: BlockWriter, size: int, names: tuple[str, ...]) -> str:
+    def _exchange(
+        self, w: BlockWriter, size: int, names: tuple[str, ...], allocs: tuple[Alloc, ...]
+    ) -> str:
         """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
-        event = w.new_event()
-        w.add(
-            Action(
-                kind=COMM_KIND[self.kind],
-                stream="dp",
-                part=self.bucket[-1].prefix,
-                op="gradients",
-                reads=names,
-                event=event,
-                comm=Comm(self.kind, "dp", size),
+        comms = self.reductions(size)
+        event = ""
+        for comm in comms:
+            event = w.new_event()
+            w.add(
+                Action(
+                    kind=COMM_KIND[comm.kind],
+                    stream="dp",
+                    part=self.bucket[-1].prefix,
+                    op="gradients",
+                    reads=names,
+                    allocs=allocs,
+                    event=event,
+                    comm=comm,
+                )
             )
-        )
-        w.stall(Comm(self.kind, "dp", size))
+            names, allocs = (*names, *(alloc.name for alloc in allocs)), ()
+        for comm in comms if self.beside else ():
+            w.stall(comm)
+        if not self.beside:
+            w.wait(COMPUTE, event)
         return event
 
     def _drain(self, w: BlockWriter, leave: int) -> None:

@@ -1,6 +1,7 @@
 """The tensors that a rank allocates between activations: optimizer states and gradients."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import shard
@@ -13,6 +14,7 @@ from rematbench.problem import (
     tensor_parameters,
     weighted_operators,
 )
+from rematbench.spec.system import System
 
 MOMENTS = 2
 """Adam keeps two moments of each parameter (Kingma & Ba 2015), each a separate tensor."""
@@ -35,16 +37,45 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     if not state_bytes and not grad_bytes:
         return None
     units = {}
+    optimizer = plan.state("optimizer")
+    held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    flat = flat_update(plan, system, held) if system.flat_step else None
+    if optimizer.update == "backward":
+        flat = None
     for chunk in chunks:
         for unit in chunk.units:
             tensors = tensor_parameters(problem, unit.table)
-            updated = [shard(n, plan.state("optimizer").shards) for n in tensors]
+            updated = [shard(n, optimizer.shards) for n in tensors]
+            scratch = [n * system.step_scratch_bytes for n in updated]
+            if flat is not None:  # with the first unit, all of the rank
+                updated, scratch, flat = flat.tensors, [flat.scratch_bytes], NO_UPDATE
             units[chunk.chunk, unit.prefix] = LateUnit(
                 states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
                 gradients=_gradients(problem, plan, unit.table, grad_bytes) if grad_bytes else {},
-                scratch=tuple(n * system.step_scratch_bytes for n in updated),
+                scratch=tuple(filter(None, scratch)),
             )
     return Late(units=units)
+
+
+class FlatUpdate(NamedTuple):
+    """The optimizer step of a rank's flat parameters: the parameters of each flat tensor, and the
+    bytes that the step holds above those before it."""
+
+    tensors: list[int]
+    scratch_bytes: int
+
+
+NO_UPDATE = FlatUpdate([], 0)
+
+
+def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
+    """The step of a stack with flat_step on a rank that holds `held` parameters, before any
+    sharding."""
+    count = shard(held, plan.state("optimizer").shards)
+    part = (system.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count
+    tensors = [min(part, count - start) for start in range(0, count, part)]
+    freed = system.grad_bytes * (shard(held, plan.state("gradient").shards) - count)
+    return FlatUpdate(tensors, max(0, system.step_scratch_bytes * tensors[0] - freed))
 
 
 def _gradients(

@@ -9,6 +9,14 @@ from msgspec.structs import replace
 
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.emit_backward import BackwardEmitter
+from rematbench.engine.lowering.emit_buckets import BucketReducer, buckets_of
+from rematbench.engine.lowering.emit_fetches import (
+    MatrixGatherer,
+    backward_order,
+    forward_order,
+    kept_matrices,
+    layers_ahead,
+)
 from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.engine.lowering.fates import covered, phased
@@ -30,6 +38,7 @@ from rematbench.engine.lowering.step_blocks import (
     Storages,
     d2h_block,
     h2d_block,
+    held_block,
     recv_block,
     release_block,
     send_block,
@@ -133,10 +142,13 @@ class _RankLowering:
         parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
         gradient = plan.state("gradient")
+        self.buckets = buckets_of(plan, problem, self.chunks)
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise = gathers_by_layer(parameter, lay)
+        one_pass = parameter.release == "forward" and not parameter.keeps_ends
+        self.by_matrix = self.layerwise and one_pass and system.prefetch_elements > 0
 
     def run(self, *, whole: bool) -> RankProgram:
         """The rank's program for an optimizer step.  If not `whole`, only the step's passes."""
@@ -179,6 +191,7 @@ class _RankLowering:
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,
             overlapped_sends=self.problem.system.sends_beside(self.problem.layout.vpp),
+            holds_outputs=self.problem.system.holds_outputs,
             gather=self.layerwise,
             gather_first=self.overlap_gather,
             reduce=self.leaving_gradients or self.update_in_backward,
@@ -259,6 +272,8 @@ class _RankLowering:
                 return recv_block(boundary, output, forward=False)
             case ("send_f" | "send_b" as what, str(output)):
                 return send_block(boundary, output, forward=what == "send_f")
+            case ("sent_f" | "free_held" as what, str(output)):
+                return held_block(output, sent=what == "sent_f")
             case ("free_f", str(output)):
                 return release_block("sent_f", (output,))
             case ("free_b", str(output)):
@@ -272,16 +287,32 @@ class _RankLowering:
         peers = self.problem.layout.state_shards > 1
 
         def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
-            gatherer = None
-            if gather:
+            gatherer: ParameterGatherer | None = None
+            if gather and self.by_matrix:
+                gatherer = self._matrix_gatherer(chunk, fates, forward=True)
+            elif gather:
                 tied = self._tied(chunk)
                 gatherer = ParameterGatherer(
                     parameter, system, tied, peers=peers, release=release, keeps_ends=ends
                 )
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
 
-        ahead = parameter.prefetch_layers if self.layerwise else len(chunk.units)
+        ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
         return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
+
+    def _matrix_gatherer(self, chunk: ChunkOps, fates: Fates, *, forward: bool) -> MatrixGatherer:
+        parameter, system = self.plan.state("parameter"), self.problem.system
+        back = backward_order(chunk, fates)
+        kept = kept_matrices(chunk, back, system)
+        order = forward_order(chunk) if forward else back
+        peers = self.problem.layout.state_shards > 1
+        return MatrixGatherer(parameter, system, order, kept, forward=forward, peers=peers)
+
+    def _layers_ahead(self, chunk: ChunkOps) -> int:
+        """The most layers by which gathers per layer run ahead."""
+        if self.by_matrix:
+            return layers_ahead(chunk, self.problem.system)
+        return self.plan.state("parameter").prefetch_layers
 
     def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:
         plan, problem = self.plan, self.problem
@@ -290,18 +321,25 @@ class _RankLowering:
         peers = problem.layout.state_shards > 1
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
-            gatherer, reducer, tied = None, None, self._tied(chunk)
-            if self.layerwise:
+            gatherer: ParameterGatherer | None = None
+            reducer: GradReducer | None = None
+            tied = self._tied(chunk)
+            if self.by_matrix:
+                gatherer = self._matrix_gatherer(chunk, fates, forward=False)
+            elif self.layerwise:
                 gatherer = ParameterGatherer(
                     parameter, problem.system, tied, peers=peers, release=True
                 )
-            if reduce:
+            if reduce and self.buckets is not None:
+                reducer = BucketReducer(*states, problem, tied, self.buckets)
+            elif reduce:
                 reducer = GradReducer(*states, problem.system, problem.layout, tied)
             return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
 
-        if reduce and not self.leaving_gradients and not self.update_in_backward:
+        by_unit = self.leaving_gradients or self.update_in_backward
+        if reduce and (self.buckets is not None or not by_unit):
             return emitter(chunk, fates).block()  # buckets fill over many layers
-        ahead = parameter.prefetch_layers if self.layerwise else 0
+        ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:

@@ -56,6 +56,7 @@ class StepFacts(NamedTuple):
     reload_slots: int
     hold_phases: tuple[Phase, ...]  # phases in which a copy ends before the pass's send starts
     overlapped_sends: bool  # a send runs during the next pass, and its buffer is freed after that
+    holds_outputs: bool  # a chunk's output is freed after its backward
     gather: bool  # parameters are gathered in every forward
     gather_first: bool  # parameters are gathered in each chunk's first forward
     reduce: bool  # gradients are reduced in every backward
@@ -182,7 +183,7 @@ class _Walk:
             self.copied[item[1:]] = at, self._release_at(at, ("free_d2h", number), item)
         if not ends.last:
             self._hold_send(item)
-            self._send(item, position, "send_f", "free_f")
+            self._send(item, position, "send_f", "sent_f" if facts.holds_outputs else "free_f")
         if leaves and whole:
             self.copying = item
 
@@ -195,6 +196,8 @@ class _Walk:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
         self._add(("B", number, reduce), item)
+        if facts.holds_outputs and not ends.last:
+            self._add(("free_held", ends.output), item)
         if not ends.first:
             self._send(item, position, "send_b", "free_b")
 
@@ -204,6 +207,8 @@ class _Walk:
             self._add(("hold",), self.copying)
 
     def _send(self, item: Pass, position: int, what: str, free: str) -> None:
+        """Send a chunk's output or the gradient of its input; `free`: the key of the block that
+        waits for the send."""
         output = self.facts.chunks[item.chunk].output
         self._add((what, output), item)
         self._release_at(position + self.facts.overlapped_sends, (free, output), item)

@@ -1,6 +1,10 @@
 """Small blocks between passes: receives, sends, copies, releases, and exchanges at the step's
 end."""
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
 from rematbench.costs.operators.ops import Activation, Comm
 from rematbench.engine.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.engine.lowering.writer import BlockWriter
@@ -94,6 +98,13 @@ def release_block(event: str, names: tuple[str, ...]) -> Block:
     return Block(f"free_{event}", tuple(w.actions))
 
 
+def held_block(output: str, *, sent: bool) -> Block:
+    """With `sent`, wait for the send of an output that stays; otherwise free the output."""
+    if sent:
+        return wait_block("sent", "sent_f")
+    return Block("free_held", (Action(kind=Kind.FREE, stream=COMPUTE, frees=(output,)),))
+
+
 def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
     """Let a stream wait for an event of the step's (micro-batch, chunk)."""
     w = BlockWriter()
@@ -101,10 +112,13 @@ def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
     return Block(label, tuple(w.actions))
 
 
-def reduce_block(comm: Comm) -> Block:
-    """Reduce a chunk's gradients after its last backward, without overlap."""
+def reduce_block(comms: Sequence[Comm], scratch: int = 0) -> Block:
+    """Reduce a chunk's gradients after its last backward, without overlap.  `scratch`: bytes of
+    buckets and of the copy that is reduced."""
     w = BlockWriter()
-    w.collective(comm, "", "gradients", [], [])
+    for comm in comms:
+        w.collective(comm, "", "gradients", [], [])
+        w.actions[-1] = replace(w.actions[-1], scratch=scratch)
     w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
     return Block("reduce", tuple(w.actions))
 

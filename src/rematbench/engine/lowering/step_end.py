@@ -4,9 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from rematbench.costs.operators.ops import Comm, CommKind
+from rematbench.costs.operators.ops import Comm
+from rematbench.costs.states import shard
 from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_states import norm_reduction
+from rematbench.engine.lowering.emit_buckets import buckets_of
+from rematbench.engine.lowering.emit_states import gradient_reductions, norm_reduction
+from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import last_backwards
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
@@ -42,11 +45,14 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     updated = plan.state("optimizer").update == "backward"
     gradient = plan.state("gradient")
     reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
+    buckets = buckets_of(plan, problem, steps.chunks)
     if lay.state_shards > 1 and not updated:
         for chunk in reversed(steps.chunks):
             if not reduced_already:
-                comm = _reduction(plan, problem, chunk)
-                steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
+                comms = _reductions(plan, problem, chunk)
+                scratch = buckets.opened + buckets.copy + buckets.part if buckets else 0
+                build = partial(reduce_block, comms, scratch)
+                steps.add(("reduce", comms), build, sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
     if lay.sequence_parallel and not updated:
         comm = _norm_reduction(plan, problem, steps.chunks)
@@ -65,11 +71,15 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Append the update of the rank's share of the parameters, on the device or on the host."""
     system, optimizer = problem.system, plan.state("optimizer")
-    count = -(-rank_parameters(problem, plan, steps.rank) // optimizer.shards)
+    held = rank_parameters(problem, plan, steps.rank)
+    count = shard(held, optimizer.shards)
     nbytes = system.param_bytes * count
     if optimizer.home == "device":
+        scratch = system.step_scratch_bytes * count
+        if system.flat_step:
+            scratch = flat_update(plan, system, held).scratch_bytes
         down = nbytes if plan.state("parameter").home == "host" else 0
-        update = partial(optimizer_block, nbytes, system.step_scratch_bytes * count, down)
+        update = partial(optimizer_block, nbytes, scratch, down)
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
     gone = plan.state("gradient").home == "host"  # each backward waited for its copies
@@ -83,11 +93,10 @@ def _parameters(chunk: ChunkOps) -> int:
     return sum(unit.parameters for unit in chunk.units)
 
 
-def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
-    """A chunk's gradient reduction: reduce-scatter with a sharded optimizer, otherwise
-    all-reduce."""
-    kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
-    return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
+def _reductions(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Comm, ...]:
+    """A chunk's gradient reductions."""
+    nbytes = problem.system.reduce_bytes * _parameters(chunk)
+    return gradient_reductions(problem.layout, plan.state("optimizer").shards, 1, nbytes)
 
 
 def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:

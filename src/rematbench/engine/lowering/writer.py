@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +34,9 @@ class Share(NamedTuple):
 
 WHOLE = Share(1.0)
 
+WeightReader = Callable[["BlockWriter", str, Op], tuple[str, ...]]
+"""Gathers the weights that a kernel (writer, part, operator) reads; returns their storages."""
+
 
 class BlockWriter:
     """Collects a block's actions in issue order; its events are local to the block.  `unit_starts`:
@@ -42,6 +45,7 @@ class BlockWriter:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
+        self.weights: WeightReader | None = None
         self.slots: dict[str, str] = {}  # storage -> staging slot
         self.unit_starts: list[Position] = []
         self.compact = True
@@ -118,6 +122,8 @@ class BlockWriter:
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if self.parameters and op.parameters and part in self.parameters:
             reads = [*reads, *self.parameters[part]]
+        if self.weights is not None and op.parameters:
+            reads = [*reads, *self.weights(self, part, op)]
         return self.add(
             Action(
                 kind=kind,
@@ -185,12 +191,12 @@ class BlockWriter:
         payload."""
         if share.fraction != 1.0:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
-        self.wait(comm.group, after or self.mark(COMPUTE))
+        self.wait(comm.stream, after or self.mark(COMPUTE))
         event = self.new_event()
         self.add(
             Action(
                 kind=COMM_KIND[comm.kind],
-                stream=comm.group,
+                stream=comm.stream,
                 part=part,
                 op=op,
                 reads=tuple(reads),

@@ -271,6 +271,7 @@ def _layout(row: Row, system: System) -> Layout:
         dp=dp,
         zero_stage=cast(ZeroStage, stage),
         ulysses=ulysses,
+        shard_degree=whole(row, "shard_degree", 0),
         micro_batch=whole(row, "micro_batch", 1),
         global_batch=whole(row, "global_batch"),
     )

@@ -37,6 +37,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
         and system.cp_kind != "allgather",
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
+        "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_in_backward(problem, plan),

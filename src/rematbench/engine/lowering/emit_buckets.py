@@ -1,0 +1,95 @@
+"""Writes gradient reductions through buckets that are allocated whole, as DeepSpeed's ZeRO does.
+
+Source: deepspeed 0.19.8, contiguous_gradients: stage_1_and_2.py, setup_buckets (two buckets with
+overlap_comm, at the first gradient), reduce_independent_p_g_buckets_and_remove_grads (a gradient
+that no longer fits makes the bucket be reduced first), allreduce_bucket (the copy that is reduced)
+and _release_ipg_buffers; stage3.py, one bucket from the start, and comm/coalesced_collectives.py,
+reduce_scatter_coalesced (the copy).
+Deviation: the gradients of a unit enter the bucket together, after the unit's backward.
+"""
+
+from collections.abc import Sequence
+
+from rematbench.costs.states import Buckets, reduce_buckets
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.emit_states import GradReducer
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
+from rematbench.plan import Plan, StateFate
+from rematbench.problem import Problem, operator_tensors, weighted_operators
+
+BUCKETS, COPY = "buckets", "bucket_copy"
+"""The storage names of the buckets with the part that they fill, and of the copy of a bucket that
+is reduced."""
+
+
+def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buckets | None:
+    """The buckets of a rank's reductions; None for a plan whose reductions use no whole buckets."""
+    optimizer = plan.state("optimizer")
+    if optimizer.shards == 1 or optimizer.update == "backward":
+        return None
+    count = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    found = reduce_buckets(count, problem.layout, problem.system)
+    return found if found.copy else None
+
+
+class BucketReducer(GradReducer):
+    """Reduces gradients on the dp stream whenever the next unit's do not fit into the bucket."""
+
+    def __init__(
+        self,
+        gradient: StateFate,
+        optimizer: StateFate,
+        problem: Problem,
+        tied: Unit | None,
+        buckets: Buckets,
+    ) -> None:
+        super().__init__(gradient, optimizer, problem.system, problem.layout, tied)
+        self.problem, self.buckets, self.opened = problem, buckets, False
+        self.held_bytes = buckets.opened + (0 if self.leaves else buckets.part)
+
+    def _bytes(self, unit: Unit) -> int:
+        """Bytes of the gradients of a unit that are alive at once: of its largest tensor."""
+        weighted = weighted_operators(self.problem, unit.table)
+        sizes = (max(operator_tensors(self.problem, unit.table, op)) for op in weighted)
+        return self.width * max(sizes)
+
+    def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
+        """Copy a unit's gradients into the bucket; reduce a full bucket."""
+        if unit.parameters:
+            self._open(w)
+            if self._filled() + self._size(unit) > self.system.bucket_bytes:
+                self._empty(w)
+            if self.transient:
+                w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+            self.bucket.append(unit)
+        if last or self._filled() >= self.system.bucket_bytes:
+            self._empty(w)
+        if last:
+            self._close(w)
+
+    def _size(self, unit: Unit) -> int:
+        return self.system.reduce_bytes * unit.parameters
+
+    def _filled(self) -> int:
+        return sum(map(self._size, self.bucket))
+
+    def _open(self, w: BlockWriter) -> None:
+        """Allocate buckets and part at the first gradient."""
+        if self.held_bytes and not self.opened:
+            held = Alloc(BUCKETS, self.held_bytes)
+            w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKETS, allocs=(held,)))
+        self.opened = True
+
+    def _empty(self, w: BlockWriter) -> None:
+        """Reduce what is in the bucket, after the reduction before."""
+        self._drain(w, 0)
+        if self.bucket:
+            copy = Alloc(COPY, min(self._filled(), self.buckets.copy))
+            self._reduce_storages(w, self._filled(), (), (copy,))
+
+    def _close(self, w: BlockWriter) -> None:
+        self._drain(w, 0)
+        if self.held_bytes and self.opened:
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(BUCKETS,)))
+        self._record_end(w)

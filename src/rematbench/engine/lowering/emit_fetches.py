@@ -1,0 +1,173 @@
+"""Writes the parameter gathers of ZeRO 3 operator by operator, as DeepSpeed fetches modules.
+
+Source: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py, fetch_sub_module: before a
+module runs, its parameters are gathered, unless they are whole already.  Then the next parameters
+in the order of use are fetched ahead: whole parameters, until stage3_prefetch_bucket_size elements
+are requested or stage3_max_live_parameters are whole.
+Deviations: an operator's matrices (q, k and v; gate and up) are gathered at once; a layer's
+matrices are released together after its pass; what the end of a forward leaves to its backward is
+bounded by stage3_max_live_parameters alone (stage3_max_reuse_distance has the same default).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rematbench.costs.operators.ops import Op
+from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.engine.lowering.emit_states import ParameterGatherer
+from rematbench.engine.lowering.fates import Resolved, Site
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import COMPUTE, Action, Kind
+from rematbench.plan import StateFate
+from rematbench.problem import tied_on_one_rank
+from rematbench.spec.system import System
+
+KEPT_WHOLE = 100_000
+"""stage3_param_persistence_threshold of deepspeed 0.19.8: parameters of at most so many elements
+are whole on every rank."""
+
+
+FETCHED = "fetched"
+"""The event at which the matrices that a forward leaves whole are gathered."""
+
+
+class Matrices(NamedTuple):
+    """The sharded parameters that an operator reads, which are gathered at once.  `part`, `op`: the
+    reader; `unit`: the unit whose parameters they are (of a tied head, the embedding)."""
+
+    part: str
+    op: str
+    unit: Unit
+    parameters: int
+    buffer: str
+
+
+def forward_order(chunk: ChunkOps) -> list[Matrices]:
+    """The matrices of a chunk in the order in which its forward uses them."""
+    return [one for unit in chunk.units for one in _matrices(chunk, unit)]
+
+
+def backward_order(chunk: ChunkOps, fates: Mapping[Site, Resolved]) -> list[Matrices]:
+    """The matrices of a chunk in the order in which its backward uses them first; a layer that is
+    recomputed whole begins with its forward."""
+    found: list[Matrices] = []
+    for unit in reversed(chunk.units):
+        again = any(fates[site].whole for _, _, site in chunk.saved(unit))
+        own = _matrices(chunk, unit)
+        found += own if again else own[::-1]
+    return found
+
+
+def kept_matrices(chunk: ChunkOps, order: Sequence[Matrices], system: System) -> list[Matrices]:
+    """The matrices at the beginning of a backward's order that are whole at the end of the forward:
+    fetched ahead, or used by the forward and not released.  None if another pass comes between, or
+    if nothing is fetched ahead."""
+    found: dict[str, Matrices] = {}
+    for one in order if chunk.backward_next and system.gather_overlap else ():
+        if sum(each.parameters for each in found.values()) >= system.live_elements:
+            break
+        found.setdefault(one.buffer, one)
+    return list(found.values())
+
+
+def layers_ahead(chunk: ChunkOps, system: System) -> int:
+    """The most layers by which the gathers of a pass can run ahead."""
+    layers = chunk.layer_unit.values()
+    sizes = [sum(one.parameters for one in _matrices(chunk, unit)) for unit in layers]
+    least = min((size for size in sizes if size), default=system.live_elements)
+    return min(len(sizes), -(-system.live_elements // max(1, least)) + 1)
+
+
+def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
+    found, tied = [], unit.table.part == "head" and tied_on_one_rank(chunk.problem)
+    for op in unit.table.ops:
+        if op.parameters > KEPT_WHOLE:
+            owner, name = (chunk.units[0], "embedding") if tied else (unit, op.name)
+            buffer = f"{owner.prefix}.{name}.parameters"
+            found.append(Matrices(unit.prefix, op.name, owner, op.parameters, buffer))
+    return found
+
+
+class MatrixGatherer(ParameterGatherer):
+    """Gathers matrices on the dp stream before the kernels that read them, a bounded number of
+    elements ahead.  `order`: the matrices in the order of the pass.  `kept`: the matrices that a
+    forward leaves whole to its backward, or that the backward finds whole."""
+
+    def __init__(
+        self,
+        fate: StateFate,
+        system: System,
+        order: Sequence[Matrices],
+        kept: Sequence[Matrices],
+        *,
+        forward: bool,
+        peers: bool,
+    ) -> None:
+        super().__init__(fate, system, peers=peers, release=True)
+        self.order = [*order, *kept] if forward else order
+        self.at = {(one.part, one.op): place for place, one in enumerate(order)}
+        self.kept, self.forward = {one.buffer: one for one in kept}, forward
+        self.whole: dict[str, Matrices] = {}  # gathered and not released, by buffer
+        self.waited: set[str] = set()
+
+    def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
+        """Begin a backward with the matrices that the forward left."""
+        self.whole = dict(self.kept)
+        self.pending = dict.fromkeys(self.kept, FETCHED)
+        return {*self.kept}
+
+    def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
+        """Gather nothing yet: the kernels that follow gather what they read."""
+        w.weights = self.read
+
+    def ready(self, w: BlockWriter, unit: Unit) -> None:
+        """Gather nothing yet, as in `before`."""
+        w.weights = self.read
+
+    def read(self, w: BlockWriter, part: str, op: Op) -> tuple[str, ...]:
+        """Gather the matrices that a kernel reads, wait for them, and fetch the next ones; returns
+        the storages that the kernel reads."""
+        place = self.at.get((part, op.name))
+        if place is None:
+            return ()
+        one = self.order[place]
+        if one.buffer not in self.waited:
+            self._fetch(w, one)
+            w.wait(COMPUTE, self.pending[one.buffer])
+            self.waited.add(one.buffer)
+            self._ahead(w, place)
+        return (one.buffer,)
+
+    def _fetch(self, w: BlockWriter, one: Matrices) -> None:
+        if one.buffer not in self.whole:
+            self.whole[one.buffer] = one
+            self.pending[one.buffer] = self._issue(w, one.unit, one.buffer, one.parameters)
+
+    def _ahead(self, w: BlockWriter, place: int) -> None:
+        """Fetch matrices that are used after `place` and are not whole."""
+        asked, live = 0, sum(one.parameters for one in self.whole.values())
+        limit = min(self.system.prefetch_elements, self.system.live_elements - live) * self.beside
+        for one in self.order[place + 1 :]:
+            if asked >= limit:
+                return
+            if one.buffer not in self.whole:
+                self._fetch(w, one)
+                asked += one.parameters
+
+    def after(self, w: BlockWriter, unit: Unit) -> None:
+        """Release the matrices that the unit's kernels read; at the end of a forward, leave those
+        that the backward begins with."""
+        stay = self.kept if self.forward else {}
+        read = {one.buffer for one in self.order if one.part == unit.prefix}
+        gone = [buffer for buffer in self.whole if buffer in read and buffer not in stay]
+        if gone:
+            self.released = w.mark(COMPUTE)
+            for buffer in gone:
+                del self.whole[buffer], self.pending[buffer]
+            self.waited.difference_update(gone)
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(gone)))
+        if stay and unit.table.part == "head":
+            for one in stay.values():
+                self._fetch(w, one)
+            w.add(Action(kind=Kind.EVENT, stream="dp", event=FETCHED))
+            self.survivors.update(stay)
