@@ -117,7 +117,7 @@ def legend(colors: dict[str, str]) -> list[Artist]:
     """The fastest methods by colour, and the marks of a cell."""
     named: list[Artist] = [Patch(fc=pale(color, FREE), label=arm) for arm, color in colors.items()]
     named.append(Patch(fc=pale(style.GREY, FREE), label=OTHERS))
-    named.append(Patch(fill=False, ec=style.BLACK, label="inside what was published"))
+    named.append(Patch(fill=False, ec=style.BLACK, label="inside of the published range"))
     small = {"ls": "", "marker": "s", "ms": 3}
     named.append(Line2D([], [], color=style.GREY, **small, label="a method that ties"))
     return named

@@ -155,7 +155,7 @@ def test_a_broken_planner_takes_nobody_down(tmp_path: Path) -> None:
     named = by_name(comparison.everything())
     assert named["raises"].status == "failed"
     assert "KeyError" in named["raises"].reason
-    assert (named["dies"].status, named["dies"].reason) == ("failed", "its process died")
+    assert (named["dies"].status, named["dies"].reason) == ("failed", "the worker process died")
     assert named["spins"].status == "timed out"
     assert "1 CPU second" in named["spins"].reason
     assert named["keep_all"].status == "oom"

@@ -165,9 +165,11 @@ def test_uneven_ends_hold_every_layer() -> None:
 
 def test_what_is_asked_wrongly_is_one_line() -> None:
     """A space without layouts and a method that is none."""
-    with pytest.raises(LayoutError, match="gpus 4 must be a multiple of the degrees given = 3"):
+    with pytest.raises(
+        LayoutError, match="gpus 4 must be a multiple of 3, the product of the requested degrees"
+    ):
         _ = SearchJob(replace(asked(), fixed=Fixed(tp=3))).space
-    with pytest.raises(LayoutError, match="no layout of 4 GPUs"):
+    with pytest.raises(LayoutError, match="no layout is possible on 4 GPUs"):
         _ = SearchJob(replace(asked(global_batch=3), fixed=Fixed(micro_batch=2))).space
     with pytest.raises(MethodError, match="did you mean 'memo'"):
         SearchJob(replace(asked(), only=("memmo",)))

@@ -111,7 +111,7 @@ def test_no_pieces_are_tried_where_host_memory_is_short() -> None:
             search.memory.judge(0.0, place, candidate, more)
         assert len(search.queue) == before
         assert not any((candidate, more) in bounds._bounds for more in range(3, 7))
-    assert search.excluded.counts["host memory, in any number of pieces"] == 9
+    assert search.excluded.counts["host memory too small for any number of pieces"] == 9
 
 
 def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_out(

@@ -151,7 +151,7 @@ def test_what_would_fit_is_found_by_a_search() -> None:
     assert answer["assumes"].startswith("attention fa2, ")
     more, gpus = answer["would_fit"]
     assert more.startswith("with ")
-    assert gpus.startswith(("on 2 GPUs, or fewer: ", "on 4 GPUs, or fewer: "))
+    assert gpus.startswith(("on at most 2 GPUs: ", "on at most 4 GPUs: "))
     enough = float(more.split()[1]) + 12
     wide = [*small[:-4], "--hbm-bytes", str(round((enough + 0.1) * GIB)), *small[-2:]]
     assert "NOTHING FITS" not in RUN.invoke(app, ["search", *wide]).output

@@ -68,7 +68,7 @@ def test_what_nobody_published_is_said_in_words() -> None:
     job = ("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8")
     far = ("--global-batch", "1", "--seq-len", "262144")
     shown = typed("simulate", "memo", *job, *far, "--system", "megatron-core").out
-    assert "faster attention on hopper than fa2: cudnn, fa3" in shown
+    assert "attention kernels that are faster than fa2 on hopper: cudnn, fa3" in shown
     told = trust(shown)
     assert "262,144 tokens (published on megatron-core: 8,192)" in told
     assert "mechanism memo" in told
@@ -172,7 +172,7 @@ def test_where_nothing_fits_the_last_line_says_what_would() -> None:
     assert ran.out.splitlines()[5].startswith("NOTHING FITS: the closest method is ")
     last = ran.out.splitlines()[-1]
     assert last.startswith("WOULD FIT: with ")
-    assert "GiB more on each device" in last
+    assert "GiB more memory on each device" in last
     assert "the optimizer's states in host memory" in last
     assert "on 2 GPUs at tp 2 cp 1 pp 1 dp 1" in last
 

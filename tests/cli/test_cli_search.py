@@ -134,9 +134,11 @@ def test_the_fewest_gpus_make_the_speed() -> None:
 def test_degrees_that_leave_no_replica_are_refused() -> None:
     """More Ulysses ranks than there are in a data-parallel group make no layout."""
     some = ask("--ulysses", "2", "--system", "deepspeed", "--method", "full_recompute", "--json")
-    assert "dp is no multiple of ulysses" in json.loads(some)["refused"]
+    assert "dp is not a multiple of ulysses" in json.loads(some)["refused"]
     none = RUN.invoke(app, ["search", *shlex.split(WORDS), "--ulysses", "4", "--pp", "2"])
-    assert "gpus 4 must be a multiple of the degrees given = 8" in str(none.exception)
+    assert "gpus 4 must be a multiple of 8, the product of the requested degrees" in str(
+        none.exception
+    )
 
 
 @pytest.mark.full
@@ -170,7 +172,7 @@ def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) 
     """Ctrl-C loses none of them."""
 
     def stopped(*_: Any) -> Iterator[tuple[str, float]]:
-        yield "as it is", 2.0
+        yield "no change", 2.0
         yield "+1 GiB of device memory", 1.0
         raise KeyboardInterrupt
 
@@ -186,7 +188,7 @@ def test_price_tags_only_buy() -> None:
     """More memory or a faster link makes no step longer by more than the gap."""
     lines = [line.split("|") for line in ask("--price-tags", "--within", "0").splitlines()]
     steps = {cell[1].strip(): float(cell[2]) for cell in lines if len(cell) == 5 and "." in cell[2]}
-    first = steps.pop("as it is")
+    first = steps.pop("no change")
     assert {"+16 GiB of device memory", "+10 % of NVLink"} <= set(steps)
     assert all(step <= first * (1 + 1e-3) for step in steps.values())
 

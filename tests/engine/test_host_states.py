@@ -148,8 +148,8 @@ def test_a_node_without_a_rate_keeps_the_bytes_and_gives_no_time() -> None:
     outcome = evaluate_plan(remade(untimed, evaluator=evaluate), plan)
     assert outcome.status == "unsupported"
     assert outcome.reason == (
-        "time not modelled: an optimizer in host memory on cluster h800-80gb, whose file has no "
-        "host_update_parameters_per_s"
+        "step time not modelled: the optimizer is in host memory, and the file of cluster "
+        "h800-80gb has no host_update_parameters_per_s"
     )
     assert outcome.evaluation.ranks[0].optimizer == 0
     assert evaluate_plan(remade(given, evaluator=evaluate), plan).status == "ok"
@@ -192,7 +192,9 @@ def test_weights_updated_on_the_device_go_down_again() -> None:
 def test_what_no_stack_does_is_refused() -> None:
     given = problem()
     states = (StateFate(kind="gradient", home="host"),)
-    with pytest.raises(PlanError, match="gradients in host memory need their optimizer there"):
+    with pytest.raises(
+        PlanError, match="gradients in host memory need the optimizer in host memory"
+    ):
         lower(replace(given.base_plan, states=states), given)
     backward = StateFate(kind="optimizer", update="backward")
     states = (StateFate(kind="parameter", home="host"), backward)

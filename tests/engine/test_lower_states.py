@@ -142,7 +142,7 @@ def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
         (("attention",), 2, "attention is not row-local"),
         (("fc1", "fc2"), 2, "operators must be contiguous"),
         (("lm_head",), 33, "33 pieces of 32 rows"),
-        (("conv",), 2, "names no operator of this model"),
+        (("conv",), 2, "matches no operator of this model"),
         (("fc2", "mlp_add"), 2, "mlp_add passes on whole gradients"),
         (("attn_add", "mlp_norm"), 2, "attn_add passes on whole gradients"),
     ],
@@ -157,7 +157,7 @@ def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) 
 def test_an_operator_is_in_one_mini_sequence_only() -> None:
     runs = (MiniSequence(("fc1", "act"), 2), MiniSequence(("act", "mul"), 2))
     given = problem()
-    with pytest.raises(PlanError, match="act is in two of them"):
+    with pytest.raises(PlanError, match="act is in two mini-sequences"):
         lower(replace(given.base_plan, mini_sequences=runs), given)
 
 

@@ -52,15 +52,15 @@ BESIDE = SOUND["a kernel beside its gather waits for the gather's start"]
 BROKEN = {
     "not made": (
         ("F0.0 compute L0.b r=L0.x",),
-        r"rank 0 B0.0 F L0.b: reads L0.x, which is not alive",
+        r"rank 0 B0.0 F L0.b: reads L0.x, which is not allocated",
     ),
     "a kernel that does not wait for its gather's start": (
         (*BESIDE[:3], "F0.0 compute L0.b r=L0.y s=tp"),
-        "reads L0.y before tp is known to have made it",
+        "reads L0.y without waiting until tp has written it",
     ),
     "a kernel that is not beside its gather waits for its end": (
         (*BESIDE[:4], "F0.0 compute L0.b r=L0.y"),
-        "reads L0.y before tp is known to have made it",
+        "reads L0.y without waiting until tp has written it",
     ),
     "parameters gathered while they are used": (
         (FORWARD, "AG0.0 dp L0.parameters e=e0 c=all_gather:dp:8"),

@@ -374,7 +374,7 @@ NEEDED = "model, cluster, system, seq_len, global_batch, tp, pp"
         ("a,b\n1,2\n", f"it has no column {NEEDED}"),
         ("{\n  'not': 'a sheet'\n}\n", f"it has no column {NEEDED}"),
         (",".join(without("tp", "dp")) + "\n", "it has no column tp"),
-        (",".join([*ROW, "model"]) + "\n", "columns: name 'model' is given twice"),
+        (",".join([*ROW, "model"]) + "\n", "columns: name 'model' appears twice"),
         (",".join(ROW) + "\n" + ",".join([*ROW.values(), "more"]) + "\n", "line 2: "),
     ],
 )

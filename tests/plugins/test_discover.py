@@ -90,7 +90,7 @@ def test_equal_file_names_in_two_folders_do_not_mix(tmp_path: Path) -> None:
     [
         ("keep_al", {}, "did you mean 'keep_all'"),
         ("keep_all+", {}, "unknown method ''"),
-        ("keep_all+keep_all", {}, "names a method twice"),
+        ("keep_all+keep_all", {}, "contains the same method twice"),
         ("pp_offload", {"alhpa": 0.1}, "did you mean 'alpha'"),
         ("keep_all", {"alpha": 0.1}, "allowed: none"),
         ("pp_offload", {"alpha": "much"}, "pp_offload.alpha: expected float"),

@@ -79,7 +79,7 @@ RETURN = SMALL.splitlines()[-1]
 BROKEN: list[tuple[str, str, str, bool]] = [
     (RETURN, "        return 1 / 0", "ZeroDivisionError", False),
     (RETURN, "        return 3", "plan returned a int, not a Plan", False),
-    (RETURN, '        return Unsupported("")', "Unsupported without a reason", False),
+    (RETURN, '        return Unsupported("")', "plan returned Unsupported without a reason", False),
     (RETURN, "        return base.noting(x=random.random())", "two calls differ", False),
     ('("q",)', '("no_such",)', "rule matches no saved tensor", False),
     ('("q",)), Offload()', '("layer_input",)), Recompute()', "has no producer", False),
@@ -87,8 +87,8 @@ BROKEN: list[tuple[str, str, str, bool]] = [
      "plan takes (base, problem)", True),
     (RETURN, "        global CALLS\n        CALLS += 1\n        return base",
      "line 24 writes a variable of another scope", True),
-    ("Source: a test.\n", "", "the docstring has no line Source:", False),
-    ('"""small: does', '"""Does', "the docstring does not start with 'small: '", False),
+    ("Source: a test.\n", "", "the docstring lacks the line Source:", False),
+    ('"""small: does', '"""Does', "the docstring must start with 'small: '", False),
     ('name: ClassVar[str] = "small"', 'name: ClassVar[str] = "other"', "small.py defines 'other'",
      False),
     ("CALLS = 0\n", "CALLS = 0\n" * 150, "lines)", False),
@@ -105,7 +105,11 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_file_that_keeps_it_passes_every_check(tmp_path: Path) -> None:
     passed = list(check_file(written(tmp_path, SMALL), REGISTRY))
-    for words in ("parameters survive JSON", "the plan on 'vpp' is pure", "composes with memo,"):
+    for words in (
+        "parameters are unchanged after encoding to JSON and back",
+        "the plan on 'vpp' is pure",
+        "composes with memo,",
+    ):
         assert any(words in line for line in passed), words
     assert "small" in discover([tmp_path]).methods
 

@@ -12,11 +12,12 @@ STACKS = {
     "rank_order: [tp, tp, dp, pp]": "rank_order: tp, tp, dp, pp: expected each of tp, cp, dp, pp",
     "rank_order: [tp, dp]": "rank_order: tp, dp: expected each of tp, cp, dp, pp once",
     "param_bytes: 0": "param_bytes: 0: must be above 0",
-    "grad_bytes: 3": "grad_bytes: 3: not a training dtype (allowed: 1, 2, 4, 6)",
-    "reduce_bytes: 8": "reduce_bytes: 8: not a training dtype (allowed: 1, 2, 4)",
+    "grad_bytes: 3": "grad_bytes: 3 bytes match no training dtype (allowed: 1, 2, 4, 6)",
+    "reduce_bytes: 8": "reduce_bytes: 8 bytes match no training dtype (allowed: 1, 2, 4)",
     "gather_bytes: 0": "gather_bytes: 0: not a training dtype",
     "host_grad_bytes: 3": "host_grad_bytes: 3: not a training dtype",
-    "late_state_bytes: 16": "late_state_bytes: more than the optimizer's 12 bytes a parameter",
+    "late_state_bytes: 16": "late_state_bytes: must not exceed optimizer_bytes, 12 bytes per "
+    "parameter",
     "features: [ulyses]": (
         "features: 'ulyses'; did you mean 'ulysses'? (allowed: activation_offload, async_tp, "
         "compile, hybrid_sharding, optimizer_offload, param_offload, ulysses)"
@@ -28,19 +29,20 @@ STACKS = {
 }
 COMPILED = "norm_keeps_steps: true with compiled: true: only an eager norm keeps its steps"
 CLUSTERS = {
-    "generation: ampere": "generation: ampere, but the gpu 'H100-SXM5-80GB' is hopper",
-    "gpu: B200-SXM6": "generation: hopper, but the gpu 'B200-SXM6' is blackwell",
+    "generation: ampere": "generation: ampere, but the GPU 'H100-SXM5-80GB' is of generation "
+    "hopper",
+    "gpu: B200-SXM6": "generation: hopper, but the GPU 'B200-SXM6' is of generation blackwell",
     "generation: hoper": (
         "generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, blackwell, cpu)"
     ),
-    "non_torch_bytes: 90000000000": "non_torch_bytes: leaves no device memory to the framework",
+    "non_torch_bytes: 90000000000": "non_torch_bytes: must be smaller than hbm_bytes",
     "peak_flop_per_s: 1979": (
         "peak_flop_per_s: 1979: expected FLOP/s of a GPU, from 1e+13 to 1e+17"
     ),
     "hbm_bytes: 80": "hbm_bytes: 80: expected bytes of a GPU, from 4.29e+09 to 2.2e+12",
     "nics_per_node: 800": "nics_per_node: 800: expected NICs of a node, from 1 to 64",
     "dram_bytes_per_s: 200": "dram_bytes_per_s: 200: expected bytes/s of a socket's memory",
-    "pcie_gpus_per_link: 16": "pcie_gpus_per_link: more than the node's 8 GPUs",
+    "pcie_gpus_per_link: 16": "pcie_gpus_per_link: must not exceed the 8 GPUs of a node",
 }
 
 

@@ -29,7 +29,7 @@ def test_a_published_layout_breaks_no_rule() -> None:
 
 BROKEN: list[tuple[str, dict[str, Any]]] = [
     (
-        "dp 3 must be a multiple of ulysses = 2 (it takes ranks from dp)",
+        "dp 3 must be a multiple of ulysses = 2 (ulysses groups ranks of dp)",
         {"layout": {"dp": 3, "ulysses": 2, "global_batch": 6}, "system": "deepspeed"},
     ),
     (
@@ -51,7 +51,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("64 heads must be a multiple of tp x ulysses = 3", {"layout": {"tp": 3}}),
     (
-        "seq_len 4096 is more than the 2048 learned positions of llama-65b",
+        "seq_len 4096 exceeds the 2048 learned positions of llama-65b",
         {"layout": {}, "model": {"position": "learned", "max_positions": 2048}},
     ),
     (
@@ -60,7 +60,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("ffn 22018 must be a multiple of tp = 4", {"layout": {"tp": 4}, "model": {"ffn": 22018}}),
     (
-        "seq_len 4098 must be a multiple of 2 x cp = 4 (two slices)",
+        "seq_len 4098 must be a multiple of 2 x cp = 4 (each cp rank takes two slices)",
         {"layout": {"cp": 2}, "seq_len": 4098},
     ),
     (
@@ -85,7 +85,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"dp": 4, "ulysses": 4}, "seq_len": 4098, "system": "rematbench"},
     ),
     (
-        "6 KV heads of a rank and ulysses = 4: one must divide the other",
+        "6 KV heads per rank and ulysses = 4: one must divide the other",
         {
             "layout": {"dp": 4, "ulysses": 4},
             "model": {"num_heads": 24, "num_kv_heads": 6},
@@ -93,7 +93,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (
-        "tp x cp x pp x dp = 12 GPUs do not fill nodes of 8",
+        "tp x cp x pp x dp = 12 GPUs do not fill whole nodes of 8 GPUs",
         {"layout": {"dp": 12, "global_batch": 12}},
     ),
 ]

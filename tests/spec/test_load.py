@@ -155,11 +155,14 @@ MISTAKES = [
     ),
     (
         ("vocab: 2048", "vocab: {value: 2048, source: ''}"),
-        "vocab: the source must be a string that is not empty",
+        "vocab: the source must be a non-empty string",
     ),
     (("vocab: 2048", "vocab: 2048\nvocab: 4096"), "line 9: key 'vocab' is given twice"),
     (("vocab: 2048", "vocab: [2048"), "line 9: expected ',' or ']', but got ':'"),
-    (("num_kv_heads: 4", "num_kv_heads: 3"), "num_kv_heads: 3 KV heads must divide 8 heads"),
+    (
+        ("num_kv_heads: 4", "num_kv_heads: 3"),
+        "num_kv_heads: the number of heads (8) must be a multiple of the number of KV heads (3)",
+    ),
     (
         ("vocab: 2048", "vocab: 2048\nattention_window: [4096, 0, 0]"),
         "attention_window: 3 windows do not divide 4 layers",
@@ -189,7 +192,7 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
     assert error_of("cluster", "no/where.yaml") == "no/where.yaml: no such cluster file"
     path = yaml_file(tmp_path, "- 1\n")
     assert error_of("cluster", path) == (
-        f"{path}: expected a mapping of names to values at the top level"
+        f"{path}: the top level must be a mapping of names to values"
     )
     broken = tmp_path / "config.json"
     broken.write_text("{", encoding="utf-8")

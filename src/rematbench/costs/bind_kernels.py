@@ -270,4 +270,4 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
         case Named(elements=elements):
             return replace(kernel, elements=round(elements * rows_fraction))
         case Attention():
-            raise ValueError("attention cannot run on a share of its rows")
+            raise ValueError("attention cannot be recomputed for a share of its rows only")

@@ -175,11 +175,13 @@ def not_timed(problem: Problem, plan: Plan) -> str:
     cluster, parameter = problem.cluster, plan.state("parameter")
     if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
         return (
-            "time not modelled: an optimizer in host memory on cluster "
-            f"{cluster.name}, whose file has no host_update_parameters_per_s"
+            "step time not modelled: the optimizer is in host memory, and the file of cluster "
+            f"{cluster.name} has no host_update_parameters_per_s"
         )
     if parameter.home == "host" and not gathers_by_layer(parameter, problem.layout):
-        return "time not modelled: parameters in host memory that no gather per layer brings up"
+        return (
+            "step time not modelled: parameters are in host memory but are not gathered per layer"
+        )
     return ""
 
 

@@ -94,15 +94,15 @@ def check_plan(method: Method, problem: Problem) -> None:
     plan's own error."""
     plan = method.plan(problem, problem.base_plan)
     if plan != method.plan(problem, problem.base_plan):
-        raise MethodError("plan is not a pure function: two calls differ")
+        raise MethodError("plan is not a pure function: two calls return different plans")
     if isinstance(plan, Unsupported):
         if not plan.reason:
-            raise MethodError("Unsupported without a reason")
+            raise MethodError("plan returned Unsupported without a reason")
         return
     if not isinstance(plan, Plan):
         raise MethodError(f"plan returned a {type(plan).__name__}, not a Plan")
     if msgspec.json.decode(msgspec.json.encode(plan), type=Plan) != plan:
-        raise MethodError("the plan does not survive JSON")
+        raise MethodError("the plan changes when it is encoded as JSON and decoded")
     program = lower(plan, problem)
     check(program)
     for ledger in issue_order(program):
@@ -148,7 +148,9 @@ def check_file(path: Path, shipped: Registry) -> Iterator[str]:
     for name, made in problems().items():
         with _one_line_error(path, f"the plan on {name!r}"):
             check_plan(method, made)
-        yield f"the plan on {name!r} is pure, lowers and is safe, or is refused with a reason"
+        yield (
+            f"the plan on {name!r} is pure, can be lowered and is safe, or is refused with a reason"
+        )
     for other in shipped.methods.values():
         if other.name == entry.name:
             continue

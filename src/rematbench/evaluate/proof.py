@@ -134,7 +134,7 @@ class _RankCheck:
     def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
         seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
         if seen is None:
-            raise CheckError(f"{self.where}: waits for {event!r}, which no action has recorded")
+            raise CheckError(f"{self.where}: waits for {event!r}, but no action records it")
         for index, value in enumerate(seen):
             clock[index] = max(clock[index], value)
 
@@ -146,18 +146,19 @@ class _RankCheck:
 
     def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
         if key not in self.made:
-            raise CheckError(f"{self.where}: reads {key[0]}, which is not alive")
+            raise CheckError(f"{self.where}: reads {key[0]}, which is not allocated")
         producer, begun, at = self.made[key]
         pipelined = action.comm is not None or bool(action.overlaps)
         if clock[producer] < (begun if pipelined else at):
             raise CheckError(
-                f"{self.where}: reads {key[0]} before {STREAMS[producer]} is known to have made it"
+                f"{self.where}: reads {key[0]} without waiting until {STREAMS[producer]} has "
+                "written it"
             )
         self.touched[key].append((stream, clock[stream]))
 
     def _alloc(self, key: Key, stream: int, clock: VectorClock, slot: str) -> None:
         if key in self.made:
-            raise CheckError(f"{self.where}: allocates {key[0]}, which is alive")
+            raise CheckError(f"{self.where}: allocates {key[0]}, which is already allocated")
         if slot:
             held = {k for k in self.slots.get(slot, set()) if k in self.made}
             mine = (*key[1:], tenant(key[0], slot))
@@ -167,13 +168,13 @@ class _RankCheck:
             self.slots[slot] = held | {key}
         if stream in REUSING and clock[COMPUTE] < self.freed_at:
             raise CheckError(
-                f"{self.where}: allocates {key[0]} while compute may still use memory that it frees"
+                f"{self.where}: allocates {key[0]} in memory that compute may still use"
             )
         self.touched[key] = [(stream, clock[stream])]
 
     def _free(self, key: Key) -> None:
         if key not in self.made:
-            raise CheckError(f"{self.where}: frees {key[0]}, which is not alive")
+            raise CheckError(f"{self.where}: frees {key[0]}, which is not allocated")
         behind = self.clocks[COMPUTE]
         for stream, at in self.touched[key]:
             if stream == COMPUTE:
@@ -248,7 +249,7 @@ class _StateCheck:
         full, buffer = gradient_buffer(action.part), f"{action.part}.parameters"
         transient = action.kind in BACKWARD and full in self.buffers
         if transient and (full, micro_batch, chunk) not in alive:
-            return f"adds to {full}, which is not alive"
+            return f"adds to {full}, which is not allocated"
         if action.op in self.weighted and buffer in self.buffers and buffer not in action.reads:
             return f"uses weights of {action.part}, which are not gathered"
         return ""
@@ -259,7 +260,7 @@ class _StateCheck:
             return f"uses weights of {part} after their update"
         late = self.weights[unit].add(COMPUTE, clock, write=False)
         if late:
-            return f"uses weights of {part} before {late} is known to have gathered them"
+            return f"uses weights of {part} without waiting until {late} has gathered them"
         if kind not in BACKWARD:
             return ""
         self.passed[unit] = micro_batch

@@ -62,8 +62,8 @@ class Band(Struct, frozen=True, kw_only=True):
     def evidence(self) -> str:
         """The kind of evidence in words."""
         if not self.outside:
-            return "inside what was published"
-        return f"outside what was published: {', '.join(self.outside.values())}"
+            return "inside of the published range"
+        return f"outside of the published range: {', '.join(self.outside.values())}"
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -394,7 +394,10 @@ def faster_attention(problem: Problem) -> str:
     if not faster:
         return ""
     named = ", ".join(sorted(faster))
-    return f"faster attention on {problem.cluster.generation} than {problem.kernel}: {named}"
+    return (
+        f"attention kernels that are faster than {problem.kernel} on "
+        f"{problem.cluster.generation}: {named}"
+    )
 
 
 def _loss(system: System) -> str:

@@ -29,9 +29,9 @@ def _named(file: MethodFile) -> str:
 
 def _documented(file: MethodFile) -> str:
     if not file.doc.lstrip().startswith(f"{file.name}: "):
-        return f"the docstring does not start with {file.name + ': '!r}"
+        return f"the docstring must start with {file.name + ': '!r}"
     missing = [word for word in SECTIONS if f"\n{word}" not in file.doc]
-    return f"the docstring has no line {', '.join(missing)}" if missing else ""
+    return f"the docstring lacks the line {', '.join(missing)}" if missing else ""
 
 
 def _short(file: MethodFile) -> str:
@@ -53,19 +53,19 @@ def _stateless(file: MethodFile) -> str:
 def _as_json(file: MethodFile) -> str:
     method = file.cls()
     decoded = msgspec.json.decode(msgspec.json.encode(method), type=file.cls)
-    return "" if decoded == method else f"they are decoded as {decoded}"
+    return "" if decoded == method else f"decoding gives {decoded}"
 
 
 Checks = dict[str, Callable[[MethodFile], str]]
 FORMAT_CHECKS: Checks = {
-    "the file is named after its method": _named,
+    "the file name is the method's name": _named,
     f"the docstring names it and has {', '.join(SECTIONS)}": _documented,
     f"the file has at most {LONGEST_FILE} lines": _short,
 }
 CONTRACT_CHECKS: Checks = {
     "plan takes (problem, base)": _signature,
     "no variable of another scope is written": _stateless,
-    "parameters survive JSON": _as_json,
+    "parameters are unchanged after encoding to JSON and back": _as_json,
 }
 
 

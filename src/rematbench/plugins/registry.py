@@ -199,7 +199,7 @@ class Registry(Struct, frozen=True):
         parts = [self._part(part.strip(), spec) for part in self._parts(spec)]
         entries = [entry for entry, _ in parts]
         if len({e.name for e in entries}) < len(entries):
-            raise MethodError(f"method {spec!r} names a method twice")
+            raise MethodError(f"method {spec!r} contains the same method twice")
         wanted = [
             (f"{entry.name}.{key}", value)
             for entry, words in parts
@@ -210,7 +210,7 @@ class Registry(Struct, frozen=True):
             owner, _, parameter = key.rpartition(".")
             values = given[_owner(entries, owner, parameter)]
             if parameter in values:
-                raise MethodError(f"parameter {parameter!r} is given twice: in {spec!r} and apart")
+                raise MethodError(f"parameter {parameter!r} is set twice: in {spec!r} and by --set")
             values[parameter] = value
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
 
@@ -225,11 +225,12 @@ class Registry(Struct, frozen=True):
             near = start if tuned.isdigit() else text
             return entry, _inline(words, spec, lambda: closest(near, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
-            raise MethodError(f"method {text!r}: {tuned!r} behind the policy {policy.name!r}")
+            raise MethodError(f"method {text!r}: put {tuned!r} before the policy {policy.name!r}")
         if text == policy.name and policy.smallest:
             example = f"'{policy.name} 2'"
             raise MethodError(
-                f"{policy.name} is tuned to each problem: give its {policy.smallest}, as {example}"
+                f"{policy.name} tunes itself to the problem: set its {policy.smallest}, for "
+                f"example {example}"
             )
         amount = {policy.smallest: int(tuned)} if policy.smallest else {}
         return self._entry(policy.method), {**policy.settings, **amount}

@@ -51,7 +51,11 @@ def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode)
         key = loader.construct_object(key_node)
         twice = isinstance(key, Hashable) and key in seen
         if twice or not isinstance(key, Hashable):
-            problem = f"key {key!r} is given twice" if twice else "a key is a mapping or a list"
+            problem = (
+                f"key {key!r} is given twice"
+                if twice
+                else ("a key of a mapping must not be a mapping or a list")
+            )
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
@@ -82,7 +86,7 @@ def require_unique(names: Sequence[str], label: str, key: str) -> None:
     """ConfigError if a name occurs twice in `names` (the names of the entries under `key`)."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(label, key, f"name {twice!r} is given twice")
+        raise ConfigError(label, key, f"name {twice!r} appears twice")
 
 
 def require_among(
@@ -110,7 +114,7 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
     if _circular(data, set(), set()):
         raise ConfigError(label, "", "an alias contains itself")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigError(label, "", "expected a mapping of names to values at the top level")
+        raise ConfigError(label, "", "the top level must be a mapping of names to values")
     return data
 
 
@@ -202,7 +206,7 @@ def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
         )
     text = entry.get("source", entry.get("fitted"))
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(label, key, "the source must be a string that is not empty")
+        raise ConfigError(label, key, "the source must be a non-empty string")
     return entry["value"], text if "source" in entry else f"fitted: {text}"
 
 

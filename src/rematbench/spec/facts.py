@@ -51,8 +51,8 @@ PLAUSIBLE: dict[str, tuple[float, float, str]] = {
 """The lower and upper limit of each number of a GPU cluster, and its unit.  A number outside has a
 wrong unit (TFLOP/s, GB, Gbit/s) or counts the wrong thing (the NICs of a node, not of a GPU)."""
 LOSS = (
-    "unknown key: set fused_loss, or loss_in_place, loss_keeps_logits and logits_fp32; a tiled "
-    "loss is part of a plan (mst:head_chunks=N), on any stack"
+    "unknown key: set fused_loss, or loss_in_place, loss_keeps_logits and logits_fp32; to tile "
+    "the loss, use the method mst:head_chunks=N"
 )
 
 
@@ -66,7 +66,10 @@ def require_allowed(value: str, allowed: tuple[str, ...], label: str, key: str) 
 def check_model(model: Model, label: str) -> None:
     """ConfigError for shapes that no decoder can have."""
     if model.num_heads % model.num_kv_heads != 0:
-        problem = f"{model.num_kv_heads} KV heads must divide {model.num_heads} heads"
+        problem = (
+            f"the number of heads ({model.num_heads}) must be a multiple of the number of "
+            f"KV heads ({model.num_kv_heads})"
+        )
         raise ConfigError(label, "num_kv_heads", problem)
     contradictions = {
         "pre_norm": (
@@ -82,7 +85,10 @@ def check_model(model: Model, label: str) -> None:
         if wrong:
             raise ConfigError(label, key, problem)
     if model.attention_window and len(model.attention_window) != model.num_layers:
-        problem = f"{len(model.attention_window)} windows for {model.num_layers} layers"
+        problem = (
+            f"got {len(model.attention_window)} windows, expected one for each of the "
+            f"{model.num_layers} layers"
+        )
         raise ConfigError(label, "attention_window", problem)
 
 
@@ -93,7 +99,7 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
     declared = cluster.generation
     for generation, gpus in GENERATIONS.items():
         if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
-            problem = f"{declared}, but the gpu {cluster.gpu!r} is {generation}"
+            problem = f"{declared}, but the GPU {cluster.gpu!r} is of generation {generation}"
             raise ConfigError(label, "generation", problem)
     for key, (low, high, unit) in PLAUSIBLE.items() if declared != CPU else ():
         value = getattr(cluster, key)
@@ -101,9 +107,9 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
             problem = f"{value:g}: expected {unit}, from {low:.3g} to {high:.3g}"
             raise ConfigError(label, key, problem)
     if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
-        raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
+        raise ConfigError(label, "non_torch_bytes", "must be smaller than hbm_bytes")
     if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
-        problem = f"more than the node's {cluster.gpus_per_node} GPUs"
+        problem = f"must not exceed the {cluster.gpus_per_node} GPUs of a node"
         raise ConfigError(label, "pcie_gpus_per_link", problem)
 
 
@@ -126,10 +132,10 @@ def _check_bytes(system: System, label: str) -> None:
         allowed = GRADIENTS if key == "grad_bytes" else DTYPES
         if getattr(system, key) not in allowed:
             listed = ", ".join(map(str, allowed))
-            problem = f"{getattr(system, key)}: not a training dtype (allowed: {listed})"
+            problem = f"{getattr(system, key)} bytes match no training dtype (allowed: {listed})"
             raise ConfigError(label, key, problem)
     if system.late_state_bytes > system.optimizer_bytes:
-        problem = f"more than the optimizer's {system.optimizer_bytes} bytes a parameter"
+        problem = f"must not exceed optimizer_bytes, {system.optimizer_bytes} bytes per parameter"
         raise ConfigError(label, "late_state_bytes", problem)
 
 

@@ -98,19 +98,20 @@ def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     that ulysses divides dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     return [
-        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs are more than the limit of {MOST_GPUS}"),
+        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs exceed the limit of {MOST_GPUS}"),
         (
             work.seq_len * lay.global_batch > MOST_TOKENS,
-            f"seq_len {work.seq_len} x global_batch {lay.global_batch} are more tokens a step than "
-            f"the limit of {MOST_TOKENS}",
+            f"seq_len {work.seq_len} x global_batch {lay.global_batch} exceed the limit of "
+            f"{MOST_TOKENS} tokens per step",
         ),
         (
             passes > MOST_PASSES,
-            f"micro-batches x pp x vpp = {passes} are more passes than the limit of {MOST_PASSES}",
+            f"micro-batches x pp x vpp = {passes} exceed the limit of {MOST_PASSES} passes",
         ),
         (
             lay.dp % lay.ulysses != 0,
-            f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (it takes ranks from dp)",
+            f"dp {lay.dp} must be a multiple of ulysses = {lay.ulysses} (ulysses groups ranks of "
+            "dp)",
         ),
         (
             lay.dp * lay.cp % lay.state_shards != 0,
@@ -124,7 +125,8 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
         *_model_rules(lay, work),
         (
             work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
-            f"seq_len {work.seq_len} must be a multiple of 2 x cp = {2 * lay.cp} (two slices)",
+            f"seq_len {work.seq_len} must be a multiple of 2 x cp = {2 * lay.cp} (each cp rank "
+            "takes two slices)",
         ),
         (
             lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
@@ -134,7 +136,8 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
         *_stack_rules(lay, system),
         (
             lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
-            f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill nodes of {cluster.gpus_per_node}",
+            f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill whole nodes of "
+            f"{cluster.gpus_per_node} GPUs",
         ),
     ]
 
@@ -214,7 +217,7 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
         ),
         (
             max(kv_heads, degree) % min(kv_heads, degree) != 0,
-            f"{kv_heads} KV heads of a rank and ulysses = {degree}: one must divide the other",
+            f"{kv_heads} KV heads per rank and ulysses = {degree}: one must divide the other",
         ),
     ]
 
@@ -264,7 +267,7 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
         *_document_rules(lay, work),
         (
             model.position == "learned" and model.max_positions < work.seq_len,
-            f"seq_len {work.seq_len} is more than the {model.max_positions} learned positions of "
+            f"seq_len {work.seq_len} exceeds the {model.max_positions} learned positions of "
             f"{model.name}",
         ),
         (

@@ -130,17 +130,17 @@ def _inherited(
     _refuse_job(data, label)
     for key in (*NOT_FACTS[kind], "constants", "sources"):
         if key in data and key not in NOT_FACTS[kind]:
-            raise ConfigError(label, key, "cannot be set in a file")
+            raise ConfigError(label, key, "this key cannot be set in a file")
         data.pop(key, None)
     base = data.pop("base", "")
     values, sources = flatten(data, label)
     if not base:
         return values, sources, ()
     if not isinstance(base, str):
-        raise ConfigError(label, "base", f"expected the name or file of a {kind}")
+        raise ConfigError(label, "base", f"expected the name or the file of a {kind}")
     above = located(kind, base)
     if above.resolve() in (path.resolve(), *(other.resolve() for other in below)):
-        raise ConfigError(label, "base", f"{base!r} is based on this file")
+        raise ConfigError(label, "base", f"{base!r} is itself based on this file")
     given, known, bases = _inherited(kind, above, (*below, path))
     sources = {**sources, **_reasons(data, label)}
     return {**given, **values}, {**known, **sources}, (str(given["name"]), *bases)
@@ -156,7 +156,10 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
         sourced = isinstance(entry, dict)
         found[key] = str(entry.get("source", "fitted")) if sourced else everywhere
         if not found[key]:
-            problem = "overrides its base without a source: {value: ..., source: ...}, or mine"
+            problem = (
+                "a value that overrides the base needs a source: "
+                "{value: ..., source: ...}, or `source: mine`"
+            )
             raise ConfigError(label, key, problem)
     return found
 
@@ -222,7 +225,10 @@ def _of_a_hub(kind: Kind, text: str) -> str:
     if Path(text).suffix in {".yaml", ".yml", ".json"}:
         return ""
     near = closest(text.partition("/")[2].lower(), names("model"))
-    return f": hub names are not looked up; give the path of the model's config.json{near}"
+    return (
+        f": names on the Hugging Face hub are not looked up; pass the path of the model's "
+        f"config.json{near}"
+    )
 
 
 @cache

@@ -25,12 +25,12 @@ class _FieldErrors(StructMeta):
             return super().__call__(*values, **given)
         except TypeError:
             if values:
-                reason = f"give {values[0]!r} by its name: model=..., cluster=..."
+                reason = f"pass {values[0]!r} as a keyword argument: model=..., cluster=..."
                 raise ConfigError("", "Problem", reason) from None
             known = fields(cast("type[Struct]", cls))
             require_among(given, [field.name for field in known], ("", "Problem", "field"))
             missing = [field.name for field in known if field.required and field.name not in given]
-            raise ConfigError("", "Problem", f"missing: {', '.join(missing)}") from None
+            raise ConfigError("", "Problem", f"missing arguments: {', '.join(missing)}") from None
 
 
 class ProblemSpec(
@@ -113,7 +113,9 @@ class ProblemSpec(
             if not field.required and (value is True or value == field.default):
                 continue
             if isinstance(value, Struct):
-                raise ConfigError("", field.name, "a command needs a name or a file, not an object")
+                raise ConfigError(
+                    "", field.name, "a command line cannot express an object; pass a name or a file"
+                )
             words += [flag(field.name)] if value is False else [flag(field.name), str(value)]
         return words
 

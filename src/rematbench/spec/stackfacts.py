@@ -9,7 +9,7 @@ from rematbench.spec.load import NOT_FACTS, OWN_KEYS, load_system, located, name
 from rematbench.spec.system import System
 
 DEFAULT = "default"
-UNSET = "set by no file: the default of every stack"
+UNSET = "not set in any file: the default of every stack"
 NO_FACTS = (*OWN_KEYS, "sources", "constants", "scales")
 """Fields of a stack that are not facts."""
 

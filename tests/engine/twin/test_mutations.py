@@ -66,7 +66,7 @@ MUTATIONS: dict[str, tuple[str, Change, str, str]] = {
     "compute does not wait for H2D": (
         "B",
         without(wait_for("compute", "h2d")),
-        "reads .*@?.* before h2d is known to have made it|while h2d may still use it",
+        "reads .*@?.* without waiting until h2d has written it|while h2d may still use it",
         "freed while h2d has yet to use it",
     ),
     "a device copy is freed before D2H is done": (
@@ -78,85 +78,85 @@ MUTATIONS: dict[str, tuple[str, Change, str, str]] = {
     "D2H does not wait for the forward": (
         "D2H",
         without(wait_for("d2h", "f_end")),
-        "reads .* before compute is known to have made it",
+        "reads .* without waiting until compute has written it",
         "",
     ),
     "H2D does not wait for compute, and so not for D2H": (
         "H2D",
         without(lambda a: a.kind is Kind.WAIT),
-        "reads .*@host before d2h is known to have made it",
+        "reads .*@host without waiting until d2h has written it",
         "",
     ),
     "H2D may overwrite what compute still reads": (
         "H2D",
         lambda a: [replace(a, wait="d2h")] if a.kind is Kind.WAIT else [a],
-        "allocates .* while compute may still use memory that it frees",
+        "allocates .* in memory that compute may still use",
         "",
     ),
     "a gather does not wait for its input": (
         "F",
         without(lambda a: a.kind is Kind.WAIT and a.stream == "tp"),
-        "reads E.embedding.part before compute is known to have made it",
+        "reads E.embedding.part without waiting until compute has written it",
         "",
     ),
     "compute does not wait for a reduction": (
         "F",
         without(lambda a: a.kind is Kind.WAIT and a.stream == "compute"),
-        "reads L0.layer_input before tp is known to have made it|frees .* while tp may still use",
+        "reads L0.layer_input without waiting until tp has written it|frees .* while tp may still use",
         "is corrupt|yet to use it",
     ),
     "compute does not wait for its input": (
         "F",
         without(wait_for("compute", "recv_f")),
-        "reads L0.layer_input before pp_recv is known to have made it",
+        "reads L0.layer_input without waiting until pp_recv has written it",
         "is corrupt",
     ),
     "the sender does not wait for its forward": (
         "send_f",
         without(wait_for("pp_send", "f_end")),
-        "reads .*layer_input before compute is known to have made it",
+        "reads .*layer_input without waiting until compute has written it",
         "",
     ),
     "drop an H2D": (
         "H2D",
         without(lambda a: a.kind is Kind.H2D),
-        "reads .*, which is not alive",
+        "reads .*, which is not allocated",
         "is not alive",
     ),
     "drop a D2H": (
         "D2H",
         without(lambda a: a.kind is Kind.D2H),
-        "reads .*@host, which is not alive",
+        "reads .*@host, which is not allocated",
         "is not alive",
     ),
     "drop a JOIN": (
         "B",
         without(lambda a: a.kind is Kind.JOIN),
-        "reads .*, which is not alive",
+        "reads .*, which is not allocated",
         "is not alive",
     ),
     "drop a recompute": (
         "B",
         without(lambda a: a.kind is Kind.RECOMPUTE),
-        "reads .*, which is not alive",
+        "reads .*, which is not allocated",
         "is not alive",
     ),
     "allocate twice": (
         "F",
         lambda a: [a, a] if a.op == "qkv" and a.kind is Kind.FORWARD else [a],
-        "allocates L0.q, which is alive",
+        "allocates L0.q, which is already allocated",
         "is allocated twice",
     ),
     "free twice": (
         "F",
         lambda a: [a, a] if a.kind is Kind.FREE else [a],
-        "frees .*, which is not alive",
+        "frees .*, which is not allocated",
         "is not alive",
     ),
     "wait for what nobody records": (
         "F",
         lambda a: [replace(a, wait="nobody")] if a.kind is Kind.WAIT else [a],
-        "waits for 'nobody', which no action has recorded",
+        "waits for 'nobody', but no action records it",
         "",
     ),
 }
@@ -187,7 +187,9 @@ def test_parameters_used_before_their_gather_is_done_are_caught() -> None:
         if a.part == "L0" and a.op == "parameters"
     )
     broken = mutate(program, "F", without(wait_for("compute", gathered)))
-    with pytest.raises(CheckError, match=r"reads L0.parameters before dp is known to have made it"):
+    with pytest.raises(
+        CheckError, match=r"reads L0.parameters without waiting until dp has written it"
+    ):
         check(broken)
     with pytest.raises(TwinError, match=r"is corrupt|yet to use it"):
         interpret(broken)
@@ -228,7 +230,7 @@ WAITS: dict[str, tuple[Program, str, Callable[[Action], bool], str, str]] = {
     # name: program, block, the action in front of which a stream's wait is left out, what is said
     "a kernel for its gather": (
         *(states(1, "megatron-core"), "F", FIRST, "compute"),
-        "uses weights of E before dp is known to have gathered them",
+        "uses weights of E without waiting until dp has gathered them",
     ),
     "a reduction in a bucket for the backward": (
         *(states(1, "megatron-core"), "B", REDUCES, "dp"),
@@ -294,7 +296,7 @@ ORDERS: dict[str, tuple[Program, Change, str]] = {
     "a gradient is added to when its buffer is gone": (
         states(3, "torchtitan"),
         lambda a: [a, LATE] if "L1.gradients" in a.frees else [a],
-        "adds to L1.gradients, which is not alive",
+        "adds to L1.gradients, which is not allocated",
     ),
     "weights are used after their update": (
         states(1, "megatron-core", update=True),
@@ -398,7 +400,7 @@ def test_swapped_passes_are_caught() -> None:
     """A backward before its own forward; two ranks that disagree about the order."""
     given = problem(model=layers(1), global_batch=2)
     early = (Pass(False, 0, 0), Pass(True, 0, 0), Pass(True, 1, 0), Pass(False, 1, 0))
-    with pytest.raises(CheckError, match=r"reads H.loss_saved, which is not alive"):
+    with pytest.raises(CheckError, match=r"reads H.loss_saved, which is not allocated"):
         check(lower(replace(given.base_plan, orders=(early,)), given))
 
     given = problem(model=layers(4), pp=2, vpp=2, global_batch=2)

@@ -191,5 +191,5 @@ def composed(group: Sequence[Candidate], before: Plan) -> Candidate:
 def lost_reason(why: NoAnswer, limit_s: int) -> str:
     """Explain why a worker gave no result for a candidate, which had `limit_s` CPU seconds."""
     if why == "died":
-        return "its process died"
-    return f"not planned within {limit_s} CPU seconds (--limit SECONDS allows more)"
+        return "the worker process died"
+    return f"planning took more than {limit_s} CPU seconds (raise --limit)"

@@ -60,7 +60,7 @@ def _more_bytes(problem: Problem, result: Result) -> str:
     steps = smallest_feasible(lambda n: larger(n).cost.headroom_bytes(plan), most) if most else 0
     if steps is None or not _fits(larger(steps), plan):
         return ""
-    more = [f"{steps * STEP_BYTES / GIB:.2f} GiB more on each device"] if steps else []
+    more = [f"{steps * STEP_BYTES / GIB:.2f} GiB more memory on each device"] if steps else []
     more += [f"{host / GIB:.2f} GiB more host memory on each node"] if host else []
     return f"with {' and '.join(more)} ({result.method})"
 
@@ -83,7 +83,7 @@ def _states_on_host(problem: Problem, result: Result) -> str:
     speed = f"{evaluation.tokens_per_s_per_gpu:.4g} tokens/s/GPU"
     return (
         f"with the optimizer's states in host memory ({result.method}; "
-        f"{evaluation.host_node_bytes / GIB:.0f} GiB of each node's; "
+        f"{evaluation.host_node_bytes / GIB:.0f} GiB of host memory per node; "
         f"{evaluation.not_timed or speed})"
     )
 

@@ -26,7 +26,7 @@ from rematbench.advise.search.trials import Trial
 from rematbench.plugins.registry import Registry
 from rematbench.worlds.packages.flags import Engines
 
-EXTENDS_FITTING = "adds a method to a plan that fits"
+EXTENDS_FITTING = "adds a method to a plan that already fits"
 """Why a candidate falls that adds methods to a plan that fits: it is not faster."""
 
 
@@ -67,7 +67,9 @@ class Search:
         for bounds in shards:
             over = bounds.shard.states_over_bytes
             held = over <= 0
-            self.excluded.counts["layouts whose states alone do not fit"] += int((~held).sum())
+            self.excluded.counts[
+                "layouts where parameters, gradients and optimizer states do not fit"
+            ] += int((~held).sum())
             if held.any():
                 least_s = float(bounds.shard.kernels_s[held].min())
                 self.queue.push(least_s, Item("shard", None, bounds, KEEP))
@@ -146,12 +148,12 @@ class Search:
         if place is None:
             self._open(bound_s, item)
         elif place.counted:
-            self.excluded.counts["at a layout that is fast enough"] += 1
+            self.excluded.counts["layout already has a plan that is fast enough"] += 1
         elif self._dominated(place, item.candidate, item.step if item.stage in RIPE else 1):
             self.excluded.counts[EXTENDS_FITTING] += 1
             self.queue.postpone(bound_s, item)
         elif item.stage in RIPE and self.memory.settled(bound_s, place, item):
-            self.excluded.counts["memory or no plan, as an earlier plan shows"] += 1
+            self.excluded.counts["memory too small or no plan, known from an earlier plan"] += 1
         elif item.stage in ("tighten", "grow") or (item.stage == "expand" and not place.tightened):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
@@ -194,7 +196,7 @@ class Search:
             if late == (less is None):
                 continue
             if less in lean.searched and not lean.waiting[less]:
-                self.excluded.counts["needs no less memory than with micro-batch 1"] += 1
+                self.excluded.counts["needs as much memory as with micro-batch 1"] += 1
                 candidates = tuple(dict.fromkeys(lean.doubts[less]))
             lean.searched.add(choice)
             for candidate in candidates:
@@ -247,7 +249,7 @@ class Search:
                 if self.memory.may_fit(place, lean, cut):
                     self.queue.push(0.0, Item("compose", place, None, lean_candidate(lean, cut)))
         if not any(self.memory.may_fit(place, *family) for family in self.tree.families):
-            self.excluded.counts["device memory, under the leanest plans"] += 1
+            self.excluded.counts["device memory too small even for the smallest plans"] += 1
             return
         for more in self.tree.more(candidate):
             found = Item("compose", place, None, more)

@@ -166,7 +166,7 @@ def _tuned(registry: Registry, text: str) -> Variant:
     """A method with settings that the user typed, or a policy by its name."""
     methods = registry.resolve(text).methods
     if len(methods) > 1:
-        raise MethodError(f"{text!r}: one method at a time; search composes them itself")
+        raise MethodError(f"{text!r}: name single methods only; search composes them itself")
     cuts = _cuts(registry.methods[methods[0].name])
     return Variant(methods[0].name, text, composes="=" in text, cuts=cuts)
 

@@ -24,8 +24,8 @@ from rematbench.advise.search.trials import NO_PLAN, RESERVED, Site, Trial, plan
 from rematbench.plugins.registry import Registry
 
 COPIED, KEPT = (
-    "host memory, by the bytes that are copied",
-    "device memory, by the bytes that are kept",
+    "host memory too small for the bytes that are copied",
+    "device memory too small for the bytes that are kept",
 )
 """Why a candidate falls that is not probed."""
 
@@ -71,7 +71,7 @@ class MemoryRules:
             return
         place.judged.add((candidate, pieces))
         if candidate.pieces and place.ends.get(in_one_piece(candidate)) == 1:
-            self.excluded.counts["host memory, in any number of pieces"] += 1
+            self.excluded.counts["host memory too small for any number of pieces"] += 1
             return
         if pieces == 1 and self.tree.ends_next(candidate) and self.lacks_bytes(place, candidate):
             for more in self.tree.more(candidate):
@@ -185,11 +185,11 @@ class MemoryRules:
             host_over = found.host_bytes[step - 1, at] - bounds.shard.problem.cost.host_room_bytes
             if host_over > 0:
                 self.excluded.lacks_host(float(host_over))
-                self.excluded.counts["host memory, by its bound"] += 1
+                self.excluded.counts["host memory too small by a lower bound"] += 1
                 return None  # no larger step of the share needs less host memory
             if over[step - 1] > 0:
                 self.excluded.lacks_device(float(over[step - 1]))
-                self.excluded.counts["device memory, by its bound"] += 1
+                self.excluded.counts["device memory too small by a lower bound"] += 1
             elif (candidate, step) in place.flat:
                 self.excluded.counts["memory, in any number of pieces"] += 1
             else:

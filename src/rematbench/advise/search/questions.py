@@ -235,14 +235,14 @@ def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[
     if at.short_bytes < inf:  # else no plan lacked device memory
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more[1]:
-            yield f"with {more[0] / GIB:.1f} GiB more on each device, or less", more[1]
+            yield f"with at most {more[0] / GIB:.1f} GiB more memory on each device", more[1]
     if any(reason.startswith("host") and count for reason, count in at.excluded.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):
-            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found
+            yield f"with twice the {cluster.host_bytes / GIB:.0f} GiB of host memory", found
     for times in (2, 4):
         if found := fits(gpus=times * spec.gpus):
-            yield f"on {times * spec.gpus} GPUs, or fewer", found
+            yield f"on at most {times * spec.gpus} GPUs", found
             return
 
 
@@ -264,7 +264,7 @@ def _enough(reach: Any, least: float, most: int) -> Answer:
 def prices(request: SearchRequest, processes: int) -> Iterator[tuple[str, float]]:
     """Yield changes of the machine in words, with the seconds of the fastest step after each: first
     the machine as it is, then a machine with more memory or faster links."""
-    yield "as it is", _step_s(request, processes)
+    yield "no change", _step_s(request, processes)
     for change, cluster in _changes(request):
         there = replace(request, spec=replace(request.spec, cluster=cluster, hbm_bytes=None))
         yield change, _step_s(there, processes)

@@ -286,8 +286,8 @@ def _count(slower: Counter[str], item: Item) -> None:
     place = item.place
     if place is None or item.stage == "layout":
         held = int((item.bounds.shard.states_over_bytes <= 0).sum()) if item.bounds else 1
-        slower["layouts slower even where everything is kept"] += held
+        slower["layouts slower than the best even if nothing is recomputed or offloaded"] += held
     elif place.bounds.by_copies(item.candidate, item.step, item.pieces, place.index):
-        slower["slower by their bound: copies over the host link"] += 1
+        slower["slower than the best: copies over the host link"] += 1
     else:
-        slower["slower by their bound: kernels and messages"] += 1
+        slower["slower than the best: kernels and messages"] += 1

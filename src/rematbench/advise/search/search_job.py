@@ -95,10 +95,10 @@ class SearchJob:
         self.cluster = cluster
         self.system = hosting(spec.system, spec.optimizer, spec.parameters)
         if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
-            why = f"{cluster.name} has no host_update_parameters_per_s, so no step has seconds"
+            why = f"{cluster.name} has no host_update_parameters_per_s, so step times are unknown"
             raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
         if self.system.parameters_on_host:
-            why = "no search places parameters in host memory; simulate and compare do"
+            why = "search does not support parameters in host memory; use simulate or compare"
             raise ConfigError("", "parameters", f"'host': {why} (allowed here: device)")
         self.registry = _registry(request)
 
@@ -108,8 +108,12 @@ class SearchJob:
         work = self.request.spec.workload(self.model)
         found = space(self.request.spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:
-            reasons = [f"{count} fall to: {rule}" for rule, count in found.refused.items()]
-            raise LayoutError(f"no layout of {self.request.spec.gpus} GPUs: {'; '.join(reasons)}")
+            reasons = [
+                f"{count} layouts break the rule: {rule}" for rule, count in found.refused.items()
+            ]
+            raise LayoutError(
+                f"no layout is possible on {self.request.spec.gpus} GPUs: {'; '.join(reasons)}"
+            )
         return found
 
     def ready(self) -> "SearchJob":
@@ -139,7 +143,7 @@ class SearchJob:
         if not engines:
             name = self.request.engine
             raise MethodError(
-                f"engine {name} has no options for stack {self.system.name} on any layout here"
+                f"engine {name} cannot run stack {self.system.name} on any of these layouts"
             )
         return [one for one in found if self._runs(one.at(1), engines)]
 
@@ -358,8 +362,8 @@ def _registry(request: SearchRequest) -> Registry:
     registry = discover(request.folders)
     planned = [_planned(registry, name) for name in request.only]
     if planned and all(planned):
-        why = "a planner enters at the layouts of other methods' plans: name one of these too"
-        raise MethodError(f"{request.only[0]}: {why}, or see compare")
+        why = "a planner starts from the plans of other methods: add a method that is not a planner"
+        raise MethodError(f"{request.only[0]}: {why}, or use compare")
     return registry
 
 

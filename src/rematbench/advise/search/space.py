@@ -85,7 +85,9 @@ def space(
     refused: Counter[str] = Counter()
     ranks = (fixed.tp or 1) * (fixed.cp or 1) * (fixed.pp or 1) * (fixed.ulysses or 1)
     if spec.gpus % ranks:
-        raise LayoutError(f"gpus {spec.gpus} must be a multiple of the degrees given = {ranks}")
+        raise LayoutError(
+            f"gpus {spec.gpus} must be a multiple of {ranks}, the product of the requested degrees"
+        )
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
@@ -125,10 +127,10 @@ def layouts(
         for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
             replicas, rest = divmod(dp, ulysses)
             if rest or not replicas:
-                refused["dp is no multiple of ulysses"] += 1
+                refused["dp is not a multiple of ulysses"] += 1
                 continue
             if spec.global_batch % replicas:
-                refused["global batch is no multiple of the replicas"] += 1
+                refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
             for micro_batch, vpp, zero in product(
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),

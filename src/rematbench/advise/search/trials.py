@@ -20,7 +20,7 @@ from rematbench.spec.layout import LayoutError
 from rematbench.worlds.packages.flags import Engines
 
 NO_PLAN = "no plan: "
-RESERVED = "device memory, as the allocator reserves it"
+RESERVED = "device memory too small for what the allocator reserves"
 """Why a plan does not fit whose live bytes fit."""
 
 KEPT_ACTIONS = 20_000
@@ -81,7 +81,7 @@ class Site:
             again = replace(before.result, method=method, plan=plan, bound_s=bound_s)
             return replace(before, result=again)
         if engines and not engines.of(plan):
-            reason = f"no options of {engines.only}"
+            reason = f"{engines.only} has no options for this plan"
             return Trial(result=replace(result, status="unsupported", reason=reason))
         keeps = self._evaluator
         try:

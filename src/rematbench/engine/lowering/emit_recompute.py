@@ -160,7 +160,9 @@ class Recomputer:
         if fate is None or not fate.recompute_bytes or storage in self.on_device:
             return f"{storage}.r"
         if fate.mixed:
-            raise PlanError(f"{storage} comes from a mini-sequence: recompute all of it or none")
+            raise PlanError(
+                f"{storage} is computed in a mini-sequence: recompute all of it or none"
+            )
         self.on_device.add(storage)
         return storage
 
@@ -234,7 +236,7 @@ class Recomputer:
             return storage
         fate = self.fate(unit, name)
         if fate is None:
-            raise PlanError(f"{storage} is needed in the backward but never saved")
+            raise PlanError(f"the backward needs {storage}, but no rule saves or recomputes it")
         if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
             if unit.table.producer(name) is None:
                 raise PlanError(_orphan(storage))

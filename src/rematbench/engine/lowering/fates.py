@@ -188,7 +188,7 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
             rebuilt = int(shard_rows * fate.recompute + 1e-9) * row_bytes
             return Resolved(whole - off - rebuilt, off, rebuilt, fate.scope)
         case ByteBudget():
-            raise PlanError("a byte budget is resolved over a chunk, not over one tensor")
+            raise PlanError("a byte budget applies to a chunk, not to one tensor")
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:

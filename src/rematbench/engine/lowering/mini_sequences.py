@@ -78,9 +78,11 @@ def _require_piecewise(op: Op, taken: list[Op]) -> None:
     if not op.row_local:
         raise PlanError(f"mini-sequence: {op.name} is not row-local")
     if op.alias_inputs:
-        raise PlanError(f"mini-sequence: {op.name} passes on whole gradients, not pieces of them")
+        raise PlanError(
+            f"mini-sequence: {op.name} returns whole gradients, so it cannot run in pieces"
+        )
     if op in taken:
-        raise PlanError(f"mini-sequence: {op.name} is in two of them")
+        raise PlanError(f"{op.name} is in two mini-sequences")
 
 
 def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:

@@ -26,18 +26,18 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     shape = [len(chunks) for chunks in plan.partition]
     if shape != [lay.vpp] * lay.pp:
         raise PlanError(
-            f"partition has chunks per rank {shape}, the layout needs {[lay.vpp] * lay.pp}"
+            f"partition has {shape} chunks per rank, but the layout needs {[lay.vpp] * lay.pp}"
         )
     virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
     layers = [layer for chunk in virtual for layer in chunk]
     if layers != list(range(problem.workload.model.num_layers)):
-        raise PlanError("partition must hold every layer once, in order, over the virtual stages")
+        raise PlanError("partition must contain every layer once, in order of the virtual stages")
     if any(not chunk for chunk in virtual):
         raise PlanError("partition has an empty chunk: every chunk needs a layer")
     parameter = plan.state("parameter")
     if gathers_by_layer(parameter, lay) and parameter.release == "never":
         raise PlanError(
-            "parameters gathered per layer are released by the forward or the backward, not never"
+            "parameters gathered per layer must be released in the forward or the backward"
         )
     _check_host_states(plan)
     if refused := graph_conflict(plan, problem):
@@ -54,7 +54,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
     operators = {op.name for table in (*problem.layer_kinds, problem.head) for op in table.ops}
     for sequence in plan.mini_sequences:
         if operators.isdisjoint(sequence.ops):
-            raise PlanError(f"mini-sequence of {sequence.ops} names no operator of this model")
+            raise PlanError(f"mini-sequence of {sequence.ops} matches no operator of this model")
 
 
 def _check_host_states(plan: Plan) -> None:
@@ -62,7 +62,7 @@ def _check_host_states(plan: Plan) -> None:
     if optimizer.home == "host" and optimizer.update == "backward":
         raise PlanError("an optimizer in host memory updates once per step, not in the backward")
     if gradient.home == "host" and optimizer.home == "device":
-        raise PlanError("gradients in host memory need their optimizer there")
+        raise PlanError("gradients in host memory need the optimizer in host memory")
     if plan.state("parameter").home == "host" and optimizer.update == "backward":
         raise PlanError("parameters in host memory are updated once per step, not in the backward")
 
