@@ -39,9 +39,9 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of a traced step. `saved` is what autograd keeps between forward and backward;
-    `held_besides_bytes` are the bytes of all other storages alive at that time. The remaining
-    fields are peaks by phase and bytes of states."""
+    """The result of a traced step. `saved` are the storages that autograd keeps between forward and
+    backward; `held_besides_bytes` are the bytes of all other storages alive at that time. The
+    remaining fields are peaks by phase and bytes of states."""
 
     saved: tuple[SavedTensor, ...]
     held_besides_bytes: int

@@ -42,7 +42,7 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds in which the host issues one launch.  The stack's constant grows where a node has
+        """Seconds in which the host issues one launch.  The stack's constant grows if a node has
         more ranks of a tensor-parallel group, which issue at the same time, than its cores can
         serve (`host_ranks`)."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)

@@ -131,7 +131,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if no
     shipped GPU is like it; `shape` a head dimension whose rows are not aligned (both otherwise "");
-    `document_len`: 0 where no documents are packed, as in published rows."""
+    `document_len`: 0 if no documents are packed, as in published rows."""
 
     stack: str
     generation: str

@@ -102,7 +102,7 @@ class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Unfused attention of torch operators: passes over the score matrix in memory, forward and
-    backward together, and the further passes where a separate kernel applies the causal mask."""
+    backward together, and the further passes if a separate kernel applies the causal mask."""
 
     passes: float
     mask_passes: float

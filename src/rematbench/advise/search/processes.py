@@ -2,7 +2,7 @@
 
 Each process has a share of the shards, and all processes know the best step.  A round is a fixed
 amount of work, counted and not timed, so that plans do not depend on the speed of the machine.
-Planners are methods whose plan is unknown until it is solved.  Bounds cover no such plan, so
+Planners are methods whose plan is unknown until it is solved.  Bounds do not cover such plans, so
 planners start after the other plans are proved.  Each planner is solved at the layouts of the
 fastest plans, in that order, until one of its plans fits.
 """
