@@ -1,6 +1,6 @@
 """One forward, loss and backward of a model of Transformers on tensors without values.
 
-Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
+Bytes are sizes of storages: no allocator rounding, no workspaces, no scratch inside kernels.
 Parameters and token ids are states; gradients are states from the moment when autograd makes them
 (`set_to_none`). As in Transformers' Trainer, keys and values are not cached, and the output with
 its logits is not held during the backward, unless `holds_output` is set.

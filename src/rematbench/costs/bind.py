@@ -193,9 +193,9 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all bytes minus those of the system and the
-        processes.  With an optimizer on the host these bytes were measured; otherwise they are an
-        estimate."""
+        """Host bytes of a node that training may pin: all bytes minus the bytes of the system and
+        the processes.  With an optimizer on the host these bytes were measured; otherwise they are
+        an estimate."""
         whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
         if measured is not None:
             return whole - measured

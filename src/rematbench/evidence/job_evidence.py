@@ -146,9 +146,9 @@ class JobProperties(Struct, frozen=True, kw_only=True):
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed; `other_log_error` the same under the constants of another GPU generation (None: a kernel
-    of the row has no rates there).  `sweep` is equal for rows of one job on one stack with the same
-    options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
+    speed; `other_log_error` the same error under the constants of another GPU generation (None: a
+    kernel of the row has no rates there).  `sweep` is equal for rows of one job on one stack with
+    the same options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
 
     source: str
     job: JobProperties

@@ -138,7 +138,7 @@ class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Device(Struct, frozen=True, kw_only=True):
     """The rates of one GPU for kernels: dense peak of all SMs, reached HBM rate, and `taken_sms`,
     the SMs that a concurrent collective occupies (one SM for each block of the collective).
-    `balance`: FLOP per HBM byte over that of the nearest GPU on which kernels were measured."""
+    `balance`: FLOP per HBM byte divided by the value of the nearest measured GPU."""
 
     peak_flop_per_s: Quantity
     hbm_bytes_per_s: Quantity

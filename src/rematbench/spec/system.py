@@ -70,23 +70,23 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     LayerNorm is `fused` in every stack; `compiled` fuses both).  `attention`: the kernel that runs
     when a run requests `flash`, by its name in config/kernels (`unfused`: the stack has no fused
     kernel).  `constants`: names of entries of config/calibration.yaml, of which the first existing
-    entry applies: the name of a shipped stack, then those of its bases (load.py sets the field).
-    `norm_keeps_steps`: an eager RMSNorm saves, instead of its input, the input in fp32, the
-    reciprocal root mean square and the normalised input (in fp32 where 1 is added to the weight).
-    `repeats_kv`: fused attention receives keys and values once per query head, and saves the
-    repeated tensors.  `eager_operators`: unfused attention and soft caps are eager torch operators,
-    which save keys and values once per query head, the softmax both in fp32 and as a copy, and the
-    tanh of a cap.  `held_logit_bytes`: bytes per logit that stay alive during the loss's backward
-    because the training loop holds the model's output (0: no output is held).  With logits computed
-    in pieces no output exists.  `p2p_overlap`: the schedules with which a pipeline send overlaps
-    with the next pass; with other schedules a rank waits for each send at once.  `p2p_synchronous`:
-    if sends do not overlap with passes, the host waits until a pipeline message has arrived before
-    it issues further actions.  `late_state_bytes`: bytes per parameter of the optimizer states that
-    the first update allocates, in gaps left by activations of the first step; the other states
-    exist before training. (Adam of torch and of TransformerEngine allocates both moments at its
-    first step; DeepSpeed's ZeRO allocates them at its start.) `fresh_gradients`: the first backward
-    of a step allocates each gradient when the kernel of its weight runs, and the end of the step
-    frees them (zero_grad(set_to_none=True)); otherwise gradients are alive throughout.
+    entry applies: the name of a shipped stack, then the names of its bases (load.py sets the
+    field).  `norm_keeps_steps`: an eager RMSNorm saves, instead of its input, the input in fp32,
+    the reciprocal root mean square and the normalised input (in fp32 where 1 is added to the
+    weight).  `repeats_kv`: fused attention receives keys and values once per query head, and saves
+    the repeated tensors.  `eager_operators`: unfused attention and soft caps are eager torch
+    operators, which save keys and values once per query head, the softmax both in fp32 and as a
+    copy, and the tanh of a cap.  `held_logit_bytes`: bytes per logit that stay alive during the
+    loss's backward because the training loop holds the model's output (0: no output is held).  With
+    logits computed in pieces no output exists.  `p2p_overlap`: the schedules with which a pipeline
+    send overlaps with the next pass; with other schedules a rank waits for each send at once.
+    `p2p_synchronous`: if sends do not overlap with passes, the host waits until a pipeline message
+    has arrived before it issues further actions.  `late_state_bytes`: bytes per parameter of the
+    optimizer states that the first update allocates, in gaps left by activations of the first step;
+    the other states exist before training. (Adam of torch and of TransformerEngine allocates both
+    moments at its first step; DeepSpeed's ZeRO allocates them at its start.) `fresh_gradients`: the
+    first backward of a step allocates each gradient when the kernel of its weight runs, and the end
+    of the step frees them (zero_grad(set_to_none=True)); otherwise gradients are alive throughout.
     `blocking_copies`: the host waits for the end of each copy of activations between device and
     host (a copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not
     block.  `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory

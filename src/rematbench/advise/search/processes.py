@@ -121,7 +121,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """The most by which an unknown plan may be faster, as a share of the best step."""
+        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
     def lists(self, shown: int, within: float) -> bool:
@@ -209,7 +209,7 @@ def _after(
 
 def distinct(trials: Sequence[Trial]) -> list[Trial]:
     """The plans that fit, fastest first.  Each layout keeps one plan per candidate and, among plans
-    with equal step times, only the one that reserves the fewest bytes."""
+    with equal step times, only the plan that reserves the fewest bytes."""
 
     def order(trial: Trial) -> tuple[float, int]:
         evaluation = trial.result.evaluation
