@@ -250,8 +250,8 @@ def test_a_row_shows_no_speed_of_what_does_not_fit(results: list[Result]) -> Non
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")
     assert set(row[3:]) == {"-", "0.0"}
-    assert verdict([result]).startswith("NOTHING FITS: nearest is")
-    assert verdict([]) == "NOTHING FITS: no method has a plan"
+    assert verdict([result]).startswith("NOTHING FITS: the closest method is")
+    assert verdict([]) == "NOTHING FITS: no method could plan this problem"
 
 
 def test_tuned_methods_leave_the_reserve_free() -> None:

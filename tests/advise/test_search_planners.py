@@ -108,7 +108,7 @@ def test_planners_are_said_apart_and_run_again(tmp_path: Path) -> None:
     target, words = tmp_path / "found.csv", f"{WORDS} --tp 2 --pp 2 --method lynx_heu"
     told = RUN.invoke(app, [*shlex.split(words), "--top", "2", "-o", str(target)])
     assert told.exit_code == 0, told.output
-    assert "outside of the proof: lynx_heu (planners" in told.output
+    assert "not covered by the proved gap: lynx_heu (planners" in told.output
     before, after = told.output.split("planner: lynx_heu at tp 2")
     assert "proved gap" in before
     assert "than the first row" in after
@@ -134,4 +134,5 @@ def test_a_planner_alone_is_no_search() -> None:
         SearchJob(replace(asked(), only=("lynx_heu",)))
     told = RUN.invoke(app, [*shlex.split(WORDS), "--method", "lynx_opt", "--find", "memory"])
     assert isinstance(told.exception, CommandError)
-    assert str(told.exception) == "--method lynx_opt: a planner, which only a search solves"
+    refusal = "--method lynx_opt: --find and --price-tags take no planner"
+    assert str(told.exception) == refusal

@@ -186,7 +186,9 @@ def test_a_base_plan_that_no_package_runs_is_refused(
     monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("run"))
     done = RUN.invoke(APP, [*command, *TRACE[1:], *given])
     assert isinstance(done.exception, CommandError)
-    assert str(done.exception) == f"{given[0]}: megatron_core runs even chunks under 1F1B only"
+    assert str(done.exception) == (
+        f"{given[0]}: megatron_core runs only 1F1B with the same number of layers in every chunk"
+    )
 
 
 @pytest.mark.parametrize(

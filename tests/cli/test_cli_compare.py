@@ -144,7 +144,7 @@ def test_the_fastest_plan_that_runs_is_named_where_the_fastest_runs_nowhere() ->
     fitting = [one for one in compared()[1] if one.fits and not one.same_as]
     first, second = fitting[:2]
     fewer = [replace(first, runs_on=()), *(replace(one, runs_on=("ours",)) for one in fitting[1:])]
-    assert runnable(fewer).startswith(f"FASTEST that runs: {second.method}, ")
+    assert runnable(fewer).startswith(f"FASTEST that an engine can run: {second.method}, ")
     assert runnable([replace(one, runs_on=()) for one in fitting]) == ""
     assert runnable(fewer[1:]) == ""
 
@@ -169,7 +169,7 @@ def test_where_nothing_fits_the_last_line_says_what_would() -> None:
     job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
     ran = typed("compare", *job, "--global-batch", "1", "--limit", "60")
     assert ran.code == 0
-    assert ran.out.splitlines()[5].startswith("NOTHING FITS: nearest is ")
+    assert ran.out.splitlines()[5].startswith("NOTHING FITS: the closest method is ")
     last = ran.out.splitlines()[-1]
     assert last.startswith("WOULD FIT: with ")
     assert "GiB more on each device" in last

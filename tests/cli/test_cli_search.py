@@ -71,7 +71,7 @@ def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
     small = ["--hbm-bytes", str(8 * GIB)]
     told = RUN.invoke(app, ["search", *shlex.split(WORDS), *small])
     assert told.exit_code == 0, told.output
-    assert "NOTHING FITS: every plan is at least" in told.output
+    assert "NOTHING FITS: every plan exceeds the memory" in told.output
 
 
 def ask(*words: str) -> str:
@@ -126,7 +126,7 @@ def test_the_longest_context_is_doubled_then_bisected() -> None:
 
 def test_the_fewest_gpus_make_the_speed() -> None:
     """Twice as many each time; a speed that nothing reaches is said."""
-    assert "NOTHING reaches the target" in ask("--find", "gpus", "--speed", "1e12")
+    assert "NO PLAN reaches the target" in ask("--find", "gpus", "--speed", "1e12")
     few = ask("--find", "gpus", "--speed", "1000").splitlines()
     assert few[-1].startswith("ANSWER: 1 GPU: ")
 
@@ -150,7 +150,7 @@ def test_a_package_without_options_for_a_few_layouts_has_them_for_others() -> No
     told = RUN.invoke(app, shlex.split(words))
     assert told.exit_code == 0, (told.output, told.exception)
     assert "NOTHING FITS" in told.output
-    assert "would fit" in told.output
+    assert "WOULD FIT: " in told.output
 
 
 def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_a_plan_in_a_line_is_whole(tmp_path: Path) -> None:
     best = next(csv.DictReader(target.open()))
     assert ("--partition" in best["run_with"]) == ("--partition" in line)
     assert "pp 4" in line
-    assert "outside of the proof: lynx_heu (planners)\n" in text  # --limit 0: not solved
-    assert "no other plan is faster than a row by more than the gap" in text
+    assert "not covered by the proved gap: lynx_heu (planners)\n" in text  # --limit 0: not solved
+    assert "no plan missing from the table is faster than a row by more than the gap" in text
 
 
 def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +198,13 @@ def test_price_tags_only_buy() -> None:
         (("--find", "gpus"), "give the tokens/s of all GPUs with --speed"),
         (("--find", "batch"), "give the seconds of a step with --step"),
         (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
-        (("--find", "context", "--json"), "--json: not with --find"),
-        (("--find", "context", "-o", "answer.csv"), "-o: not with --find"),
-        (("--price-tags", "--explain", "1", "2"), "--explain: not with --price-tags"),
-        (("--price-tags", "--find", "context"), "--price-tags: not with --find"),
-        (("--json", "--explain", "1", "2"), "--explain: not with --json"),
-        (("--speed", "100"), "--speed: only with --find gpus"),
-        (("--find", "gpus", "--step", "3"), "--step: only with --find batch"),
+        (("--find", "context", "--json"), "--json cannot be used with --find"),
+        (("--find", "context", "-o", "answer.csv"), "-o cannot be used with --find"),
+        (("--price-tags", "--explain", "1", "2"), "--explain cannot be used with --price-tags"),
+        (("--price-tags", "--find", "context"), "--price-tags cannot be used with --find"),
+        (("--json", "--explain", "1", "2"), "--explain cannot be used with --json"),
+        (("--speed", "100"), "--speed needs --find gpus"),
+        (("--find", "gpus", "--step", "3"), "--step needs --find batch"),
     ],
 )
 def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
@@ -222,15 +222,15 @@ def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
     wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
     monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 100)
     narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
-    assert "no room for: " in narrow
-    assert "no room for: " not in wide
+    assert "columns not shown: " in narrow
+    assert "columns not shown: " not in wide
     rows = [line.split("|") for line in wide.splitlines() if re.match(r"\| [1-4] ", line)]
     assert len(rows) == 4
     for row in rows:
         assert any(
             {row[10].strip(), row[11].strip()} <= {*text.split()} for text in narrow.splitlines()
         )
-    table = narrow[narrow.index("step s") : narrow.index("no room for")]
+    table = narrow[narrow.index("step s") : narrow.index("columns not shown")]
     assert max(map(len, table.splitlines())) <= 100
 
 
@@ -260,7 +260,7 @@ def test_a_search_interrupted_at_once_counts_no_plans(monkeypatch: pytest.Monkey
     monkeypatch.setattr("rematbench.cli.search.rounds", stopped)
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS)])
     assert answer.exit_code == 130
-    assert "stopped before anything was bounded or simulated" in answer.output
+    assert "stopped before any plan was evaluated" in answer.output
     assert "0 of 0" not in answer.output
 
 

@@ -189,7 +189,7 @@ def test_rows_without_a_prediction_are_named(tmp_path: Path) -> None:
     assert "5 rows (4 failed, 1 ok)" in first
     told = "failed: column seq_len: 'long' is not a number"
     assert named == [f"row {n}: {told}" for n in (2, 3, 4)]
-    assert more == "and 1 more rows (pred_reason)"
+    assert more == "and 1 more rows (see column pred_reason)"
 
 
 def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
     first, said = ran.out.splitlines()
     assert "2 rows (2 ok)" in first
     assert said.startswith(
-        "unknown model 'llama7b'; did you mean 'llama-7b'?: shapes are from the row"
+        "unknown model 'llama7b'; did you mean 'llama-7b'?: its shapes come from the row"
     )
 
 

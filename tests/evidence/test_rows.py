@@ -144,7 +144,7 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
         for result in results:
             assert f" {result.evaluation.step_s:.4g} " in text
             assert f" {gib(result.verdict.headroom_bytes)} " in text
-        assert ("no room for" in text) == (not wide and width < 160)
+        assert ("columns not shown" in text) == (not wide and width < 160)
         assert not wide or out.width == UNBOUNDED
 
 

@@ -233,7 +233,7 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = [{**ROWS[i], SPEED: "", "step_s": 1.2 * plain[i]["pred_step_s"]} for i in range(2)]
     write_sheet(mine, rows)
     calibrate_user_stack(mine, stack, 1)
-    assert "80 % band that follows: +-" in capsys.readouterr().out
+    assert "80 % band of the calibrated stack: +-" in capsys.readouterr().out
     found = load_system(stack)
     assert found.scales.kernels > 1.02
     assert found.scales.half_width == pytest.approx(band_after(2), abs=1e-4)
@@ -278,7 +278,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": steps[0], "peak_device_bytes": peak}])
     calibrate_user_stack(mine, None, 1)
     alone = capsys.readouterr().out
-    assert "left out one by one: nothing, of one row" in alone
+    assert "error of each row when fitted without it: not possible with a single row" in alone
     assert "peak bytes" not in told
     assert "peak bytes, predicted against measured (not fitted): row 1 -50.0%" in alone
 

@@ -128,7 +128,7 @@ def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) ->
     words = ("rematbench", "cells", "config/measure.yaml", "--store", "results/measure/cells")
     done = measured.run([*words, "--again", "oom", "--cell", "one.keep_all.0"])
     assert done.returncode == 0, done.stderr
-    assert "one.keep_all.0: was oom, will run again" in done.stdout
+    assert "one.keep_all.0: status was oom; it will run again" in done.stdout
     assert due(measured) == {"keep_all.1x2.0"}
     for path, data in kept.items():
         path.write_bytes(data)

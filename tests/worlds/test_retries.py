@@ -129,7 +129,7 @@ def test_simulate_says_them() -> None:
     text = typed("simulate", METHOD, *words(given(ROOM))).out
     assert "16 allocator retries a step (their time is not modelled)" in text
     (line,) = retried(Retries(per_step=2, fails=True))
-    assert "2 allocator retries in a step, the last of which fails too" in line
+    assert "2 allocator retries in a step, and the last retry fails" in line
     assert "retries" not in typed("simulate", METHOD, *words(given(AMPLE))).out
     answer = json.loads(typed("simulate", METHOD, *words(given(ROOM), "--json")).out)
     assert answer["allocator_retries"] == {"per_step": 16, "fails": False}

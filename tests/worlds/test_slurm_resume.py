@@ -23,7 +23,7 @@ def test_resume_without_slurm_says_so_at_once(
     monkeypatch.setenv("PATH", str(tmp_path))
     done = CliRunner().invoke(APP, ["resume", "smoke"])
     assert isinstance(done.exception, CommandError)
-    assert "no Slurm here: squeue is not on PATH" in str(done.exception)
+    assert "Slurm is not available: squeue is not on PATH" in str(done.exception)
 
 
 TOOLS = ("squeue", "scancel")

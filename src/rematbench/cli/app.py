@@ -87,9 +87,9 @@ def command_line(requested: str = "") -> typer.Typer:
     app = typer.Typer(
         name="rematbench",
         help=top.__doc__,
-        epilog="Start with: rematbench examples DIR; rematbench methods; "
-        "rematbench simulate --help.  Completion in the shell: rematbench --install-completion.  "
-        "The commands of the workflow and of Slurm: rematbench --help-all",
+        epilog="Start with: rematbench examples DIR; rematbench methods; rematbench simulate "
+        "--help.  For shell completion: rematbench --install-completion.  For the workflow and "
+        "Slurm commands: rematbench --help-all",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

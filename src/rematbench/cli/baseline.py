@@ -63,7 +63,10 @@ def of_baseline(options: RunOptions) -> Request:
     made = request(plain_options)
     if made.base != made.problem.base_plan:
         given = "--partition" if options.partition else "--gpipe"
-        raise CommandError(f"{given}: {options.method} runs even chunks under 1F1B only")
+        raise CommandError(
+            f"{given}: {options.method} runs only 1F1B with the same number of "
+            "layers in every chunk"
+        )
     return msgspec.structs.replace(made, method=method)
 
 
@@ -105,11 +108,15 @@ def predict_baseline(
 @takes_run
 def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line each
     run: RunOptions,
-    steps: Annotated[int, Option(min=1, help="Steps with losses, gradients and bytes.")] = 2,
-    warmup: Annotated[int, Option(min=1, help="GPUs: more steps before the timed ones.")] = 1,
-    timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = TIMED_STEPS,
+    steps: Annotated[
+        int, Option(min=1, help="Number of steps to check (loss, gradients, bytes).")
+    ] = 2,
+    warmup: Annotated[int, Option(min=1, help="On GPUs: untimed warm-up steps.")] = 1,
+    timed_steps: Annotated[
+        int, Option(min=0, help="On GPUs: number of timed steps.")
+    ] = TIMED_STEPS,
     device: Annotated[
-        str, Option(metavar="cpu|cuda", help="Where to run (default: cuda where there is one).")
+        str, Option(metavar="cpu|cuda", help="Device to run on (default: cuda if available).")
     ] = "",
     timeout: Timeout = 600,
     options: Annotated[
@@ -143,10 +150,12 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
         raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise CommandError(
-            f"--options {options}: not a text file; give the output of `flags`"
+            f"--options {options}: not a text file; it must hold the output of `flags`"
         ) from error
     if options and not printed.strip():
-        raise CommandError(f"--options {options}: is empty; give the output of `flags`")
+        raise CommandError(
+            f"--options {options}: the file is empty; it must hold the output of `flags`"
+        )
     asked: dict[str, package.Option] = {
         "steps": steps,
         "warmup": warmup,
@@ -248,7 +257,7 @@ def flags(
         del values["plan"]
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     elif answer.missing:
-        typer.echo(f"{baseline} has no options equal to {run.method}; missing:")
+        typer.echo(f"{baseline} cannot express the plan of {run.method}; it lacks options for:")
         for line in answer.missing:
             typer.echo(f"  {line}")
         if lost is not None:

@@ -48,14 +48,22 @@ from rematbench.spec.system import Scales
 
 def calibrate(
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="FILE", help="Write the outcome as YAML.")
+        Path | None,
+        Option("-o", "--output", metavar="FILE", help="Write the result to this YAML file."),
     ] = None,
     rows: Annotated[
         Path | None,
-        Option("--rows", metavar="MINE.csv", help="1 to 20 rows of one stack on one cluster."),
+        Option(
+            "--rows",
+            metavar="MINE.csv",
+            help="A sheet with 1 to 20 measured rows of one stack on one cluster.",
+        ),
     ] = None,
     leave_out: Annotated[
-        bool, Option("--leave-one-out", help="Refit without each source and predict its cells.")
+        bool,
+        Option(
+            "--leave-one-out", help="For each source: refit without it, then predict its cells."
+        ),
     ] = False,
     processes: PROCESSES = 2,
 ) -> None:
@@ -88,7 +96,9 @@ def calibrate(
         made = [joined(line, sheets) for line in lines]
         errors = left_out_errors(made, load_accuracy(), start)
         for name, error in errors.items():
-            typer.echo(f"{name}: {100 * error:.1f} % with constants that never saw the source")
+            typer.echo(
+                f"{name}: error {100 * error:.1f} % with constants fitted without this source"
+            )
         typer.echo(out_of_source_means(errors, made))
         return
     report = fitted([row for name in SHEETS for row in sheets[name]], start, processes)
@@ -125,7 +135,9 @@ SUFFIXES = (".yaml", ".yml")
 def calibrate_user_stack(path: Path, output: Path | None, processes: int) -> None:
     """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
     if output is not None and output.suffix not in SUFFIXES:
-        raise CommandError(f"-o {output}: a stack file's name ends in {' or '.join(SUFFIXES)}")
+        raise CommandError(
+            f"-o {output}: the name of a stack file must end in {' or '.join(SUFFIXES)}"
+        )
     rows = with_tangents(timed_rows(path, processes))
     before = prior()
     if wrong := refusals(rows, before):
@@ -135,20 +147,29 @@ def calibrate_user_stack(path: Path, output: Path | None, processes: int) -> Non
     half_width = band_of_rows(data, theta, before)
     out = console()
     _show(out, theta, covariance)
-    left = _percents(leave_one_out_errors(data, before)) if len(rows) > 1 else "nothing, of one row"
-    wide = f"+-{percent(half_width)} (a logarithm), {_learnt(rows, half_width)}"
+    left = (
+        _percents(leave_one_out_errors(data, before))
+        if len(rows) > 1
+        else "not possible with a single row"
+    )
+    wide = (
+        f"+-{percent(half_width)} (in the logarithm of the speed), from errors "
+        f"{_learnt(rows, half_width)}"
+    )
     for line in (
-        f"error before: {_percents(data.errors)}",
-        f"error after: {_percents(data.left(theta))}",
-        f"left out one by one: {left}",
-        f"80 % band that follows: {wide}",
+        f"error before calibration: {_percents(data.errors)}",
+        f"error after calibration: {_percents(data.left(theta))}",
+        f"error of each row when fitted without it: {left}",
+        f"80 % band of the calibrated stack: {wide}",
         *_peaks(rows),
         *(f"WARNING: {line}" for line in suspects(data, theta, before)),
     ):
         out.print(plain(line))
     if output is not None:
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
-        out.print(plain(f"{output}: written; give it as --system, or in the column system"))
+        out.print(
+            plain(f"{output}: written; use it with --system, or in the column `system` of a sheet")
+        )
 
 
 def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
@@ -157,7 +178,9 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
     cannot be predicted."""
     sheet = [{**LOGGED, **row} for row in read_cells(path, "--rows", checked=True)]
     if not 1 <= len(sheet) <= MOST_ROWS:
-        raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
+        raise CommandError(
+            f"{path}: the sheet has {len(sheet)} rows; a calibration needs 1 to {MOST_ROWS}"
+        )
     for column in ONE:
         if len(several := sorted({row[column] for row in sheet})) > 1:
             raise CommandError(
@@ -181,7 +204,7 @@ def with_tangents(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _show(out: Console, theta: Array, covariance: Array) -> None:
-    table = grid("scale", "factor", "+-", title="What moved (factors on seconds)")
+    table = grid("scale", "factor", "+-", title="Fitted scales (factors on seconds)")
     for name, log, variance in zip(SCALES, theta, covariance.diagonal(), strict=True):
         table.add_row(name, f"{math.exp(log):.3f}", percent(math.sqrt(variance)))
     out.print(table)
@@ -192,7 +215,7 @@ def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
     if half_width > band_after(len(rows)):
         return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
     known = max(count for count in COUNTS if count <= len(rows))
-    return f"of published stacks calibrated on {known} of their rows"
+    return f"of published stacks after a calibration on {known} rows each"
 
 
 def _peaks(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -216,14 +239,16 @@ def stack_file(
     found, before = located("system", base).resolve(), load_system(base).scales
     if found == output.resolve():
         raise CommandError(
-            f"-o {output}: this is the stack of the rows; write the new stack to another file"
+            f"-o {output}: the rows use this stack file; write the new stack to another file"
         )
     moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
     scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
     try:
         convert(scales, Scales)
     except ValidationError as error:
-        raise CommandError(f"{path}: no stack file has such scales ({error}): {scales}") from error
+        raise CommandError(
+            f"{path}: the fitted scales are outside the range of a stack file ({error}): {scales}"
+        ) from error
     own: dict[str, Any] = {
         "name": output.stem,
         "version": "1",

@@ -22,17 +22,24 @@ from rematbench.worlds.slurm.cell_records import is_final, remove_records
 from rematbench.worlds.slurm.runner import Runner, finish
 from rematbench.worlds.slurm.slurm_queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
 
-SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
-STORE = Annotated[Path, Option("--store", metavar="DIR", help="Folder of finished cells.")]
+SUITE = Annotated[
+    Path,
+    Argument(
+        metavar="SUITE.yaml", help="Suite file that lists the problems and methods to execute."
+    ),
+]
+STORE = Annotated[
+    Path, Option("--store", metavar="DIR", help="Folder that holds the finished cells.")
+]
 CLUSTER = Annotated[
-    str, Option(metavar="C", help="Name or YAML file, in place of the suite's cluster.")
+    str, Option(metavar="C", help="Cluster name or YAML file; replaces the suite's cluster.")
 ]
 PATIENCE = Annotated[
     float,
     Option(
         min=0.01,
         metavar="MINUTES",
-        help="Minutes without an answer from Slurm before the command fails.",
+        help="Fail if Slurm does not answer for this many minutes.",
     ),
 ]
 
@@ -47,8 +54,8 @@ def run_cells(
     bundle: Annotated[str, Option(metavar="NAME", help="METHOD.NODESxGPUS.PART.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DONE.json", help="Its manifest.")],
     cluster: CLUSTER = "",
-    job_id: Annotated[str, Option(metavar="ID", help="The Slurm job of this process.")] = "",
-    minutes: Annotated[int, Option(min=0, help="The job's time limit (0: none).")] = 0,
+    job_id: Annotated[str, Option(metavar="ID", help="Slurm job id of this process.")] = "",
+    minutes: Annotated[int, Option(min=0, help="Time limit of the job (0: no limit).")] = 0,
     methods: Methods = None,
 ) -> None:
     """Execute a bundle's unfinished cells, in a Slurm job or on this machine.
@@ -62,7 +69,7 @@ def run_cells(
     campaign = _campaign(suite, cluster, methods)
     found = campaign.bundle(bundle)
     if importlib.util.find_spec("torch") is None:
-        raise CommandError("torch is not installed in this environment (docs/slurm.md)")
+        raise CommandError("torch is not installed in this environment (see docs/slurm.md)")
     held = Store(store, job_id=job_id, job_alive=job_alive, say=typer.echo, is_final=is_final)
     runner = Runner(campaign, found, held, job_id=job_id, minutes=minutes, say=typer.echo)
     finish(runner, output)
@@ -79,11 +86,15 @@ def cells(
     ] = None,
     again: Annotated[
         list[str] | None,
-        Option("--again", metavar="STATUS", help="Run cells with this status again (repeatable)."),
+        Option(
+            "--again",
+            metavar="STATUS",
+            help="Rerun cells that ended with this status (repeatable).",
+        ),
     ] = None,
     cell: Annotated[
         list[str] | None,
-        Option(metavar="NAME", help="With --again: only these cells (repeatable)."),
+        Option(metavar="NAME", help="With --again: rerun only this cell (repeatable)."),
     ] = None,
     cluster: CLUSTER = "",
     methods: Methods = None,
@@ -101,7 +112,7 @@ def cells(
       rematbench cells config/measure.yaml --store results/measure/cells
     """
     if cell and not again:
-        raise CommandError("--cell: give --again STATUS too")
+        raise CommandError("--cell needs --again STATUS")
     need_file("-o", output)
     campaign = _campaign(suite, cluster, methods)
     held = Store(store, job_alive=job_alive, is_final=is_final)
@@ -125,8 +136,8 @@ def _forget(
 ) -> None:
     found = remove_records(campaign, held, results, statuses=statuses, names=names)
     for name, was in found.items():
-        typer.echo(f"{name}: was {was}, will run again")
-    typer.echo(f"{len(found)} of {len(campaign.cells)} cells to run again")
+        typer.echo(f"{name}: status was {was}; it will run again")
+    typer.echo(f"{len(found)} of {len(campaign.cells)} cells will run again")
 
 
 def resume(
@@ -135,11 +146,11 @@ def resume(
         Argument(metavar="[TARGET...]", help="Targets (default: measure); options after `--`."),
     ] = None,
     cancel: Annotated[
-        bool, Option("--cancel", help="Cancel live jobs instead of waiting.")
+        bool, Option("--cancel", help="Cancel jobs of an earlier run instead of waiting for them.")
     ] = False,
     patience: PATIENCE = PATIENCE_MINUTES,
     settle: Annotated[
-        bool, Option("--settle", help="Settle the queue, and start nothing.")
+        bool, Option("--settle", help="Only wait for or cancel earlier jobs; start no new job.")
     ] = False,
 ) -> None:
     """Go on after `snakemake --profile slurm` was interrupted or killed, in the folder it ran in.
@@ -153,14 +164,18 @@ def resume(
       rematbench resume -- smoke --config simulate_on=slurm
     """
     if not Path("Snakefile").is_file():
-        raise CommandError(f"no Snakefile in {Path.cwd()}: resume where the run was started")
+        raise CommandError(
+            f"no Snakefile in {Path.cwd()}: run `resume` in the folder where the run was started"
+        )
     if which("squeue") is None:
-        raise CommandError("no Slurm here: squeue is not on PATH")
+        raise CommandError("Slurm is not available: squeue is not on PATH")
     try:
         settle_jobs(Path().resolve(), cancel=cancel, patience_s=60 * patience, say=typer.echo)
     except Silent as error:
-        more = "run the same command again when it does; --patience MINUTES waits longer"
-        raise CommandError(f"{error}; nothing is lost: {more}") from error
+        more = (
+            "run the same command again when Slurm answers, or wait longer with --patience MINUTES"
+        )
+        raise CommandError(f"{error}; finished cells are kept: {more}") from error
     if settle:
         return
     begin = ["snakemake", *(words or ["measure"]), "--profile", "slurm"]

@@ -46,30 +46,47 @@ MOST_PARTS = 3
 def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     run: RunOptions,
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
+        Path | None,
+        Option("-o", "--output", metavar="FILE.csv", help="Also write all numbers to this file."),
     ] = None,
     also: Annotated[
-        Names, Option(metavar="METHOD", help="A further row, as memo:alpha=0.3 (repeatable).")
+        Names,
+        Option(
+            metavar="METHOD",
+            help="Also compare this method, for example memo:alpha=0.3 (repeatable).",
+        ),
     ] = None,
     only: Annotated[
-        Names, Option(metavar="METHOD", help="These rows and no others (repeatable).")
+        Names, Option(metavar="METHOD", help="Compare only these methods (repeatable).")
     ] = None,
     tokens: Annotated[
         float,
         Option(
-            min=0.0, metavar="N", help="Tokens to train on; adds a column with the days it takes."
+            min=0.0,
+            metavar="N",
+            help="Number of tokens to train on; adds a column of training days.",
         ),
     ] = 0.0,
     price: Annotated[
-        float, Option(min=0.0, metavar="P", help="Price of a GPU-hour: with --tokens, adds cost.")
+        float,
+        Option(
+            min=0.0, metavar="P", help="Price of a GPU-hour; with --tokens, adds a column of cost."
+        ),
     ] = 0.0,
     json: Json = False,
     plot: Annotated[
         Path | None,
-        Option(metavar="FILE.png", help="Draw speed against headroom, and steps (pdf, svg too)."),
+        Option(
+            metavar="FILE.png",
+            help="Plot speed against headroom and the parts of the step (png, pdf or svg).",
+        ),
     ] = None,
-    wide: Annotated[bool, Option("--wide", help="Every column, however long lines get.")] = False,
-    limit: Annotated[int, Option(min=1, metavar="S", help="CPU seconds for one candidate.")] = 4,
+    wide: Annotated[
+        bool, Option("--wide", help="Show all columns, even if lines exceed the terminal.")
+    ] = False,
+    limit: Annotated[
+        int, Option(min=1, metavar="S", help="CPU seconds that each candidate may take.")
+    ] = 4,
     processes: Annotated[int, Option(min=1, help="Worker processes.")] = 2,
 ) -> None:
     """Compare all methods, their compositions and the baseline policies on one job.
@@ -241,12 +258,15 @@ class Ranking:
         self.out.print()
         if verdict(results) != self.verdict:
             self.out.print(
-                plain(f"{verdict(results)} (found by a planner, after the table)"), style="bold"
+                plain(
+                    f"{verdict(results)} (a planner finished this plan after the table was printed)"
+                ),
+                style="bold",
             )
         dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
         if self.kept and dropped:
             names = ", ".join(text.replace("\n", " ") for text in dropped)
-            line = f"no room for: {names} (--wide shows them, -o FILE.csv has them)"
+            line = f"columns not shown: {names} (use --wide, or -o FILE.csv)"
             self.out.print(plain(line))
         if RUNS_ON not in dropped:
             self.out.print(plain(f"runs on: {self.comparison.engines.legend()}"))
@@ -271,9 +291,9 @@ def verdict(results: Sequence[Result]) -> str:
     """The fastest plan that fits in one line, or the plan that is nearest to fitting."""
     best = results[0] if results else None
     if best is None or best.verdict is None:
-        return "NOTHING FITS: no method has a plan"
+        return "NOTHING FITS: no method could plan this problem"
     if best.status == "oom":
-        return f"NOTHING FITS: nearest is {best.method}, {best.reason}"
+        return f"NOTHING FITS: the closest method is {best.method}, {best.reason}"
     return f"FASTEST: {_summary(best)}"
 
 
@@ -284,7 +304,7 @@ def safest(results: Sequence[Result]) -> str:
     if not tie:
         return ""
     most = max(tie, key=lambda result: result.headroom_bytes or 0)
-    return "" if most is tie[0] else f"SAFEST within the tie: {_summary(most)}"
+    return "" if most is tie[0] else f"MOST FREE MEMORY among the tied plans: {_summary(most)}"
 
 
 def runnable(results: Sequence[Result]) -> str:
@@ -292,7 +312,11 @@ def runnable(results: Sequence[Result]) -> str:
     if none runs."""
     fitting = _distinct(results)
     first = next((result for result in fitting if result.runs_on), None)
-    return "" if first is None or first is fitting[0] else f"FASTEST that runs: {_summary(first)}"
+    return (
+        ""
+        if first is None or first is fitting[0]
+        else f"FASTEST that an engine can run: {_summary(first)}"
+    )
 
 
 def _distinct(results: Sequence[Result]) -> list[Result]:
@@ -374,17 +398,16 @@ def notes(results: Sequence[Result]) -> list[str]:
         error = percent(ratio_band())
         lines.append(f"= tied: within {error}, our error when comparing two methods")
     lines.append(
-        "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
-        "the seconds by which copies, tp, cp, dp and pp traffic and waiting for the host lengthen "
-        "the step"
+        "where the step goes: compute, recompute and pipeline bubble of the busiest rank, and "
+        "the time that copies, communication (tp, cp, dp, pp) and host waits add to the step"
     )
     lines.append(
-        "80 % band: 80 % of published speeds lie this close to a prediction whose constants were "
-        "fitted without their source; wider where more of the job is outside what was published"
+        "80 % band: 80 % of published speeds differ by less than this from predictions that were "
+        "fitted without their source; the band is wider for jobs that are unlike the published ones"
     )
     bands = [result.error_band for result in fitting if result.error_band]
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())
-    lines += [f"outside: {'; '.join(outside)}"] if outside else []
+    lines += [f"outside of the published range: {'; '.join(outside)}"] if outside else []
     return [*lines, tight_line(), *retry_lines(fitting)]
 
 
@@ -407,5 +430,8 @@ def left_out(results: Sequence[Result], comparison: Comparison) -> list[str]:
     broken = comparison.registry.broken
     lines += [f"unavailable: {path}: {reason}" for path, reason in broken.items()]
     if comparison.left_out:
-        lines.append(f"left out: {comparison.left_out} whose plan equals that of a row above")
+        lines.append(
+            f"{comparison.left_out} candidates are not shown because their plan equals "
+            "the plan of a row above"
+        )
     return lines

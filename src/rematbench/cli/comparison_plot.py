@@ -70,7 +70,7 @@ def _speeds(axes: "Axes", rows: Sequence[Row]) -> None:
         )
     axes.set_xlabel("headroom of the fullest device (GiB)")
     axes.set_ylabel("tokens/s/GPU")
-    axes.set_title("bar: 80 % band; hollow: outside of what was published", fontsize=7)
+    axes.set_title("bars: 80 % band; hollow: outside of the published range", fontsize=7)
     axes.set_ylim(bottom=0)
     if not rows:
         axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")

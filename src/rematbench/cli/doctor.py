@@ -20,7 +20,8 @@ from rematbench.spec.load import calibration, load_cluster, names
 
 PACKAGES = ("rematbench", "numpy", "scipy", "pandas", "msgspec", "snakemake", "matplotlib")
 OUTPUT = Annotated[
-    Path | None, typer.Option("--write", metavar="FILE.yaml", help="Write a cluster file.")
+    Path | None,
+    typer.Option("--write", metavar="FILE.yaml", help="Write a cluster file for this machine."),
 ]
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite FILE.yaml if it exists.")]
 
@@ -54,7 +55,7 @@ def _facts() -> Table:
     table.add_row("CPU", f"{cpu_name()}, {os.cpu_count()} logical cores")
     table.add_row("host memory", f"{host_bytes() / 2**30:.1f} GiB")
     gpus = nvidia_gpus()
-    table.add_row("GPUs", f"{len(gpus)} x {gpus[0][0]}" if gpus else "nvidia-smi lists none")
+    table.add_row("GPUs", f"{len(gpus)} x {gpus[0][0]}" if gpus else "nvidia-smi lists no GPU")
     found = discover()
     table.add_row("methods", ", ".join(found.methods) or "none")
     for path, reason in found.broken.items():
@@ -67,8 +68,8 @@ def _facts() -> Table:
 def _worlds() -> Table:
     table = align_left(grid("world", "available", "needs"), 1, 2)
     there = "yes" if importlib.util.find_spec("torch") is not None else "no"
-    table.add_row("published", "yes", "nothing: numbers from papers")
-    table.add_row("simulated", "yes", "nothing: any laptop")
+    table.add_row("published", "yes", "nothing (numbers from papers)")
+    table.add_row("simulated", "yes", "nothing (runs on any laptop)")
     table.add_row("traced", there, "torch; one CPU process")
     table.add_row("executed", there, "torch; gloo on CPUs, NCCL on GPUs")
     return table
@@ -124,7 +125,11 @@ def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
     """The text of a complete cluster file: numbers of this machine, and data-sheet numbers marked
     CHECK."""
     gpu, hbm = gpus[0] if gpus else ("H100-SXM5-80GB", 85_520_809_984)
-    found = "nvidia-smi on this machine" if gpus else "CHECK: no GPU here; an 80 GB H100"
+    found = (
+        "nvidia-smi on this machine"
+        if gpus
+        else "CHECK: this machine has no GPU; assumes an 80 GB H100"
+    )
     alike, generation = _alike(gpu, hbm)
     sheet = "CHECK: NVIDIA data sheet of this generation"
     host = host_bytes() if gpus else 1_000_000_000_000

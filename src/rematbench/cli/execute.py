@@ -107,7 +107,11 @@ def _other(asked: Request, run: RunOptions, against: str) -> Cell:
 def trace(
     run: RunOptions,
     stage: Annotated[
-        int | None, Option(min=0, help="Pipeline rank (default: the simulated fullest).")
+        int | None,
+        Option(
+            min=0,
+            help="Pipeline rank to trace (default: the rank with the highest simulated peak).",
+        ),
     ] = None,
     out: Out = None,
     json: Json = False,

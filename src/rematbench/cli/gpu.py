@@ -29,16 +29,22 @@ from rematbench.paper.tables.gpu_checks import checks_table
 from rematbench.spec.paths import data_dir
 
 SuiteFile = Annotated[
-    Path | None, Option(metavar="SUITE.yaml", help="Problems (default: of each part in config/).")
+    Path | None,
+    Option(
+        metavar="SUITE.yaml",
+        help="Suite file with the problems (default: the file of each part in config/).",
+    ),
 ]
 Parts = Annotated[
     list[str] | None,
     Option(
         metavar="PART",
-        help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}.",
+        help=f"Run only this part: {', '.join(LIMITS)}, or {', '.join(ON_DEMAND)}.",
     ),
 ]
-Where = Annotated[Literal["cuda", "cpu"], Option(help="cpu: a trial; its seconds are not results.")]
+Where = Annotated[
+    Literal["cuda", "cpu"], Option(help="Device to run on; on cpu, times are not results.")
+]
 
 
 def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
@@ -48,12 +54,20 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     only: Only = None,
     device: Where = "cuda",
     seconds: Annotated[
-        float, Option(min=ENDS_S + 5.0, help="Limit of each part in seconds (default: its limit).")
+        float,
+        Option(
+            min=ENDS_S + 5.0, help="Time limit of each part in seconds (default: the part's limit)."
+        ),
     ] = math.inf,
     first: Annotated[
-        bool, Option("--predict", help="Predict `layers` or `searched`; needs no GPU.")
+        bool,
+        Option(
+            "--predict", help="Only write predictions for `layers` or `searched`; needs no GPU."
+        ),
     ] = False,
-    anew: Annotated[bool, Option("--anew", help="Replace predictions that differ.")] = False,
+    anew: Annotated[
+        bool, Option("--anew", help="Replace existing predictions that differ.")
+    ] = False,
     processes: Annotated[int, Option(min=1, max=64, help="Worker processes of a search.")] = 2,
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:
@@ -106,7 +120,7 @@ def measure_gpu(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ended = replace(summary, parts=tuple(ran for ran in summary.parts if ran.part in names))
     _show(ended, output, claims=claims)
     if device == "cpu":
-        typer.echo("on a CPU: the seconds are not results")
+        typer.echo("this ran on a CPU: its times are not results")
     if not (ended.sound if claims else ended.ended):
         raise typer.Exit(1)
 

@@ -59,13 +59,17 @@ def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) 
             best = answer if answer[1] else best
         ended = True
     except KeyboardInterrupt:
-        out.print(plain("stopped before the answer was proved"))
+        out.print(plain("stopped: the answer is not proved"))
     if best is not None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
     elif ended:
         longest = inverse.find == "context"
-        none = "NOTHING FITS, not even at --seq-len" if longest else "NOTHING reaches the target"
+        none = (
+            "NOTHING FITS, even at the length of --seq-len"
+            if longest
+            else "NO PLAN reaches the target"
+        )
         out.print(plain(none), style="bold")
     if not ended:
         raise Exit(130)
@@ -111,8 +115,8 @@ def _prices(out: Console, request: SearchRequest, processes: int) -> None:
     out.print(table)
     within = f"{100 * request.within:g} %"
     out.print(
-        plain(f"each step is within {within} of the best step; a smaller gain is not significant")
+        plain(f"each step time is proved to within {within} of the best; ignore smaller gains")
     )
     if not ended:
-        out.print(plain("stopped before the other changes were searched"))
+        out.print(plain("stopped: the remaining changes were not searched"))
         raise Exit(130)

@@ -15,7 +15,7 @@ from rematbench.paper.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
 from rematbench.worlds.records.suite import load_matrix
 
-SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
+SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Suite file that declares a matrix.")]
 
 
 def matrix(
@@ -23,7 +23,10 @@ def matrix(
     output: Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Results.")],
     cells: Annotated[
         Path | None,
-        Option(metavar="CELLS.csv", help="From `searches cells`; all else is searched."),
+        Option(
+            metavar="CELLS.csv",
+            help="Results of `searches cells`; cells without a result are searched.",
+        ),
     ] = None,
     model: Annotated[list[str] | None, Option(help="Only this model (repeatable).")] = None,
     seq_len: Annotated[list[int] | None, Option(help="Only this length (repeatable).")] = None,

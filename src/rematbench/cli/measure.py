@@ -34,9 +34,10 @@ def measure(  # noqa: PLR0913, PLR0917  # an option of the command line each
     only: Only = None,
     methods: Methods = None,
     compare: Compare = None,
-    steps: Annotated[int, Option(min=2, help="Optimizer steps of `convergence`.")] = 240,
+    steps: Annotated[int, Option(min=2, help="Number of optimizer steps for `convergence`.")] = 240,
     device: Annotated[
-        Device, Option(help="For `agreement`; cuda: the cells that fit on the GPUs.")
+        Device,
+        Option(help="For `agreement`: device to run on; cuda runs the cells that fit on its GPUs."),
     ] = "cpu",
     timeout: Timeout = 300,
 ) -> None:

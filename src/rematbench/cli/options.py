@@ -53,7 +53,9 @@ def percents(text: str | float, maximum: float = math.inf) -> float:
 Within = Annotated[
     float,
     Option(
-        parser=partial(percents, maximum=50), metavar="P", help="Percent that may stay unproved."
+        parser=partial(percents, maximum=50),
+        metavar="P",
+        help="Stop when the best plan is proved to within this percent.",
     ),
 ]
 
@@ -61,32 +63,40 @@ OPTIONS = {
     "model": Option(
         metavar="M",
         show_default=False,
-        help="Name, YAML file or Hugging Face config.json (required).",
+        help="Model name, YAML file or Hugging Face config.json (required).",
     ),
-    "cluster": Option(metavar="C", show_default=False, help="Name or YAML file (required)."),
-    "system": Option(metavar="Y", help="Software stack: name or file."),
+    "cluster": Option(
+        metavar="C", show_default=False, help="Cluster name or YAML file (required)."
+    ),
+    "system": Option(metavar="Y", help="Software stack: name or YAML file."),
     "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs (required)."),
     "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens (required)."),
     "document_len": Option(
         min=0, metavar="D", help="Mean tokens of packed documents; attention inside each (0: none)."
     ),
     "global_batch": Option(
-        min=1, metavar="B", show_default=False, help="Sequences per step (required)."
+        min=1,
+        metavar="B",
+        show_default=False,
+        help="Sequences per optimizer step, over all GPUs (required).",
     ),
-    "micro_batch": Option(min=1, metavar="b", help="Sequences per pass."),
+    "micro_batch": Option(min=1, metavar="b", help="Sequences per micro-batch."),
     "tp": Option(min=1, help="Tensor parallel ranks."),
     "cp": Option(min=1, help="Context parallel ranks."),
     "pp": Option(min=1, help="Pipeline parallel ranks."),
     "vpp": Option(min=1, help="Model chunks per pipeline rank."),
     "ulysses": Option(min=1, help="Ulysses sequence-parallel ranks, taken from dp."),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
-    "sp": Option("--no-sp", help="No sequence parallelism with tp."),
+    "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),
     "attention": Option(help="Attention kernel."),
     "precision": Option(help="Compute precision."),
     "hbm_bytes": Option(
-        min=1, max=1 << 60, metavar="H", help="Bytes of device memory, instead of the cluster's."
+        min=1,
+        max=1 << 60,
+        metavar="H",
+        help="Device memory in bytes; replaces the cluster's value.",
     ),
-    "optimizer": Option(help="Home of the optimizer states, instead of the stack's."),
+    "optimizer": Option(help="Where optimizer states live; replaces the stack's value."),
     "parameters": Option(help="Home of the parameters, instead of the stack's (ZeRO 3)."),
 }
 """The command-line option of each field of a ProblemSpec."""
@@ -99,24 +109,29 @@ class RunOptions:
 
     problem: dict[str, Any]
     method: Annotated[
-        str, Argument(metavar="METHOD", help="A method, a+b, or the name of a row of `compare`.")
+        str,
+        Argument(
+            metavar="METHOD", help="A method, a composition a+b, or a row name from `compare`."
+        ),
     ]
     partition: Annotated[
-        str, Option(metavar="9,8,..", help="Layers of each of the pp x vpp chunks, in order.")
+        str,
+        Option(metavar="9,8,..", help="Number of layers in each of the pp x vpp chunks, in order."),
     ] = ""
     gpipe: Annotated[
         bool, Option("--gpipe", help="All forwards before all backwards, instead of 1F1B.")
     ] = False
     settings: Annotated[
         list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
+        Option("--set", metavar="KEY=VALUE", help="Set a parameter of the method (repeatable)."),
     ] = None
     reserve_gib: Annotated[
         float | None,
         Option(min=0, metavar="G", help="GiB that tuned plans leave free (else: by peak errors)."),
     ] = None
     methods: Annotated[
-        list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")
+        list[Path] | None,
+        Option(metavar="DIR", help="Folder or file with more methods (repeatable)."),
     ] = None
 
 
@@ -293,8 +308,8 @@ def _partition(text: str, problem: Problem) -> tuple[tuple[tuple[int, ...], ...]
     sizes = [int(word) for word in words]
     if len(sizes) != lay.num_chunks or sum(sizes) != layers:
         raise CommandError(
-            f"--partition {text!r}: {len(sizes)} chunks with {sum(sizes)} layers in total; needs "
-            f"pp x vpp = {lay.num_chunks} chunks with {layers} layers in total"
+            f"--partition {text!r}: got {len(sizes)} chunks with {sum(sizes)} layers in total; "
+            f"expected pp x vpp = {lay.num_chunks} chunks with {layers} layers in total"
         )
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     chunks = [tuple(range(a, b)) for a, b in pairwise(bounds)]

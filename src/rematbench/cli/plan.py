@@ -46,10 +46,12 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 def simulate(
     run: RunOptions,
     json: Json = False,
-    check: Annotated[bool, Option("--check", help="Also prove the lowered plan safe.")] = False,
+    check: Annotated[
+        bool, Option("--check", help="Also prove that the lowered plan is safe.")
+    ] = False,
     out: Out = None,
     estimator: Annotated[
-        EstimatorName, Option(help="Also print the bytes of a paper's closed form.")
+        EstimatorName, Option(help="Also print the memory estimate of a paper's formula.")
     ] = "ledger",
 ) -> None:
     """Simulate one method on one problem: does it fit, how fast, what does it free?
@@ -147,14 +149,16 @@ def show_estimate(out: Console, result: Result, form: ClosedForm) -> None:
         share = form.total_bytes / hbm
         word = "safe" if share < SAFE_SHARE else "not called safe"
         out.print(plain(f"80 % rule: {percent(share)} of {gib(hbm)} GiB: {word}"))
-    out.print(plain("the formula speaks of the first rank only, and counts no transients"))
+    out.print(plain("the formula covers only the first rank and ignores temporary buffers"))
 
 
 @takes_run
 def plan(
     run: RunOptions,
     json: Json = False,
-    actions: Annotated[bool, Option("--actions", help="Print a rank's lowered actions.")] = False,
+    actions: Annotated[
+        bool, Option("--actions", help="Print the actions of one pipeline rank.")
+    ] = False,
     rank: Annotated[int, Option(min=0, help="The pipeline rank to show.")] = 0,
 ) -> None:
     """Show the resolved plan: the fate of every saved tensor, or a rank's actions.

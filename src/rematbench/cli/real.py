@@ -65,7 +65,10 @@ def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
         for line in lines:
             typer.echo(f"{name}: {line}", err=True)
         wrong += bool(lines)
-    typer.echo(f"{committed}: {len(names) - wrong} of {len(names)} as committed", err=wrong > 0)
+    typer.echo(
+        f"{committed}: {len(names) - wrong} of {len(names)} equal the committed records",
+        err=wrong > 0,
+    )
     return not wrong
 
 
@@ -91,7 +94,10 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
     console().print(_bytes(record.measured, record.spec.precision))
     stack = asked.problem.system.name
     if stack != RUNTIME:
-        console().print(f"Totals: saved tensors of {stack}; states and kernels of this runtime.")
+        console().print(
+            f"In the totals, saved tensors are those of {stack}; states and kernels "
+            "are those of this runtime."
+        )
     if record.measured.step_s:
         seconds, device = record.measured.step_s, record.provenance.device
         console().print(plain(timing(seconds)))
@@ -109,8 +115,8 @@ def _banner(record: Record) -> str:
 
 def timing(step_s: Sequence[float]) -> str:
     """The seconds of a GPU's timed steps, in words."""
-    many = f"{len(step_s)} steps after those, which nothing observed"
-    return f"step {statistics.median(step_s):.4g} s (median of {many}: {max(step_s):.4g} s at most)"
+    many = f"{len(step_s)} further steps, timed without checks"
+    return f"step {statistics.median(step_s):.4g} s (median of {many}; slowest {max(step_s):.4g} s)"
 
 
 def speed_text(found: MeasuredSpeed) -> str:
@@ -131,8 +137,8 @@ def verdict(found: Comparison) -> str:
         first = found.first_gradient_error
         if first is not None and (found.first_only or first <= found.bound < found.gradient_error):
             error = (
-                f"gradient error at the first step {first:.2g}, at any "
-                f"{found.gradient_error:.2g} (AdamW amplifies rounding)"
+                f"gradient error {first:.2g} at the first step, at most "
+                f"{found.gradient_error:.2g} at any step (AdamW amplifies rounding)"
             )
         how = f"largest norm-wise {error}, loss error {found.loss_error:.2g}, bound {found.bound:g}"
     return f"lossless against {found.against}: {word} ({how})"
@@ -160,7 +166,7 @@ def _bytes(found: Measured, precision: str) -> Table:
             f"{rank.offload_bytes:,}",
             gib(rank.peak_bytes),
             gib(rank.simulated_peak_bytes),
-            f"{100 * rank.peak_error:+.2f} %" if precision == "bf16" else f"not of {precision}",
+            f"{100 * rank.peak_error:+.2f} %" if precision == "bf16" else f"not for {precision}",
         )
     return table
 

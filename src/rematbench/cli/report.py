@@ -53,8 +53,8 @@ def report(
     ]
     constants = calibration()
     facts = {
-        "Published": f"{_rows(results / 'published' / 'runs.csv')} cells transcribed from papers "
-        "and artifacts (nothing was run)",
+        "Published": f"{_rows(results / 'published' / 'runs.csv')} cells copied from papers and "
+        "artifacts (not run by us)",
         "Simulated": f"{_rows(tables / 'runs.csv')} runs of methods, "
         f"{len(lines)} results of the matrix, {_rows(tables / 'predictions.csv')} "
         "predicted cells; on a CPU",
@@ -75,7 +75,9 @@ def report(
     names = {arm.name: arm.resolved(registry).text for arm in spec.all_arms(registry)}
     text = page_html(page, matrix_grids(tables, names))
     if len(text.encode()) > MOST_BYTES:
-        raise CommandError(f"the page has {len(text.encode()):,} bytes, allowed {MOST_BYTES:,}")
+        raise CommandError(
+            f"the page has {len(text.encode()):,} bytes; the limit is {MOST_BYTES:,}"
+        )
     for name, content in (("index.html", text), ("REPORT.md", report_markdown(page, results))):
         (results / name).write_text(content, encoding="utf-8")
     typer.echo(f"{results / 'index.html'}: {len(text.encode()) / 1e6:.1f} MB; {page.outcome}")
@@ -87,18 +89,20 @@ def _rows(path: Path) -> int:
 
 def _count(folder: Path, what: str) -> str:
     found = len(list(folder.rglob("*.json"))) if folder.is_dir() else 0
-    return f"{found} {what} (committed)" if found else "nothing in this checkout"
+    return f"{found} {what} (committed)" if found else "no record in this checkout"
 
 
 def expect(
     tables: Annotated[Path, Argument(metavar="TABLES", help="results/paper/tables")],
     expected: Annotated[Path, Argument(metavar="EXPECTED", help="results/expected")],
-    update: Annotated[bool, Option("--update", help="Take these tables as expected.")] = False,
+    update: Annotated[
+        bool, Option("--update", help="Replace the expected tables by these.")
+    ] = False,
     claim: Annotated[
-        list[str] | None, Option(metavar="C1", help="Only these have to pass (repeatable).")
+        list[str] | None, Option(metavar="C1", help="Check only this claim (repeatable).")
     ] = None,
     searches: Annotated[
-        bool, Option("--searches", help="Both folders have searches, which are compared alone.")
+        bool, Option("--searches", help="Compare only the search results of the two folders.")
     ] = False,
 ) -> None:
     """Check the artifact's claims against the committed tables; exit code 1 if one fails.

@@ -16,10 +16,10 @@ from rematbench.worlds.records.suite import load_suite, run_bundle
 def run(
     suite: SuiteFile,
     output: Output,
-    method: Annotated[str, Option(help="The bundle: a method or a+b of the suite.")],
+    method: Annotated[str, Option(help="Method or composition a+b of the suite.")],
     methods: Methods = None,
     store: Annotated[
-        Path | None, Option(metavar="DIR", help="Finished runs, so that none is run twice.")
+        Path | None, Option(metavar="DIR", help="Folder of finished runs; these are not run again.")
     ] = None,
 ) -> None:
     """Run one bundle of a suite (a method on every problem); writes a record per run.
@@ -34,4 +34,7 @@ def run(
     records = run_bundle(load_suite(suite), method, discover(methods or ()), output, finished)
     counts = {status: [r.status for r in records].count(status) for status in ("ok", "oom")}
     other = len(records) - sum(counts.values())
-    typer.echo(f"{method}: {counts['ok']} fit, {counts['oom']} out of memory, {other} neither")
+    typer.echo(
+        f"{method}: {counts['ok']} fit, {counts['oom']} out of memory, {other} "
+        "unsupported or failed"
+    )

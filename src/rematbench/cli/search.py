@@ -55,44 +55,64 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = None,
     methods: Methods = None,
     engine: Annotated[
-        str, Option(metavar="E", help="Only plans that this package (or `ours`) can run.")
+        str,
+        Option(metavar="E", help="Only plans that this package can run (`ours`: our executor)."),
     ] = "",
     reserve_gib: Annotated[
         float | None,
         Option(
             min=0,
             metavar="G",
-            help="Device memory to leave free (default: by errors of predicted peaks).",
+            help="Device memory to leave free (default: our error of predicted peaks).",
         ),
     ] = None,
     within: Within = 2.0,
-    top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Most plans to show.")] = 10,
+    top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Number of plans to show.")] = 10,
     explain: Annotated[
         tuple[int, int] | None,
-        Option(metavar="A B", help="Why the plan of place B is slower than that of place A."),
+        Option(metavar="A B", help="Explain why plan B of the table is slower than plan A."),
     ] = None,
     find: Annotated[
         str,
-        Option(metavar="gpus|context|batch|memory", help="Ask the other way round (see above)."),
+        Option(
+            metavar="gpus|context|batch|memory",
+            help="Find the smallest or largest value of this instead (see above).",
+        ),
     ] = "",
     speed: Annotated[
-        float, Option(min=0, metavar="T", help="Target tokens/s across all GPUs, for --find gpus.")
+        float,
+        Option(min=0, metavar="T", help="For --find gpus: required tokens/s of all GPUs together."),
     ] = 0.0,
     step: Annotated[
-        float, Option(min=0, metavar="S", help="Seconds of a step, for --find batch.")
+        float, Option(min=0, metavar="S", help="For --find batch: longest step in seconds.")
     ] = 0.0,
     lose: Annotated[
-        float, Option(parser=percents, metavar="P", help="Percent of the best, for --find memory.")
+        float,
+        Option(
+            parser=percents,
+            metavar="P",
+            help="For --find memory: percent of the best speed that may be lost.",
+        ),
     ] = 5.0,
     price_tags: Annotated[
-        bool, Option("--price-tags", help="What more memory and faster links would buy.")
+        bool,
+        Option(
+            "--price-tags",
+            help="Show how much faster the step is with more memory and faster links.",
+        ),
     ] = False,
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
+        Path | None,
+        Option("-o", "--output", metavar="FILE.csv", help="Also write all numbers to this file."),
     ] = None,
     json: Json = False,
     limit: Annotated[
-        int, Option(min=0, metavar="S", help="CPU seconds for a planner at a layout (0: none).")
+        int,
+        Option(
+            min=0,
+            metavar="S",
+            help="CPU seconds for each planner at each layout (0: skip planners).",
+        ),
     ] = 4,
     processes: Annotated[int, Option(min=1, max=64, help="Worker processes.")] = 2,
 ) -> None:
@@ -135,7 +155,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     job = SearchJob(request).ready()
     if find or price_tags:
         if request.only and job.planners:
-            raise CommandError(f"--method {job.planners[0]}: a planner, which only a search solves")
+            raise CommandError(
+                f"--method {job.planners[0]}: --find and --price-tags take no planner"
+            )
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check()
         show_assumed(console(), job)
@@ -162,14 +184,16 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
     """CommandError for options that have no effect together."""
     for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
         if value and find != kind:
-            raise CommandError(f"{option}: only with --find {kind}")
+            raise CommandError(f"{option} needs --find {kind}")
     if find and prices:
-        raise CommandError("--price-tags: not with --find")
+        raise CommandError("--price-tags cannot be used with --find")
     for option, given in zip(("-o", "--json", "--explain"), out, strict=True):
         if given and (find or prices):
-            raise CommandError(f"{option}: not with {'--find' if find else '--price-tags'}")
+            raise CommandError(
+                f"{option} cannot be used with {'--find' if find else '--price-tags'}"
+            )
     if out[1] and out[2]:
-        raise CommandError("--explain: not with --json")
+        raise CommandError("--explain cannot be used with --json")
 
 
 def _run(request: SearchRequest, shown: int, processes: int) -> tuple[Progress, bool]:
@@ -189,8 +213,8 @@ def _run(request: SearchRequest, shown: int, processes: int) -> tuple[Progress, 
 
 
 def _progress(at: Progress) -> str:
-    bound = f"no step under {min(at.bound_s, at.best_s):.4g} s"
+    bound = f"no plan is faster than {min(at.bound_s, at.best_s):.4g} s"
     if not at.results:
-        return f"{bound}; {at.simulations} simulated, none fits yet"
-    best = f"best {at.best_s:.4g} s, gap {100 * at.gap:.2f} %"
-    return f"{bound}; {best}; {at.simulations} simulated"
+        return f"{bound}; {at.simulations} plans simulated, none fits yet"
+    best = f"best so far {at.best_s:.4g} s, gap {100 * at.gap:.2f} %"
+    return f"{bound}; {best}; {at.simulations} plans simulated"

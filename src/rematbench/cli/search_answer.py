@@ -47,12 +47,12 @@ class SearchAnswer:
             elif self.ended and limit_s:
                 self._planners(limit_s, processes)
         except KeyboardInterrupt:
-            sys.stderr.write("interrupted: a longer search may print better answers\n")
+            sys.stderr.write("interrupted: a longer search may give better plans\n")
 
     def _changes(self, processes: int) -> None:
         for change, result in would_fit(self.job.request, self.at, processes):
             self.changes.append(f"{change}: {in_words(result)}")
-            self._say(f"would fit {self.changes[-1]}")
+            self._say(f"WOULD FIT: {self.changes[-1]}")
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]

@@ -36,7 +36,7 @@ HEADS = (
     Head("what binds", words=True, given_up=1),
 )  # fmt: skip
 
-SOLVED = ", solved last, at the first rows' layouts"
+SOLVED = ", which run last, at the layouts of the first rows"
 
 ALIKE = 0.0005
 """Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
@@ -79,7 +79,7 @@ def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
     out.print(plain(f"FASTEST: {_plan_line(found[0])}"), style="bold")
     if (simple := simplest(found)) is not None:
         place = found.index(simple) + 1
-        out.print(plain(f"SIMPLEST within the tie (place {place}): {_plan_line(simple)}"))
+        out.print(plain(f"SIMPLEST of the tied plans (place {place}): {_plan_line(simple)}"))
     out.print()
     longest = 0 if out.width < WIDE else LONGEST
     rows = []
@@ -99,7 +99,7 @@ def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
     )
     dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
     if dropped:
-        out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
+        out.print(plain(f"columns not shown: {', '.join(dropped)} (use -o FILE.csv)"))
 
 
 def where(result: Result) -> str:
@@ -168,8 +168,8 @@ def notes(
     stopped = "" if ended else "stopped: "
     if found:
         yield (
-            f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
-            f"{100 * at.gap:.2f} % ({at.simulations} of {at.plans:,} joint plans simulated)"
+            f"{stopped}proved gap: no plan in the search space is more than {100 * at.gap:.2f} % "
+            f"faster than the first row ({at.simulations} of {at.plans:,} plans simulated)"
         )
         yield from _rows_note(job, at, found)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
@@ -182,23 +182,28 @@ def notes(
     elif not ended:
         yield _stopped(at)
     elif at.short_bytes < inf:
-        yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
+        yield (
+            f"NOTHING FITS: every plan exceeds the memory of some device by at least "
+            f"{gib(at.short_bytes)} GiB"
+        )
     else:
-        yield "NOTHING FITS: every plan was excluded, and none of them for device memory"
+        yield "NOTHING FITS: every plan was excluded, but none for lack of device memory"
     dropped = [f"{count:,} {rule}" for rule, count in job.space.refused.items()]
     if dropped:
-        yield f"layouts that a rule refuses: {'; '.join(dropped)}"
+        yield f"layouts not allowed: {'; '.join(dropped)}"
     fell = sorted(at.excluded.items(), key=lambda pair: -pair[1])
     if said := [f"{count:,} {why}" for why, count in fell if count]:
-        yield f"excluded: {'; '.join(said)}"
+        yield f"plans excluded: {'; '.join(said)}"
     if found and at.short_bytes < inf:
-        yield f"plans that were excluded for device memory lack {gib(at.short_bytes)} GiB or more"
+        yield f"every plan excluded for device memory lacks at least {gib(at.short_bytes)} GiB"
     if job.planners:
         names = ", ".join(job.planners)
-        yield f"outside of the proof: {names} (planners{SOLVED if found and solved else ''})"
+        yield (
+            f"not covered by the proved gap: {names} (planners{SOLVED if found and solved else ''})"
+        )
     outside = dict.fromkeys(word for one in found for word in one.outside)
     if outside:
-        yield f"outside of what was published: {'; '.join(outside)}"
+        yield f"outside of the published range: {'; '.join(outside)}"
     date = found[0].problem.calibration.date if found else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 
@@ -208,12 +213,12 @@ def _rows_note(job: SearchJob, at: Progress, found: list[Result]) -> Iterator[st
     if len(found) < 2:
         return
     sure = len([one for one in found if one.fitting_s * (1 - job.request.within) <= at.listed_s])
-    told = "no other plan is faster than a row by more than the gap"
+    told = "no plan missing from the table is faster than a row by more than the gap"
     if sure < len(found):
         told = f"the order after place {max(1, sure)} is not proved"
     yield (
-        "rows: the fastest of all layouts and compositions of methods, each at the smallest "
-        f"share and in the fewest pieces that fit; {told}"
+        "rows: the fastest plans over all layouts and compositions of methods, each with the "
+        f"smallest share and the fewest pieces that fit; {told}"
     )
 
 
@@ -231,8 +236,8 @@ def planner_line(end: Result, best: Result) -> str:
 def _stopped(at: Progress) -> str:
     """What was done before Ctrl-C; the joint plans are counted by the first round."""
     if not at.plans:
-        return "stopped before anything was bounded or simulated"
-    return f"stopped: {at.simulations} of {at.plans:,} joint plans simulated, none fits so far"
+        return "stopped before any plan was evaluated"
+    return f"stopped: {at.simulations} of {at.plans:,} plans simulated, none fits so far"
 
 
 def show_difference(out: Console, found: list[Result], places: tuple[int, int]) -> None:
@@ -240,9 +245,11 @@ def show_difference(out: Console, found: list[Result], places: tuple[int, int]) 
     that has no plan."""
     for place in places:
         if not 1 <= place <= len(found):
-            raise CommandError(f"--explain: there is no plan {place} (only 1 to {len(found)})")
+            raise CommandError(
+                f"--explain: there is no plan {place} (the table has plans 1 to {len(found)})"
+            )
     one, other = (found[place - 1] for place in places)
-    table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
+    table = grid("part of the step", f"place {places[1]} minus place {places[0]}, s")
     for part in PARTS:
         table.add_row(part, f"{other.parts_s[part] - one.parts_s[part]:+.4f}")
     table.add_row("step", f"{other.fitting_s - one.fitting_s:+.4f}")

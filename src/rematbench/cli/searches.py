@@ -31,13 +31,19 @@ PREDICTED = (
 
 
 def searches(
-    kind: Annotated[Kind, Argument(help="What is searched.")],
-    inputs: Annotated[list[Path], Argument(metavar="FILE...", help="What to search for.")],
+    kind: Annotated[Kind, Argument(help="Kind of search.")],
+    inputs: Annotated[
+        list[Path], Argument(metavar="FILE...", help="Files that list what to search.")
+    ],
     output: Csv,
-    table: Annotated[str, Option(metavar="NAME", help="layouts: rows of this table only.")] = "",
-    model: Annotated[list[str] | None, Option(help="cells: only this model (repeatable).")] = None,
+    table: Annotated[
+        str, Option(metavar="NAME", help="For layouts: only the rows of this table.")
+    ] = "",
+    model: Annotated[
+        list[str] | None, Option(help="For cells: only this model (repeatable).")
+    ] = None,
     seq_len: Annotated[
-        list[int] | None, Option(help="cells: only this length (repeatable).")
+        list[int] | None, Option(help="For cells: only this sequence length (repeatable).")
     ] = None,
     within: Within = 2.0,
     processes: Processes = 2,
@@ -60,7 +66,7 @@ def searches(
         sheet = [row for path in inputs for row in read_sheet(path, CONFIGURATION)]
         rows = [row for row in sheet if not table or row.get("table") == table]
         if not rows:
-            raise CommandError(f"{inputs[0]}: no row of table {table!r}")
+            raise CommandError(f"{inputs[0]}: has no row for table {table!r}")
         _write(output, against(rows, within=share, processes=processes), "loss")
     elif kind == "cells":
         spec = load_matrix(inputs[0]).restricted(model or (), seq_len or ())

@@ -22,7 +22,9 @@ from rematbench.spec.configfile import closest, require_among
 from rematbench.spec.constants import instant_hosts as instant
 from rematbench.spec.load import calibration, load_system, names
 
-ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="A sheet, as `examples` writes it.")]
+ROWS = Annotated[
+    Path, Argument(metavar="ROWS.csv", help="A sheet like the one that `examples` writes.")
+]
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
 PREDICTED = ("ok", "oom")
 NAMED = 3
@@ -35,19 +37,22 @@ def predict(
     processes: PROCESSES = 2,
     methods: Methods = None,
     system: Annotated[
-        str, Option(metavar="Y", help="The stack of every row, instead of the column `system`.")
+        str, Option(metavar="Y", help="Use this stack for every row; replaces the column `system`.")
     ] = "",
     instant_hosts: Annotated[
-        bool, Option("--instant-hosts", help="Assume that hosts issue kernels in zero seconds.")
+        bool, Option("--instant-hosts", help="Assume that launching a kernel takes no time.")
     ] = False,
     only: Annotated[
         list[str] | None,
-        Option(metavar="COLUMN=VALUE", help="Only rows with this value (repeatable)."),
+        Option(
+            metavar="COLUMN=VALUE",
+            help="Predict only rows with this value in the column (repeatable).",
+        ),
     ] = None,
     bundle: Annotated[
         str,
         Option(
-            metavar="M", help="Published cells that M (a method, a+b) plans, with our predictions."
+            metavar="M", help="Predict the published cells with the plans of M (a method or a+b)."
         ),
     ] = "",
 ) -> None:
@@ -99,8 +104,8 @@ def predict(
     for name in dict.fromkeys(row["model"] for row in found if ASSUMED in row["pred_reason"]):
         near = closest(name, names("model"))
         typer.echo(
-            f"unknown model {name!r}{near}: shapes are from the row, all else is from a similar "
-            "model (pred_reason)"
+            f"unknown model {name!r}{near}: its shapes come from the row, and all "
+            "else from a similar model (see column pred_reason)"
         )
 
 
@@ -109,4 +114,4 @@ def failure_lines(rows: list[Cell]) -> list[str]:
     missed = [(n, row) for n, row in enumerate(rows, 1) if row["pred_status"] not in PREDICTED]
     lines = [f"row {n}: {row['pred_status']}: {row['pred_reason']}" for n, row in missed[:NAMED]]
     more = len(missed) - len(lines)
-    return lines + ([f"and {more} more rows (pred_reason)"] if more else [])
+    return lines + ([f"and {more} more rows (see column pred_reason)"] if more else [])

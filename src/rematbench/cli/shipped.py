@@ -27,7 +27,8 @@ CHECK_S = 60.0
 def methods(
     folder: Methods = None,
     check: Annotated[
-        Path | None, Option(metavar="FILE.py", help="Check a file against the contract instead.")
+        Path | None,
+        Option(metavar="FILE.py", help="Check that this method file fulfils the contract."),
     ] = None,
 ) -> None:
     """List the methods with their claims and parameters.
@@ -135,7 +136,9 @@ def clusters() -> None:
 
 
 def systems(
-    name: Annotated[str, Argument(metavar="[NAME]", help="A stack to explain, or its file.")] = "",
+    name: Annotated[
+        str, Argument(metavar="[NAME]", help="Stack to describe: name or YAML file.")
+    ] = "",
 ) -> None:
     """List the stacks and their differences from their base; with NAME, all facts and sources.
 
@@ -206,7 +209,7 @@ def examples(
     shipped = sorted(path for path in (data_dir("config") / "examples").iterdir() if path.is_file())
     there = [path.name for path in shipped if (folder / path.name).exists()]
     if there:
-        raise CommandError(f"{folder} has {', '.join(there)} already; nothing was written")
+        raise CommandError(f"{folder} already has {', '.join(there)}; nothing was written")
     for path in shipped:
         shutil.copyfile(path, folder / path.name)
         typer.echo(f"wrote {folder / path.name}")

@@ -27,8 +27,8 @@ HOST_SHARE = 0.01
 """The smallest share of a step spent waiting for the host that is printed."""
 UNTIMED = "their time is not modelled"
 FRAGMENTS = (
-    "memory may run out late in the step by fragmentation (the verdict replays the step only as "
-    "far as two passes after twice the number before the peak)"
+    "fragmentation may exhaust memory late in the step (the verdict replays only the first part "
+    "of a step: two passes more than twice the passes before the peak)"
 )
 BANNERS = {
     "ok": "FITS",
@@ -55,7 +55,7 @@ def show(
     if not evaluation.not_timed:
         out.print()
         if result.status == "oom":
-            out.print(plain("with enough memory it would take:"))
+            out.print(plain("speed with enough memory:"))
         out.print(speeds(result, evaluation))
     out.print()
     print_uncut(out, stages(result, evaluation, keep_all))
@@ -105,11 +105,10 @@ def proved(proof: Proof) -> str:
     """The facts that `--check` has proved, in one sentence."""
     return (
         f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline "
-        f"rank{'s' * (proof.ranks != 1)}; each of "
-        f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
-        f"{proof.reads:,} reads come after the write, whatever streams take "
-        f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "
-        "deadlock"
+        f"rank{'s' * (proof.ranks != 1)}; each of {proof.allocations:,} storages is freed "
+        f"exactly once, after its last read; {proof.reads:,} reads come after their write, for "
+        f"any duration of actions ({proof.waits:,} waits); no gradient is used after its "
+        "reduction, no weight after its update; no deadlock"
     )
 
 
@@ -292,7 +291,7 @@ def nominal(problem: Problem) -> list[str]:
     """A warning on CPU clusters, where seconds mean nothing."""
     if problem.cluster.generation != "cpu":
         return []
-    return ["times are nominal: a CPU cluster is for tests, never for performance"]
+    return ["the times mean nothing: a CPU cluster is only for tests"]
 
 
 def footer(
@@ -307,8 +306,8 @@ def footer(
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(result)})",
         *retried(result.retries),
-        f"host memory per node: {gib(host)} GiB at the peak, in the blocks that torch pins, of "
-        f"{gib(room)} that the system and processes leave of {gib(problem.cluster.host_bytes)}",
+        f"host memory per node: {gib(host)} GiB at the peak (as torch pins it), of {gib(room)} "
+        f"usable and {gib(problem.cluster.host_bytes)} installed",
         _freed_line(evaluation, keep_all),
         *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
         world_line(problem, "; stage bytes are allocated bytes in issue order"),
@@ -327,7 +326,7 @@ def retried(retries: Retries | None) -> list[str]:
         return []
     count = f"{retries.per_step:,} allocator retr{'y' if retries.per_step == 1 else 'ies'}"
     if retries.fails:
-        return [f"{count} in a step, the last of which fails too: {FRAGMENTS}"]
+        return [f"{count} in a step, and the last retry fails: {FRAGMENTS}"]
     return [f"{count} a step ({UNTIMED})"]
 
 
@@ -340,7 +339,7 @@ def _segments(result: Result) -> str:
     rank = fullest_rank(evaluation.ranks) if evaluation else 0
     if is_placeable(lower(plan, problem).ranks[rank]):
         return "planned addresses"
-    more = f"more than {BEST_FIT_TENSORS:,} tensors, which are not placed here"
+    more = f"addresses not planned: more than {BEST_FIT_TENSORS:,} tensors"
     return f"{segments} segments, not the plan's addresses: {more}"
 
 
@@ -352,16 +351,19 @@ def _trust(result: Result) -> list[str]:
 def tight_line() -> str:
     """What `tight` means."""
     error = percent(peak_band())
-    return f"tight: fits, but with less headroom than our memory error ({error})"
+    return f"tight: fits, but the headroom is smaller than our memory error ({error})"
 
 
 def trust(band: Band) -> list[str]:
     """Lines on the uncertainty of a speed."""
-    learnt = f"{band.sources} sources whose rows no constant had seen"
+    learnt = f"{band.sources} sources, each predicted with constants fitted without it"
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
     if not band.sources:
-        learnt = "its own calibrating rows, or published stacks calibrated on as few (the wider)"
+        learnt = (
+            "the stack's calibration rows, or of published stacks calibrated on as many rows if "
+            "that band is wider"
+        )
     return [
         f"80 % band of the speed: +-{percent(band.half_width)}, from errors of {learnt}",
         f"evidence: {band.evidence}",
@@ -375,7 +377,7 @@ def _freed_line(evaluation: PlanEvaluation, keep_all: PlanEvaluation | None) -> 
     slower = f", step {100 * (evaluation.step_s / keep_all.step_s - 1):+.1f} %"
     slower = "" if evaluation.not_timed or keep_all.not_timed else slower
     if not any(freed_bytes(evaluation, keep_all)):
-        return "freed against keep_all: nothing; this policy is a no-op here"
+        return "freed against keep_all: nothing; this policy has no effect on this problem"
     return (
         f"freed against keep_all: {gib(before - after)} GiB of the largest peak "
         f"({gib(before)} -> {gib(after)}){slower}"

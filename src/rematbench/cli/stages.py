@@ -16,9 +16,13 @@ from rematbench.worlds.records.record import read_record
 
 
 def stages(
-    record: Annotated[Path, Argument(metavar="RECORD.json", help="From simulate --out or run.")],
+    record: Annotated[
+        Path, Argument(metavar="RECORD.json", help="A run written by `simulate --out` or `run`.")
+    ],
     output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
-    cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the run's was a file.")] = "",
+    cluster: Annotated[
+        str, Option(metavar="FILE.yaml", help="Cluster file, if the run used a file.")
+    ] = "",
 ) -> None:
     """What fills each pipeline stage's memory at its peak.
 
@@ -40,7 +44,8 @@ def stages(
         title=f"GiB at the peak of each stage: {again.title}",
         columns=tuple(columns),
         rows=rows,
-        note="Parts and free add up to the device's memory; free below zero does not fit.",
+        note="The parts and the free bytes add up to the device's memory; a negative value of "
+        "free means that the stage does not fit.",
     )
     console().print(rich_table(table))
     if output is not None:

@@ -22,10 +22,13 @@ OMITTED = ("study", "model", "cluster", "command")
 def study(
     file: Annotated[Path, Argument(metavar="STUDY.yaml", help="As config/study/*.yaml.")],
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="ANSWERS.json", help="Also write them.")
+        Path | None,
+        Option(
+            "-o", "--output", metavar="ANSWERS.json", help="Also write the answers to this file."
+        ),
     ] = None,
     workload: Annotated[str, Option(metavar="W", help="Only this workload.")] = "",
-    method: Annotated[str, Option(metavar="M", help="Only this method, by its label.")] = "",
+    method: Annotated[str, Option(metavar="M", help="Only the method with this label.")] = "",
     methods: Methods = None,
 ) -> None:
     """Answer a study's questions: longest sequence, bytes of an operator, wasted bytes.

@@ -16,16 +16,25 @@ from rematbench.paper.catalog import PAPER, TableFile, maker, table_files
 
 def table(
     names: Annotated[
-        list[str] | None, Argument(metavar="[NAME..]", help="Tables (--list names them).")
+        list[str] | None, Argument(metavar="[NAME..]", help="Names of tables (see --list).")
     ] = None,
     output: Annotated[
         Path | None,
-        Option("-o", "--output", metavar="DIR", help="Folder (default: results/SUITE/tables)."),
+        Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Folder to write to (default: results/SUITE/tables).",
+        ),
     ] = None,
-    suite: Annotated[str, Option(help="The suite, for tables of any suite.")] = PAPER,
+    suite: Annotated[str, Option(help="Suite, for tables that exist for every suite.")] = PAPER,
     given: Annotated[
         list[str] | None,
-        Option("--input", metavar="NAME=PATH", help="Replaces a declared input (repeatable)."),
+        Option(
+            "--input",
+            metavar="NAME=PATH",
+            help="Use this file or folder for an input (repeatable).",
+        ),
     ] = None,
     show: Annotated[bool, Option("--show", help="Also print the tables.")] = False,
     every: Annotated[bool, Option("--list", help="List all tables with their inputs.")] = False,
@@ -45,7 +54,7 @@ def table(
         _list()
         return
     if not names:
-        raise CommandError("give a NAME, or --list")
+        raise CommandError("give the NAME of a table, or use --list")
     files = dict.fromkeys(maker(name).name for name in names)
     folder = output or Path("results") / suite / "tables"
     need_folder("-o", folder)
@@ -74,7 +83,9 @@ def _built(file: TableFile, suite: str, given: Sequence[str]) -> dict[str, Table
         if missing or not paths:
             lost = str(missing[0]) if missing else file.inputs[name]
             target = f"results/{suite}/tables/{file.names[0]}.csv"
-            raise CommandError(f"missing input {lost}: `snakemake --cores 1 {target}` creates it")
+            raise CommandError(
+                f"missing input {lost}: create it with `snakemake --cores 1 {target}`"
+            )
     made = importlib.import_module(file.module).build(**arguments)
     return {one.name: one for one in (made if isinstance(made, list) else [made])}
 

@@ -8,20 +8,26 @@ from typer import Argument, Option
 
 from rematbench.host.console import CommandError
 
-Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
-SuiteFile = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")]
+Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="File or folder to write.")]
+SuiteFile = Annotated[
+    Path, Argument(metavar="SUITE.yaml", help="Suite file with problems and methods.")
+]
 Methods = Annotated[
-    list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
+    list[Path] | None,
+    Option("--methods", metavar="DIR", help="Folder or file with more methods (repeatable)."),
 ]
 Only = Annotated[
-    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Only these cells (repeatable).")
+    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Run only this cell (repeatable).")
 ]
 Compare = Annotated[
     Path | None, Option(metavar="DIR", help="Exit 1 if a record differs from its copy in DIR.")
 ]
-Predictions = Annotated[Path | None, Option(metavar="PRED.csv", help="Rows already predicted.")]
+Predictions = Annotated[
+    Path | None,
+    Option(metavar="PRED.csv", help="Sheet with predictions to read instead of predicting again."),
+]
 More = Annotated[
-    Path | None, Option(metavar="PRED.csv", help="Rows of runs_more.csv already predicted.")
+    Path | None, Option(metavar="PRED.csv", help="The same for the rows of runs_more.csv.")
 ]
 Out = Annotated[Path | None, Option(metavar="RECORD.json", help="Also write the record.")]
 Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]

@@ -30,7 +30,12 @@ MEASURED = (SPEED, STEP, "peak_device_bytes")
 
 def validate(
     rows: Annotated[
-        Path | None, Option("--rows", metavar="MINE.csv", help="Your rows, by source.")
+        Path | None,
+        Option(
+            "--rows",
+            metavar="MINE.csv",
+            help="Sheet with your measured rows; errors are shown by source.",
+        ),
     ] = None,
     predictions: Predictions = None,
     more: More = None,
@@ -105,4 +110,4 @@ def _verdict(out: Console, report: Report) -> None:
         raise typer.Exit(1)
     promised = any(group.checks for group in report.groups)
     passed = "all errors are within `accepted`"
-    out.print(plain(passed if promised else "no accuracy is promised for these rows"))
+    out.print(plain(passed if promised else "these rows have no accuracy target"))

@@ -21,14 +21,16 @@ from rematbench.worlds.reruns import verify as verified
 def verify(
     records: Annotated[list[Path], Argument(metavar="RECORD...", help="Record files.")],
     suite: Annotated[
-        Path | None, Option(metavar="SUITE.yaml", help="The suite that defines the records' cells.")
+        Path | None,
+        Option(metavar="SUITE.yaml", help="Suite file that defines the cells of the records."),
     ] = None,
     cluster: Annotated[
-        str, Option(metavar="FILE.yaml", help="The cluster file, if it is not shipped.")
+        str, Option(metavar="FILE.yaml", help="Cluster file, if the cluster is not a shipped one.")
     ] = "",
     methods: Methods = None,
     output: Annotated[
-        Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
+        Path | None,
+        Option("-o", "--output", metavar="DIR", help="Write the new records to this folder."),
     ] = None,
     installed: Annotated[
         bool,

@@ -43,9 +43,11 @@ def one_f_one_b() -> tuple[Problem, Plan]:
 
 def interleaved_offload() -> tuple[Problem, Plan]:
     """The ATC'24 system: balanced checkpointing, half of the rest offloaded, ping-pong slots."""
+    links = {"gemm_overlap_links": "all"}  # the problem's nodes have one GPU
     given = problem(
-        model=layers(4), system="megatron-kwai", tp=2, pp=2, vpp=2, dp=2, global_batch=4
-    )
+        model=layers(4), system="megatron-kwai", system_changes=links,
+        tp=2, pp=2, vpp=2, dp=2, global_batch=4,
+    )  # fmt: skip
     plan = given.base_plan.with_rules(BALANCED, half())
     return given, transfers(plan, reload_slots=2, before_send_phases=("warmup", "cooldown"))
 
