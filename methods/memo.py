@@ -5,17 +5,19 @@ activations from the device, at little recomputation: 52.30 % MFU at 7B and 1M t
 Source: Zhao et al., MEMO, arXiv 2407.12117 v3.  The layer input and the attention output are
 offloaded entirely, so attention is never recomputed.  For every other saved tensor, alpha of the
 tokens is offloaded and 1 - alpha is rebuilt just before the layer's backward.  The model's last two
-layers are exempt. alpha: (S_in + S_attn + alpha S_other) / B <= T_layer_forward (a GPU's share of
-PCIe) n (S_in + S_attn + alpha S_other) <= M_host (its share of host memory) with n = L - 2 layers
-(of all micro-batches in flight under pipeline parallelism).  Two rounding buffers alternate; after
-the backward of layer i + 2 the tensors of layer i are copied back.  Deviations: the row statistics
-of attention are offloaded with its output.  A split tensor is stored in parts (SPLIT and JOIN are
-copies on the device), so the rounding buffers hold the offloaded tensors, not the whole layer.
-Under pipeline parallelism the last swapped layer of a chunk is copied from separate memory during
-the next pass.  Where an eager norm saves copies instead of its input, the layer input is held and
-leaves whole, unless no token is rebuilt.  A part of a tensor is pinned in a block of a power of
-two, as in torch.  Addresses are planned by best fit (the paper's MIP gains nothing on these
-programs) for up to 3,000 tensors of a step; above, the framework's allocator replaces the plan.
+layers are exempt.
+    alpha: (S_in + S_attn + alpha S_other) / B <= T_layer_forward      (a GPU's share of PCIe)
+           n (S_in + S_attn + alpha S_other) <= M_host                 (its share of host memory)
+with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism).  Two rounding
+buffers alternate; after the backward of layer i + 2 the tensors of layer i are copied back.
+Deviations: the row statistics of attention are offloaded with its output.  A split tensor is stored
+in parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded
+tensors, not the whole layer.  Under pipeline parallelism the last swapped layer of a chunk is
+copied from separate memory during the next pass.  If an eager norm saves copies instead of its
+input, the layer input is held and leaves whole, unless no token is rebuilt.  A part of a tensor is
+pinned in a block of a power of two, as in torch.  Addresses are planned by best fit (the paper's
+MIP gains nothing on these programs) for up to 3,000 tensors of a step; above, the framework's
+allocator replaces the plan.
 """
 
 from typing import ClassVar

@@ -2,7 +2,7 @@
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
 Forward and backward of every micro-batch run unchanged.  The update does not run, because it asks
-whether a gradient is finite.  Bytes are those of storages: no allocator rounding, no workspaces.
+whether a gradient is finite.  Bytes are sizes of storages: no allocator rounding, no workspaces.
 
 If DeepSpeed asks for a value before the update, a part of the shim answers; a record names the
 parts:

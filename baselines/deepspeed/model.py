@@ -1,6 +1,6 @@
 """The project's decoder in plain torch modules, with the DeepSpeed functions that a policy needs.
 
-The arithmetic is that of the project's executor.
+The arithmetic equals the arithmetic of the project's executor.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
 """One rank of any layout on fake tensors: Megatron-core's own schedules without hardware.
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
-Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels. With
+Bytes are sizes of storages: no allocator rounding, no workspaces, no scratch inside kernels. With
 fine-grained offloading the second step is measured. In the first step Megatron-core learns the
 groups of tensors and offloads all of them; in later steps it keeps the groups that are needed
 first.

@@ -1,6 +1,6 @@
 """One forward, loss and backward of a model of Transformers on tensors without values.
 
-Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
+Bytes are sizes of storages: no allocator rounding, no workspaces, no scratch inside kernels.
 Parameters and token ids are states; gradients are states from the moment when autograd makes them
 (`set_to_none`). As in Transformers' Trainer, keys and values are not cached, and the output with
 its logits is not held during the backward, unless `holds_output` is set.
@@ -39,9 +39,9 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StepTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of a traced step. `saved` is what autograd keeps between forward and backward;
-    `held_besides_bytes` are the bytes of all other storages alive at that time. The remaining
-    fields are peaks by phase and bytes of states."""
+    """The result of a traced step. `saved` are the storages that autograd keeps between forward and
+    backward; `held_besides_bytes` are the bytes of all other storages alive at that time. The
+    remaining fields are peaks by phase and bytes of states."""
 
     saved: tuple[SavedTensor, ...]
     held_besides_bytes: int

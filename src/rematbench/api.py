@@ -82,7 +82,7 @@ def compare(
     processes: int = 2,
 ) -> pd.DataFrame:
     """Every method, composition and baseline policy on one problem, best first, with the columns of
-    the CSV file of `rematbench compare` (base SI units, fractions; missing values where there is
+    the CSV file of `rematbench compare` (base SI units, fractions; missing values if there is
     none).
 
     `also` adds methods by name; `only` keeps the named methods; `folders` hold further method

@@ -198,7 +198,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output projection, also where it is tied to the embedding."""
+        """Parameters of the output projection, even if it is tied to the embedding."""
         return self.vocab * self.hidden
 
     @property

@@ -42,7 +42,7 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds in which the host issues one launch.  The stack's constant grows where a node has
+        """Seconds in which the host issues one launch.  The stack's constant grows if a node has
         more ranks of a tensor-parallel group, which issue at the same time, than its cores can
         serve (`host_ranks`)."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
@@ -201,9 +201,9 @@ class CostModel(KernelCosts):
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Host bytes of a node that training may pin: all bytes minus those of the system and the
-        processes.  With an optimizer on the host these bytes were measured; otherwise they are an
-        estimate."""
+        """Host bytes of a node that training may pin: all bytes minus the bytes of the system and
+        the processes.  With an optimizer on the host these bytes were measured; otherwise they are
+        an estimate."""
         whole, measured = self.cluster.host_bytes, self.cluster.host_other_bytes
         if measured is not None:
             return whole - measured

@@ -222,7 +222,7 @@ def ring_exchange_s(
     common: CommonConstants,
 ) -> Quantity:
     """Seconds of ring attention's KV exchange: ranks - 1 sends of nbytes / ranks to the neighbour,
-    paced by the slowest link, which is one rank's NIC where the ring leaves a node.
+    paced by the slowest link, which is one rank's NIC if the ring leaves a node.
 
     Source: Liu et al. 2023 (arXiv 2310.01889).  The sends are point-to-point, so the NICs of the
     node's other ranks cannot help.

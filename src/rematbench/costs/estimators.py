@@ -81,10 +81,10 @@ def fujii_estimate(model: Model, layout: Layout, seq_len: int) -> Estimate:
     """Per-GPU bytes of the first pipeline stage: flash attention, sequence parallelism, a
     distributed optimizer, no recomputation, a gated MLP.
 
-    Source: Fujii et al., arXiv 2411.06465:
-    states (6 + 12 / (d c)) (h V / t + (2 L / p) h^2 (1 + g/a + 1.5 H/h + 1/h) / t), and with p = 1
-    a second h V / t and a final norm; activations s b h / (t c) ((12 + 4 g/a + 8 H/h) L + 8 p +
-    [p = 1] 4 (1 + V/h)), times 1 + (p - 1) / (p v) where stages interleave.
+    Source: Fujii et al., arXiv 2411.06465: states (6 + 12 / (d c)) (h V / t + (2 L / p) h^2 (1 +
+    g/a + 1.5 H/h + 1/h) / t), and with p = 1 a second h V / t and a final norm; activations s b h /
+    (t c) ((12 + 4 g/a + 8 H/h) L + 8 p + [p = 1] 4 (1 + V/h)), times 1 + (p - 1) / (p v) if stages
+    interleave.
     """
     h, p, t = model.hidden, layout.pp, layout.tp
     kv, wide = model.num_kv_heads / model.num_heads, model.ffn / h

@@ -16,8 +16,8 @@ def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Q
 
 
 def balance_factor(share: Quantity, balance: Quantity) -> Quantity:
-    """Factor on a kernel's seconds on a GPU whose FLOP per HBM byte is `balance` times that of the
-    GPU on which the kernel reaches `share` of the peak.
+    """Factor on a kernel's seconds on a GPU whose FLOP per HBM byte is `balance` times the value of
+    the GPU on which the kernel reaches `share` of the peak.
 
     The seconds of a FLOP are those at the peak, plus seconds in which the arithmetic waits for
     bytes: 1 / peak + (1 / share - 1) / peak.  The first part is inverse to the GPU's FLOP/s, the

@@ -71,8 +71,8 @@ def losses(shares: Mapping[str, float]) -> str:
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:
-    """Return the exposed seconds of the hosts: the step's seconds minus those of the same program
-    with hosts that take no time."""
+    """Return the exposed seconds of the hosts: the step's seconds minus its seconds with hosts that
+    take no time."""
     return step_s - simulate_chunks(program, WithoutTraffic(seconds, frozenset())).step_s
 
 

@@ -104,7 +104,8 @@ def exposed_waits(
     rank: int, items: Iterable[Interval], arrivals: dict[float, Interval]
 ) -> Iterator[Event]:
     """Return events of the gaps in the compute stream.  A gap is named after the action that ended
-    when compute went on: an action of the rank's own streams, or else a message of another rank."""
+    when compute went on: an action of the rank's own streams, otherwise a message of another
+    rank."""
     own = {i.end_s: i for i in items if i.stream != "compute" and i.end_s > i.start_s}
     now = 0.0
     for item in items:

@@ -124,7 +124,7 @@ def gain_errors(rows: Sequence[Row]) -> list[float]:
 
 
 def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
-    """Signed errors of a group's cells by its metric; empty for verdicts, which are counted."""
+    """Signed errors of a group's cells by its metric; empty for verdicts, which are counts."""
     if metric == "verdict":
         return []
     if metric == "gain":

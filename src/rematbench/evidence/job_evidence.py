@@ -131,7 +131,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if no
     shipped GPU is like it; `shape` a head dimension whose rows are not aligned (both otherwise "");
-    `document_len`: 0 where no documents are packed, as in published rows."""
+    `document_len`: 0 if no documents are packed, as in published rows."""
 
     stack: str
     generation: str
@@ -146,9 +146,9 @@ class JobProperties(Struct, frozen=True, kw_only=True):
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
     """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed; `other_log_error` the same under the constants of another GPU generation (None: a kernel
-    of the row has no rates there).  `sweep` is equal for rows of one job on one stack with the same
-    options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
+    speed; `other_log_error` the same error under the constants of another GPU generation (None: a
+    kernel of the row has no rates there).  `sweep` is equal for rows of one job on one stack with
+    the same options; `layout` for rows of a sweep with the same parallel degrees and ZeRO stage."""
 
     source: str
     job: JobProperties

@@ -133,8 +133,8 @@ def stands_for(cell: Cell) -> str:
 
 
 def refusal(line: Prediction, cell: Cell) -> str:
-    """The reason why a cell is not started: its prediction does not fit, or the host lacks memory
-    with which save_on_cpu replaces the device memory of keep_all."""
+    """The reason why a cell is not started: its prediction does not fit, or the host has too little
+    free memory (save_on_cpu needs the device bytes of keep_all)."""
     pinned = max(line.host_bytes, line.pinned_bytes)
     if isinstance(cell, HandCell) and cell.means == "save_on_cpu":
         pinned = line.allocated_bytes

@@ -72,10 +72,10 @@ class Prediction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Searched(Prediction, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A line of the part `searched`: the prediction of a plan that a search of `job` returned for a
-    device of `memory_gib`.  It is row `place` of the answer, where rows that differ in settings
-    alone count as one (0: no such row).  `beside`: the best plan of the methods that the suite
-    compares with the answer.  `spec` and `method` (the text of the composition) rebuild the cell,
-    whatever a later search returns."""
+    device of `memory_gib`.  It is row `place` of the answer, counting rows that differ only in
+    settings once (0: no such row).  `beside`: the best plan of the methods that the suite compares
+    with the answer.  `spec` and `method` (the text of the composition) rebuild the cell, whatever a
+    later search returns."""
 
     job: str
     memory_gib: float

@@ -128,7 +128,7 @@ def _problems(claim: TableClaim, tolerance: float, tables: Path, expected: Path)
 
 
 def counted(find: Find, tables: Path) -> tuple[int, int]:
-    """How many rows of a table agree with a finding, and out of how many."""
+    """The number of rows that agree with a finding, and the number of rows compared."""
     head, *lines = read_cells(tables / f"{find.table}.csv") or [[]]
     rows = [dict(zip(head, line, strict=False)) for line in lines]
     if not find.same:

@@ -1,1 +1,1 @@
-"""Solvers that methods share: what a plan keeps, Pareto fronts, one-dimensional searches."""
+"""Solvers that methods share: kept activations, Pareto fronts, one-dimensional searches."""

@@ -130,8 +130,8 @@ def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
-    """Offsets without overlap. The MILP runs only where best fit leaves a gap to the lower bound
-    and the instance is small."""
+    """Offsets without overlap. The MILP runs only if best fit leaves a gap to the lower bound and
+    the instance is small."""
     bound = live_peak(tensors)
     offsets = best_fit(tensors)
     solver: Literal["best_fit", "milp"] = "best_fit"

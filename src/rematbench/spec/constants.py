@@ -53,10 +53,9 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shares of the link rates that collectives reach inside a node and between nodes.
 
-    `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
-    a node are linked pairwise, without a switch, so a small group uses only the links between its
-    own GPUs.
-    `kernel_scale` multiplies the seconds of all kernels where a GPU runs below its generation's
+    `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 if the GPUs of a
+    node are linked pairwise, without a switch, so a small group uses only the links between its own
+    GPUs.  `kernel_scale` multiplies the seconds of all kernels if a GPU runs below its generation's
     power limit.  `host_ranks` is the number of ranks that can issue kernels at the same time on the
     cores of a node (as those of a tensor-parallel group do) without slowing each other.
     """

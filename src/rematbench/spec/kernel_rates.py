@@ -102,7 +102,7 @@ class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Unfused attention of torch operators: passes over the score matrix in memory, forward and
-    backward together, and the further passes where a separate kernel applies the causal mask."""
+    backward together, and the further passes if a separate kernel applies the causal mask."""
 
     passes: float
     mask_passes: float
@@ -138,7 +138,7 @@ class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Device(Struct, frozen=True, kw_only=True):
     """The rates of one GPU for kernels: dense peak of all SMs, reached HBM rate, and `taken_sms`,
     the SMs that a concurrent collective occupies (one SM for each block of the collective).
-    `balance`: FLOP per HBM byte over that of the nearest GPU on which kernels were measured."""
+    `balance`: FLOP per HBM byte divided by the value of the nearest measured GPU."""
 
     peak_flop_per_s: Quantity
     hbm_bytes_per_s: Quantity

@@ -39,11 +39,10 @@ class ProblemSpec(
     """One planning problem, as files, the command line and Python code state it.
 
     `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
-    `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on where tp > 1.
-    `seq_len` is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device
-    memory; `optimizer` and `parameters` replace the stack's choice of memory for the optimizer
-    states and for the parameters.  `document_len` is the mean length of packed documents (0: not
-    packed).
+    `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on if tp > 1.  `seq_len`
+    is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device memory;
+    `optimizer` and `parameters` replace the stack's choice of memory for the optimizer states and
+    for the parameters.  `document_len` is the mean length of packed documents (0: not packed).
     """
 
     model: str | Model

@@ -33,7 +33,7 @@ class Shapes(Struct, frozen=True, kw_only=True):
 
 
 def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
-    """The sizes on one rank; KV heads are replicated where tp exceeds their number."""
+    """The sizes on one rank; KV heads are replicated if tp exceeds their number."""
     model, tp = work.model, layout.tp
     tokens = layout.micro_batch * work.seq_len // (layout.cp * layout.ulysses)
     sequence_parallel = layout.sequence_parallel

@@ -246,9 +246,9 @@ class Comparison:
 def without_repeats(pairs: Sequence[Pair], named: Container[str]) -> tuple[list[Pair], int]:
     """Return the pairs that a table shows, and the number of pairs dropped as repetitions.
 
-    Dropped unless `named`: compositions and policies whose plan equals an earlier plan, and
-    policies whose tuning ends at the plan of their method. A method whose plan equals an earlier
-    plan stays, with `same_as` filled in.
+    Unless `named`, these are dropped: compositions and policies whose plan equals an earlier plan,
+    and policies whose tuning ends at the plan of their method. A method whose plan equals an
+    earlier plan stays, with `same_as` filled in.
     """
     seen: dict[bytes, str] = {}
     rows: list[Pair] = []

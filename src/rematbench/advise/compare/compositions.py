@@ -50,8 +50,8 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Candidate(Struct, frozen=True, kw_only=True):
     """A plan to be made: `method` with `settings`, applied to `base`. For a composition, `base` is
     the plan of all methods before the last. `methods`: the names of all methods of the plan.
-    `first_that_fits`: settings to choose from, the fastest first and the one with the fewest bytes
-    last."""
+    `first_that_fits`: settings to choose from, the fastest first and the setting with the fewest
+    bytes last."""
 
     name: str
     origin: Origin

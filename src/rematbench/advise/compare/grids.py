@@ -3,7 +3,7 @@
 Every grid declares its values, so the variants form a list, and most of them need no evaluation.
 Two assumptions decide (a test checks them against full lists): adding a method never makes a plan
 faster; pieces only cost time and only free bytes. So neither a method nor pieces are added to a
-plan that is slower than one that fits. A composition may be faster than its later methods alone:
+plan that is slower than a plan that fits. A composition may be faster than its later methods alone:
 the next method need not copy the tensors that an earlier one rebuilds.
 """
 
@@ -125,9 +125,9 @@ class _Grids:
             self._evaluate(one for one in bounded if one is not None)
 
     def evaluate_in_pieces(self) -> None:
-        """Evaluate each short plan in pieces: the first value of each grid of pieces that fits.
-        Plans qualify that are short of device bytes, may be faster than what fits, and do not keep
-        more than the device has; the fastest plan comes first."""
+        """Evaluate each short plan in pieces: the first value of each grid of pieces that fits. A
+        plan qualifies if it is short of device bytes, may be faster than the plans that fit, and
+        does not keep more than the device has; the fastest plan comes first."""
         problem, short = self.job.problem, dict[bytes, Pair]()
         for pair in self.pairs:
             result = pair[1]
@@ -190,7 +190,7 @@ class _Grids:
 
 
 def keeps_too_much(problem: Problem, result: Result) -> bool:
-    """Whether states and kept tensors alone exceed the device, computed in pieces or not."""
+    """Whether states and kept tensors exceed the device; pieces do not change these bytes."""
     assert result.plan is not None
     assert result.evaluation is not None
     kept = resident_bytes(problem, result.plan)

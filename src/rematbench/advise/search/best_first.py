@@ -101,7 +101,7 @@ class Search:
 
     @property
     def gap(self) -> float:
-        """The most by which an unknown plan may be faster, as a share of the best step."""
+        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
         if self.best_s == inf:
             return inf if self.queue else 0.0
         return max(0.0, 1.0 - self.bound_s / self.best_s)

@@ -31,9 +31,9 @@ COPIED, KEPT = (
 
 
 class Exclusions:
-    """What a search has excluded.  `counts`: plans and layouts by reason.  `device_short_bytes`,
-    `host_short_bytes`: the fewest device bytes, and host bytes of a node, that an excluded plan
-    lacked.  `refusal`: the last reason why a method has no plan."""
+    """The plans and layouts that a search has excluded.  `counts`: plans and layouts by reason.
+    `device_short_bytes`, `host_short_bytes`: the fewest device bytes, and host bytes of a node,
+    that an excluded plan lacked.  `refusal`: the last reason why a method has no plan."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class Exclusions:
 
 class MemoryRules:
     """The rules by which a search queues a candidate if its bytes may fit, and otherwise counts it
-    as excluded.  `excluded`: what the search has excluded."""
+    as excluded.  `excluded`: the plans and layouts that the search has excluded."""
 
     def __init__(self, tree: Tree, registry: Registry, queue: SearchQueue) -> None:
         self.tree, self.registry, self.queue = tree, registry, queue
@@ -109,8 +109,9 @@ class MemoryRules:
         return False
 
     def lacks_bytes(self, place: Place, candidate: Candidate) -> bool:
-        """Whether a candidate does not fit because of what it keeps and copies.  Such a candidate
-        is not probed, unless nothing fits and the bytes that it lacks may be the fewest."""
+        """Whether a candidate does not fit because of the bytes that it keeps and copies.  Such a
+        candidate is not probed, unless nothing fits and the bytes that it lacks may be the
+        fewest."""
         short = place.bounds.short(candidate)
         found = short.falls[place.index] if short is not None else None
         if found is None:

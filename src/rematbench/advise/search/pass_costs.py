@@ -149,7 +149,7 @@ class Chunk:
 
     def timed(self, costs: ActionCosts, *, crossing: bool) -> ChunkCost:
         """The chunk's costs with seconds.  `crossing`: whether collectives cross to other nodes, as
-        in the layouts that the probe stands for."""
+        in the layouts that the probe represents."""
         rank, nbytes = self.rank, self.nbytes
         crossing = crossing and bool(nbytes.out_bytes or nbytes.back_bytes)
 
@@ -253,7 +253,8 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
 
 
 class Line(NamedTuple):
-    """The costs of a chunk of `layers` layers (`base`), and what each further layer adds."""
+    """The costs of a chunk of `layers` layers (`base`), and the costs that each further layer
+    adds."""
 
     layers: int
     base: ChunkCost
@@ -329,8 +330,8 @@ class More(NamedTuple):
 
 
 def in_pieces(cut: Line, whole: Line) -> More:
-    """Return what pieces of the head add to the last chunk: `cut` has a head in pieces, `whole` a
-    whole head.  Layers may be in pieces in `cut`, so their costs are left out of both."""
+    """Return the costs that pieces of the head add to the last chunk: `cut` has a head in pieces,
+    `whole` a whole head.  Layers may be in pieces in `cut`, so their costs are left out of both."""
 
     def head_s(line: Line) -> list[float]:
         passes = zip(line.base[:2], line.slope[:2], strict=True)

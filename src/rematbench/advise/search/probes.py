@@ -70,7 +70,7 @@ class Probe:
 
     @cached_property
     def facts(self) -> Facts:
-        """The method's lines."""
+        """The method's lines without other traffic on the links of its copies."""
         return self._lines(NO_TRAFFIC)
 
     def with_traffic(self, traffic: CopyTraffic) -> Facts:
@@ -85,8 +85,8 @@ class Probe:
 
 
 class Floor(NamedTuple):
-    """Lines of a method without its passes: the bytes that chunks keep on the device and in host
-    memory, and the tensors that an inner chunk copies to the host."""
+    """Lines of a method, without costs of its passes: the bytes that chunks keep on the device and
+    in host memory, and the tensors that an inner chunk copies to the host."""
 
     nbytes: Facts
     pinned: Pinned

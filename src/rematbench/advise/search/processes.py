@@ -2,7 +2,7 @@
 
 Each process has a share of the shards, and all processes know the best step.  A round is a fixed
 amount of work, counted and not timed, so that plans do not depend on the speed of the machine.
-Planners are methods whose plan is unknown until it is solved.  Bounds cover no such plan, so
+Planners are methods whose plan is unknown until it is solved.  Bounds do not cover such plans, so
 planners start after the other plans are proved.  Each planner is solved at the layouts of the
 fastest plans, in that order, until one of its plans fits.
 """
@@ -121,7 +121,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """The most by which an unknown plan may be faster, as a share of the best step."""
+        """Upper bound of the seconds that a better plan may save, as a share of the best step."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
     def lists(self, shown: int, within: float) -> bool:
@@ -209,7 +209,7 @@ def _after(
 
 def distinct(trials: Sequence[Trial]) -> list[Trial]:
     """The plans that fit, fastest first.  Each layout keeps one plan per candidate and, among plans
-    with equal step times, only the one that reserves the fewest bytes."""
+    with equal step times, only the plan that reserves the fewest bytes."""
 
     def order(trial: Trial) -> tuple[float, int]:
         evaluation = trial.result.evaluation

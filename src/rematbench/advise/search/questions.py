@@ -223,7 +223,7 @@ def _answers(
 
 def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
     """Yield changes in words, each with a plan that fits after it, if none fitted before: more
-    device memory, more host memory if a plan lacked it, and more GPUs.  Of each kind, yield the
+    device memory, more host memory if a plan lacked it, and more GPUs.  For each kind, yield the
     smallest tried change that has a plan."""
 
     def fits(**changes: Any) -> Result | None:

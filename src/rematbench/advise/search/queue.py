@@ -151,7 +151,7 @@ class Queue(Generic[T]):
         return self._ripe[0][0] if self._ripe else float("inf")
 
     def pop(self, *, ripe: bool = False) -> tuple[float, T]:
-        """Remove and return the entry with the lowest bound, of all entries or of the ripe ones.
+        """Remove and return the entry with the lowest bound, of all entries or of the ripe entries.
         Raises IndexError if there is no such entry."""
         heap = self._ripe if ripe else self._all
         self._drop(heap)

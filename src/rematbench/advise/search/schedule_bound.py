@@ -68,9 +68,9 @@ def host_update_s(problem: Problem, count: int) -> float:
 
 
 class Stages(NamedTuple):
-    """The lines of a layout's virtual stages and the layers of each.  `out_bytes`, `back_bytes`:
-    the most bytes that each stage copies.  `surely`: the smallest share of these bytes that the
-    stage copies."""
+    """The costs of a layout's virtual stages, as lines in the layers, and the layers of each stage.
+    `out_bytes`, `back_bytes`: the most bytes that each stage copies.  `surely`: the smallest share
+    of these bytes that the stage copies."""
 
     lines: Sequence[Line]
     sizes: Sequence[int]
@@ -84,7 +84,7 @@ class Stages(NamedTuple):
         return any(self.out_bytes) or any(self.back_bytes)
 
     def all(self, which: Callable[[ChunkCost], float]) -> list[float]:
-        """Return one number of every stage, at least 0."""
+        """Return the number `which` of every stage, at least 0."""
         return _all(self.lines, self.sizes, which)
 
 
@@ -102,7 +102,7 @@ def _all(
 
 
 def at(line: Line, which: Callable[[ChunkCost], float], layers: Any) -> Any:
-    """Return one number of a chunk of `layers` layers; arrays for arrays."""
+    """Return the number `which` of a chunk of `layers` layers; an array for an array."""
     return which(line.base) + (layers - line.layers) * which(line.slope)
 
 

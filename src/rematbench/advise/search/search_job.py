@@ -104,7 +104,7 @@ class SearchJob:
 
     @cached_property
     def space(self) -> Space:
-        """The layouts of the job; LayoutError where no layout is possible."""
+        """The layouts of the job; LayoutError if no layout is possible."""
         work = self.request.spec.workload(self.model)
         found = space(self.request.spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:

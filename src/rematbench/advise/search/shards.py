@@ -217,7 +217,7 @@ class Shard:
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
         """Shares of the longest and of the shortest chunk, [steps of the candidate's share,
-        layouts]; one column where all layouts have equal shares."""
+        layouts]; one column if all layouts have equal shares."""
         steps = np.arange(1.0, self.steps(candidate) + 1)[:, None]
         scalar = candidate.share.scalar if candidate.share else None
         if scalar is None or scalar.scale == "share":

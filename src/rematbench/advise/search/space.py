@@ -252,7 +252,8 @@ class Columns:
         return np.array([c.layout.tp * c.layout.cp * c.layout.dp for c in self.choices])
 
     def in_flight_at(self, stage: int) -> NDArray[np.int64]:
-        """The most passes in flight of the rank `stage`, or of the last rank before it."""
+        """The most passes in flight of the rank `stage`; of the last rank if there is no such
+        rank."""
         if stage not in self._in_flight_at:
             after = np.maximum(0, self.pp - 1 - stage)
             self._in_flight_at[stage] = self.in_flight_before(after)

@@ -27,7 +27,8 @@ AffineTerms = tuple[tuple[int, float], ...]
 
 
 class Terms(NamedTuple):
-    """An output of a block: the index of a stream or the host, and the time at which it is free."""
+    """An output of a block: the index of a stream or the host, and the terms whose maximum is the
+    time at which it is free."""
 
     target: int
     terms: AffineTerms

@@ -204,8 +204,8 @@ def compile_program(
 
 
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
-    """Simulate a program at the op level.  Raise DeadlockError if ranks wait for each other for
-    ever.  `record` keeps the intervals."""
+    """Simulate a program at the op level.  Raise DeadlockError if ranks wait for each other
+    forever.  `record` keeps the intervals."""
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     code = compile_program(
         program, seconds, lambda b, rank: compile_block(b, rank, seconds, record)

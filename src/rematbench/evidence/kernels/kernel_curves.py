@@ -166,7 +166,7 @@ def fit_half_waves(sources: Sources, rows: Rows, sm_count: int) -> dict[str, Sha
     """`half_waves` of both directions (the waves of tiles at which half the speed is reached), from
     rows whose number of heads varies.
 
-    The efficiency is fitted too and dropped, as is half_rows if the rows have several lengths.
+    The fitted efficiency is dropped, and so is half_rows if the rows have several lengths.
     """
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     return {

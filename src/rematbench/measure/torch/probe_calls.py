@@ -266,8 +266,8 @@ def attention_probes(place: Place) -> Iterator[Probe]:
 
 def sustained(probes: Iterable[Probe], for_s: float) -> Iterator[Probe]:
     """The probes whose work is FLOP, each for a long time without a pause.  A GPU at its power
-    limit lowers its clock within a second, so that a step runs at these rates and not at those of a
-    short benchmark."""
+    limit lowers its clock within a second, so that a step runs at these rates and not at the rates
+    of a short benchmark."""
     for probe in probes:
         if probe.unit == "flop" and not probe.compiled:
             yield replace(probe, shape=probe.shape | {"for_s": f"{for_s:g}"}, for_s=for_s)

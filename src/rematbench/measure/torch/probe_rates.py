@@ -165,7 +165,7 @@ def _late(probe: Probe) -> tuple[bool, ...]:
 
 
 class Timed(NamedTuple):
-    """How a probe ended, and the seconds of each repeat; `reason` says why there are none."""
+    """How a probe ended, and the seconds of each repeat; `reason` explains missing seconds."""
 
     probe: Probe
     status: Literal["ok", "skipped", "failed"]

@@ -40,7 +40,7 @@ class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `of`: workloads, each with its best layout and the best of `methods`. `to` and `to_methods`: the
     workloads and methods to compare with. `to` is empty (the same workloads), one workload for all,
     or one for each. `form`: `value` is the metric itself, `ratio` is `of` / `to`, `less_pct` and
-    `more_pct` say by how many percent `of` lies below or above `to`. `reduce` says how the numbers
+    `more_pct` are the percent by which `of` lies below or above `to`. `reduce` says how the numbers
     of several workloads become one number. With `same_layout`, `of` and `to` share a layout and
     each layout counts; otherwise `of` and `to` have their best layouts. `scale` is a unit
     conversion.

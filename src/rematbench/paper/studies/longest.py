@@ -41,8 +41,8 @@ def longest_sequence(
     """Bracket the longest fitting length, then narrow the bracket.
 
     Fitting must be monotone in the length. Allocated bytes are nearly linear in the length, so the
-    next length is where a straight line through the computed peaks reaches the device's capacity.
-    Every third length is the middle of the bracket.
+    next length is the length at which a line through the computed peaks reaches the device's
+    capacity. Every third length is the middle of the bracket.
 
     A sequence fails if a device or a host is out of memory, or if the method or the layout refuses
     it.

@@ -128,7 +128,7 @@ def _short(value: Any) -> str:
 def claim_lines(
     row: Row, claim: Claim | None, claims: Claims, answers: list[StudyAnswer]
 ) -> list[dict[str, Any]]:
-    """The lines of one claim: one per part, or one line that says why it is not compared."""
+    """The lines of one claim: one per part, or one line with the reason why it is not compared."""
     head: dict[str, Any] = {
         "id": row["id"],
         "system": row["system"],

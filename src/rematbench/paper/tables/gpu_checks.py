@@ -1,4 +1,4 @@
-"""Tables of our runtime on one GPU: which claims hold, and where the seconds of a step go."""
+"""Tables of our runtime on one GPU: the claims that hold, and the seconds of a step by action."""
 
 import math
 from collections.abc import Mapping, Sequence

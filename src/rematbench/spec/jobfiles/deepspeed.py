@@ -53,7 +53,7 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
 
 
 def read_optimizer(reading: Reading, word: str, key: str) -> None:
-    """Refuse an optimizer whose states are not those of Adam."""
+    """Refuse an optimizer whose states differ from Adam's."""
     if "adam" not in word.lower() or "8bit" in word.lower() or "onebit" in word.lower():
         reading.refused.append(f"{key}: {word} (only Adam and AdamW are modelled)")
 

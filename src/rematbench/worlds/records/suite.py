@@ -56,7 +56,8 @@ class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A composition, or a method with its own parameters, on all problems or on the named ones."""
+    """A composition, or a method with its own parameters, on all problems or on the named
+    problems."""
 
     method: str
     name: str = ""

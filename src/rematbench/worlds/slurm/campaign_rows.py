@@ -2,7 +2,7 @@
 the simulated step and peak, and whether the cells of a problem train alike.
 
 Weights and batches come from the problem's seed, so all engines start from the same weights.  The
-first loss and gradient norm of a cell are compared with those of the cell that keeps all
+first loss and gradient norm of a cell are compared with the values of the cell that keeps all
 activations.  Later steps depend on each engine's optimizer.  A campaign stores no whole gradients.
 Equal norms do not prove that a method is lossless, but a wrong gradient rarely has the right norm.
 """

@@ -64,8 +64,8 @@ def remove_records(
     statuses: Collection[str],
     names: Collection[str] = (),
 ) -> dict[str, str]:
-    """Remove the finished records with these statuses (if `names` is given, only those of the cells
-    it names) and return the status of each removed record by cell.
+    """Remove the finished records with these statuses (with `names`, only records of the named
+    cells) and return the status of each removed record by cell.
 
     Also removes the manifests of their bundles and the table in `results`: Snakemake knows only
     these files, and does not remake a missing manifest while the table exists.  CommandError for an

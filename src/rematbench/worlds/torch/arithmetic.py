@@ -61,7 +61,8 @@ def _wide_copies(*tensors: Tensor) -> list[Tensor]:
 
 
 def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(input gradient, weight gradient) by torch's kernel; the latter in the weight's dtype."""
+    """(input gradient, weight gradient) by torch's kernel; weight gradients have the weight's
+    dtype."""
     if x.is_meta:
         return torch.empty_like(x), torch.empty_like(weight)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))

@@ -1,4 +1,4 @@
-"""Causal attention through torch's flash operators, and what each backend saves for its backward.
+"""Causal attention through torch's flash operators, and the tensors that each backend saves.
 
 | backend | operator | dtypes | lse dtype |
 |---|---|---|---|

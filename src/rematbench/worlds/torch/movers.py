@@ -172,7 +172,7 @@ class Movers:
     # -- parts ------------------------------------------------------------------------------------
 
     def split(self, action: Action, span: Span) -> None:
-        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, else bytes."""
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, otherwise bytes."""
         name = action.reads[0]
         whole = self.memory[span.key(name)]
         data = whole.data

@@ -6,8 +6,8 @@ storages have sizes but no memory, and the same tracker counts them. Values do n
 no losses and no gradients.
 
 The first stage runs on a GPU without its neighbours. Its sends go nowhere. A receive is complete at
-once, with numbers like those at the end of a layer, so that kernels and power are those of
-training. Losses and gradients mean nothing.
+once, with numbers like those at the end of a layer, so that kernels and power are as in training.
+Losses and gradients have no meaning.
 """
 
 from collections.abc import Iterator
