@@ -266,16 +266,22 @@ def test_korthikanti_peaks_count_layers_alone() -> None:
 
 
 def test_what_an_unknown_model_takes_from_another_is_said() -> None:
-    """Norms and biases of the family, or of the plainest model with such an MLP."""
+    """Norms, biases, positions and dropout of the family, or of the plainest such model."""
     taken = "unknown model: norms, biases and positions taken from"
     assert predict(row(model="llama-new"))["pred_reason"].startswith(f"{taken} llama-")
-    rest = "; head_dim 128, ends not tied, no windows"
+    plain = "(rmsnorm, no biases, rope positions, no dropout)"
+    rest = f" {plain}; head_dim 128, ends not tied, no windows"
     assert predict(row(model="new"))["pred_reason"] == f"{taken} llama-7b{rest}"
     gelu = predict(row(model="new", mlp="gelu"))["pred_reason"]
-    assert gelu == f"{taken} gpt-22b; head_dim 128, tied ends, no windows"
+    like = "(layernorm, biases of qkv and proj and mlp, learned positions, dropout 0.1)"
+    assert gelu == f"{taken} gpt-22b {like}; head_dim 128, tied ends, no windows"
+    capped = predict(row(model="gemma-new", head_dim="256", mlp="geglu"))["pred_reason"]
+    assert "norms behind attention and MLP" in capped
     short = predict(row(model="new", global_batch="256", micro_batch="32"))
     assert short["pred_status"] == "oom"
-    assert re.search(rf"device memory of .*; {taken} llama-7b{rest}$", short["pred_reason"])
+    assert re.search(
+        rf"device memory of .*; {taken} llama-7b{re.escape(rest)}$", short["pred_reason"]
+    )
 
 
 WIDE = {"hidden": "5120", "heads": "64", "kv_heads": "8", "ffn": "25600", "vocab": "151936"}

@@ -15,6 +15,7 @@ from rematbench.cli.options import DEFAULT_SYSTEM
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import system_variant
 from rematbench.evaluate.result import assumed, evaluate_plan
+from rematbench.evaluate.unread import ACTS, unread, unread_facts
 from rematbench.evidence.bands import band_of, with_band
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
 from rematbench.plan import Plan
@@ -26,7 +27,7 @@ from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_s
 from rematbench.spec.paths import data_dir
 from rematbench.spec.stackfacts import DEFAULT, chain, defaults, differences, facts, other_versions
 from rematbench.spec.system import System
-from tests.problems import all_methods, make_problem
+from tests.problems import all_methods, make_problem, remade
 
 APP = command_line()
 
@@ -343,3 +344,75 @@ def test_torchtitan_of_2026_runs_context_parallelism() -> None:
     assert found.band[0] < 5615 < found.band[1]
     assert found.evaluation is not None
     assert found.evaluation.reserved_bytes / 2**30 == pytest.approx(44.8, rel=0.1)
+
+
+# -- facts without a source -----------------------------------------------------------------------
+
+OWN = """param_bytes: 2
+grad_bytes: 2
+optimizer_bytes: 12
+reduce_bytes: 2
+gather_bytes: 2
+attention: fa2
+fused_swiglu: false
+fused_loss: false
+logits_fp32: true
+tp_overlap: none
+p2p_overlap: none
+reduce_overlap: true
+gather_overlap: true
+source: mine
+"""
+
+
+def test_a_stack_without_a_base_says_which_facts_it_leaves_open(tmp_path: Path) -> None:
+    """Each fact where it changes the prediction; a file that is based on it has the same ones."""
+    path = str(stack(tmp_path, OWN))
+    found = set(unread_facts(made(system=path)))
+    open_facts = {"norm", "rope", "loss_in_place", "loss_keeps_logits", "step_scratch_bytes"}
+    assert found == open_facts
+    assert unread_facts(made(system=path, model="llama3-8b")).keys() - found == {"repeats_kv"}
+    assert found - unread_facts(made(system=path, model="gpt-7b")).keys() == {"norm", "rope"}
+    assert "loss_keeps_logits true" in assumed(made(system=path))
+    text = f"base: {path}\nloss_keeps_logits: {{value: false, source: mine}}\n"
+    based = made(system=str(stack(tmp_path, text, "based")))
+    assert found - unread_facts(based).keys() == {"loss_keeps_logits"}
+    stated = OWN + "norm: torch\nrope: eager\nloss_keeps_logits: false\nloss_in_place: false\n"
+    whole = stack(tmp_path, f"{stated}step_scratch_bytes: 0\n", "whole")
+    assert unread(made(system=str(whole))) == ""
+
+
+def test_a_fact_of_a_stack_that_none_of_its_models_has_is_said() -> None:
+    """Of a Llama on a stack of GPT models; not of the models that the stack ran."""
+    alone = {"layout": Layout()}
+    llama = {name: unread_facts(made(system=name, **alone)).keys() for name in names("system")}
+    assert {name: set(keys) for name, keys in llama.items() if keys} == {
+        "megatron-lm": {"norm", "rope", "fused_swiglu"},
+        "megatron-deepspeed": {"norm", "fused_swiglu"},
+        "llm-foundry": {"rope", "fused_swiglu"},
+    }
+    assert not any(unread(made(system=name, model="gpt-7b", **alone)) for name in names("system"))
+    eager = made(system="megatron-deepspeed", **alone)
+    assert (eager.system.norm_kernel, eager.system.rope_kernel) == ("eager", "eager")
+    assert "norm eager, RoPE eager" in assumed(eager)
+
+
+def test_every_open_fact_changes_a_prediction_where_it_is_said_to_act() -> None:
+    """A fact that acts on the problem changes its bytes or its seconds."""
+    other: dict[str, Any] = {"norm": "eager", "rope": "eager", "step_scratch_bytes": 4}
+    base = {"norm": "eager", "fused_loss": False, "logits_fp32": True, "loss_in_place": True}
+    for key, acts in ACTS.items():
+        unfused = {"attention": "unfused"} if key == "eager_operators" else {}
+        given = made(model="llama3-8b", layout=Layout(dp=8, global_batch=8), **unfused)
+        start = replace(given.system, **base)
+        value = other.get(key, not getattr(start, key))
+        if key == "norm":
+            start = replace(start, norm="fused")
+        assert acts(dataclass_replace(given, system=start))
+        seen = {
+            (found.step_s, found.peak_device_bytes)
+            for system in (start, replace(start, **{key: value}))
+            for problem in [remade(given, system=system)]
+            for found in [evaluate(problem, problem.base_plan)]
+        }
+        assert len(seen) == 2, key

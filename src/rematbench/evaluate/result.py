@@ -14,6 +14,7 @@ from rematbench.evaluate.breakdown import PARTS, losses
 from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, weighed
 from rematbench.evaluate.proof import Proof, check
+from rematbench.evaluate.unread import unread
 from rematbench.evaluate.verdict import Retries, Verdict, judge, judged
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
@@ -375,7 +376,7 @@ def assumed(problem: Problem) -> str:
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
-    return f"{text}; {model.left_out}" if model.left_out else text
+    return "; ".join(part for part in (text, unread(problem), model.left_out) if part)
 
 
 def faster_attention(problem: Problem) -> str:

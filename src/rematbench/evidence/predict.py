@@ -13,6 +13,7 @@ from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.unread import unread
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
 from rematbench.evidence.published.sheets import Row, RowError
@@ -165,7 +166,7 @@ def _columns(result: Result, assumed: str) -> Cells:
     """The pred_* columns of a result; the peak is counted as the stack's publications count
     peaks."""
     evaluation, plan, problem = result.evaluation, result.plan, result.problem
-    reason = "; ".join(text for text in (result.reason, assumed) if text)
+    reason = "; ".join(text for text in (result.reason, assumed, unread(problem)) if text)
     if evaluation is None or plan is None or evaluation.not_timed:
         return _nothing(result.status, reason)
     row = result.row()

@@ -1,7 +1,8 @@
 """Strict reading of configuration files: every number has a source, and every error is one line.
 
-A value is plain, `{value: V, source: "..."}` or `{value: V, fitted: "..."}`.  A `source:` at the
-top level of a file covers the plain values of that file.
+A value is plain, `{value: V, source: "..."}`, `{value: V, fitted: "..."}` or, if nobody has read it
+and it is only the usual value, `{value: V, assumed: "..."}`.  A `source:` at the top level of a
+file covers the plain values of that file.
 """
 
 import difflib
@@ -21,6 +22,10 @@ from rematbench.host.errors import UserError
 from rematbench.spec.paths import data_dir
 
 T = TypeVar("T", bound=Struct)
+_KINDS = ("source", "fitted", "assumed")
+"""The words with which a value says where it is from."""
+ASSUMED = "assumed: "
+"""Start of the source of a value that nobody has read: it is the usual one."""
 
 
 class ConfigError(UserError):
@@ -190,7 +195,7 @@ def flatten(data: Mapping[str, Any], label: str) -> tuple[dict[str, Any], dict[s
                 "or one `source:` for the file",
             )
         values[key] = value
-        if source and _has_number(value):
+        if source and (_has_number(value) or source.startswith(ASSUMED)):
             sources[key] = source
     return values, sources
 
@@ -199,15 +204,22 @@ def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
     """(value, source) of one key, which is written plainly or as a mapping."""
     if not isinstance(entry, dict):
         return entry, ""
-    unknown = sorted(set(entry) - {"value", "source", "fitted"})
-    if unknown or "value" not in entry or len(entry) != 2:
+    kind = next((word for word in _KINDS if word in entry), "")
+    if not kind or "value" not in entry or len(entry) != 2:
         raise ConfigError(
             label, key, "expected {value: ..., source: ...} or {value: ..., fitted: ...}"
         )
-    text = entry.get("source", entry.get("fitted"))
+    return entry["value"], source_of(entry, label, key)
+
+
+def source_of(entry: Mapping[str, Any], label: str = "", key: str = "") -> str:
+    """The source of a sourced value as one text, which says whether the value is fitted or assumed;
+    ConfigError for a source without words."""
+    kind = next(word for word in _KINDS if word in entry)
+    text = entry[kind]
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(label, key, "the source must be a non-empty string")
-    return entry["value"], text if "source" in entry else f"fitted: {text}"
+    return text if kind == "source" else f"{kind}: {text}"
 
 
 def _has_number(value: object) -> bool:

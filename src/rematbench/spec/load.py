@@ -10,7 +10,15 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError, closest, convert, flatten, read_mapping
+from rematbench.spec.configfile import (
+    ASSUMED,
+    ConfigError,
+    closest,
+    convert,
+    flatten,
+    read_mapping,
+    source_of,
+)
 from rematbench.spec.constants import Calibration, load_calibration
 from rematbench.spec.facts import LOSS, check_cluster, check_model, check_system
 from rematbench.spec.foreign import package_of, pointer
@@ -109,6 +117,12 @@ def _refuse_job(data: dict[str, Any], label: str) -> None:
         raise ConfigError(label, "", pointer(package, label))
 
 
+OPEN_FACTS = (
+    *("norm", "norm_keeps_steps", "rope", "loss_in_place", "loss_keeps_logits", "repeats_kv"),
+    *("eager_operators", "step_scratch_bytes"),
+)
+"""Facts of which no value is right for most stacks: a stack of a user's own without a base that
+does not state one has an assumed value."""
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
     "cluster": ("slurm",),  # how to request nodes: read by rematbench.worlds.slurm.settings
@@ -135,7 +149,10 @@ def _inherited(
     base = data.pop("base", "")
     values, sources = flatten(data, label)
     if not base:
-        return values, sources, ()
+        own = kind == "system" and not _is_shipped(path)
+        unsaid = [key for key in OPEN_FACTS if own and key not in values]
+        said = f"{ASSUMED}{label} has no base and does not state it"
+        return values, {**sources, **dict.fromkeys(unsaid, said)}, ()
     if not isinstance(base, str):
         raise ConfigError(label, "base", f"expected the name or the file of a {kind}")
     above = located(kind, base)
@@ -154,7 +171,7 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
         if key in OWN_KEYS:
             continue
         sourced = isinstance(entry, dict)
-        found[key] = str(entry.get("source", "fitted")) if sourced else everywhere
+        found[key] = source_of(entry, label, key) if sourced else everywhere
         if not found[key]:
             problem = (
                 "a value that overrides the base needs a source: "

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.spec.configfile import read_mapping
+from rematbench.spec.configfile import read_mapping, source_of
 from rematbench.spec.load import NOT_FACTS, OWN_KEYS, load_system, located, names
 from rematbench.spec.system import System
 
@@ -43,7 +43,7 @@ def facts(name: str) -> dict[str, Fact]:
                 continue
             sourced = isinstance(entry, dict)
             value = entry["value"] if sourced else entry
-            source = str(entry.get("source", entry.get("fitted"))) if sourced else ""
+            source = source_of(entry) if sourced else ""
             found[key] = Fact(value=value, source=source, file=file)
     return found
 

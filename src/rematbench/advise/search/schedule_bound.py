@@ -53,7 +53,7 @@ def after_passes(problem: Problem, count: int) -> list[Comm]:
     fates = {fate.kind: fate for fate in state_fates(lay, system)}
     if lay.state_shards == 1:
         return []
-    found = []
+    found: list[Comm] = []
     if not system.reduce_overlap and fates["gradient"].shards == 1:
         found += gradient_reductions(lay, fates["optimizer"].shards, 1, system.reduce_bytes * count)
     if not system.gather_overlap and fates["parameter"].gather == "step":

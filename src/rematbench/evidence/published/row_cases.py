@@ -143,7 +143,8 @@ def _model(row: Row) -> tuple[Model, str]:
         model = msgspec.structs.replace(load_model(relative), max_positions=0)
         head_dim = shape.get("head_dim") or _head_dim(name, shape, mlp)
         shape["head_dim"] = head_dim
-        assumed = f"{ASSUMED} {relative}; head_dim {head_dim}, {_ends(row, model)}, no windows"
+        taken = f"{ASSUMED} {relative} ({_taken(model)})"
+        assumed = f"{taken}; head_dim {head_dim}, {_ends(row, model)}, no windows"
     tied = flag(row, "tied", model.tied_embeddings)
     model = msgspec.structs.replace(model, tied_embeddings=tied)
     return _reshaped(model, name, shape, mlp or model.mlp), assumed
@@ -194,6 +195,22 @@ def _head_dim(name: str, shape: dict[str, int], mlp: str) -> int:
             "column head_dim, or give the model's file in the column model",
         )
     return width
+
+
+def _taken(model: Model) -> str:
+    """What a row's model has of a similar model: norms, biases, positions and dropout."""
+    biased = ("qkv_bias", "proj_bias", "mlp_bias")
+    biases = [name.removesuffix("_bias") for name in biased if getattr(model, name)]
+    return ", ".join(
+        (
+            model.norm,
+            f"biases of {' and '.join(biases)}" if biases else "no biases",
+            f"{model.position} positions",
+            f"dropout {model.dropout:g}" if model.drops else "no dropout",
+            *(["norms behind attention and MLP"] if model.post_norm else []),
+            *(["norms of queries and keys"] if model.qk_norm else []),
+        )
+    )
 
 
 def _ends(row: Row, model: Model) -> str:
