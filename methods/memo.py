@@ -14,10 +14,9 @@ Deviations: the row statistics of attention are offloaded with its output.  A sp
 in parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded
 tensors, not the whole layer.  Under pipeline parallelism the last swapped layer of a chunk is
 copied from separate memory during the next pass.  If an eager norm saves copies instead of its
-input, the layer input is held and leaves whole, unless no token is rebuilt.  A part of a tensor is
-pinned in a block of a power of two, as in torch.  Addresses are planned by best fit (the paper's
-MIP gains nothing on these programs) for up to 3,000 tensors of a step; above, the framework's
-allocator replaces the plan.
+input, the layer input is held and leaves whole, unless no token is rebuilt.  Addresses are planned
+by best fit (the paper's MIP gains nothing on these programs) for up to 3,000 tensors of a step;
+above, the framework's allocator replaces the plan.  Host memory is one pool of the planned size.
 """
 
 from typing import ClassVar

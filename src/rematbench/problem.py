@@ -255,6 +255,12 @@ def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
     return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
 
 
+def has_exact_pins(system: System, plan: Plan) -> bool:
+    """Whether pinned activations take their own bytes of host memory and not torch's blocks: by the
+    stack's allocator, or because the plan places its own memory."""
+    return system.pinned_blocks == "exact" or plan.addresses == "planned"
+
+
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
     """Parameters that one rank holds after tensor and pipeline parallelism."""
     layers = sum(problem.layer(i).parameters for chunk in plan.partition[rank] for i in chunk)

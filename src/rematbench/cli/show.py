@@ -19,7 +19,7 @@ from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_att
 from rematbench.evaluate.verdict import Retries
 from rematbench.evidence.bands import peak_band
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
-from rematbench.problem import Problem
+from rematbench.problem import Problem, has_exact_pins
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
 from rematbench.spec.stackfacts import other_versions
 
@@ -308,12 +308,18 @@ def footer(
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(result)})",
         *retried(result.retries),
-        f"host memory per node: {gib(host)} GiB at the peak (as torch pins it), of {gib(room)} "
+        f"host memory per node: {gib(host)} GiB at the peak ({_pins(result)}), of {gib(room)} "
         f"usable and {gib(problem.cluster.host_bytes)} installed",
         _freed_line(evaluation, keep_all),
         *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
         world_line(problem, "; stage bytes are allocated bytes in issue order"),
     ]
+
+
+def _pins(result: Result) -> str:
+    """How activations are pinned in host memory."""
+    exact = result.plan is not None and has_exact_pins(result.problem.system, result.plan)
+    return "in buffers of exact size" if exact else "as torch pins it"
 
 
 def world_line(problem: Problem, more: str = "") -> str:

@@ -122,9 +122,9 @@ def zero3_host_states(
     )
     held += _block(system, system.grad_bytes * sum(parts)) if optimizer else 0
     if parameters:
-        held += pinned_block_bytes(system.param_bytes * sum(parts))
+        held += _pinned(system, system.param_bytes * sum(parts))
         moved = [system.param_bytes * part for part in parts] if system.host_pinned else []
-        held += sum(map(pinned_block_bytes, moved))
+        held += sum(_pinned(system, nbytes) for nbytes in moved)
     update = 0 if parameters else system.param_bytes * max(hosted, default=0)
     return HostStates(held=held, update=update)
 
@@ -161,7 +161,12 @@ def _fullest_sums(tensors: Sequence[int], part: int, system: System) -> int:
 
 def _block(system: System, nbytes: int) -> int:
     """Host bytes of a buffer of `nbytes` that the stack pins, if it pins buffers."""
-    return pinned_block_bytes(nbytes) if system.host_pinned else nbytes
+    return _pinned(system, nbytes) if system.host_pinned else nbytes
+
+
+def _pinned(system: System, nbytes: int) -> int:
+    """Host bytes of a pinned buffer of `nbytes`."""
+    return nbytes if system.pinned_blocks == "exact" else pinned_block_bytes(nbytes)
 
 
 class Buckets(Struct, frozen=True, kw_only=True):

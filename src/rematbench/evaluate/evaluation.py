@@ -17,7 +17,13 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Plan
-from rematbench.problem import Problem, gathers_by_layer, host_states, rank_parameters
+from rematbench.problem import (
+    Problem,
+    gathers_by_layer,
+    has_exact_pins,
+    host_states,
+    rank_parameters,
+)
 
 
 class RankBytes(Struct, frozen=True, kw_only=True):
@@ -216,6 +222,7 @@ def _rank_bytes(
         "optimizer": system.optimizer_bytes,
     }
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
+    exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
@@ -235,7 +242,7 @@ def _rank_bytes(
         host_state=host.held,
         host_update=host.update,
         host_activation_peak=ledger.host_peak_bytes,
-        host_rounding=ledger.pinned_peak_bytes - ledger.host_peak_bytes,
+        host_rounding=0 if exact else ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
 

@@ -268,7 +268,7 @@ def methods_of(family: str) -> frozenset[str]:
 NO_SPEED = frozenset(
     (
         *("name", "version", "sources", "constants", "non_torch_bytes", "scales"),
-        *("model_parallel", "zero_stages"),
+        *("model_parallel", "zero_stages", "pinned_blocks"),
     )
 )
 """Fields of a stack that are not compared: they do not change the seconds of a step, except

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from rematbench.costs.copies import pinned_block_bytes
 from rematbench.costs.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, host_states
 from rematbench.solve.layer_costs import forward_s, layers_in_flight
-from rematbench.solve.search import smallest_feasible
 
 PROBE_BYTES = 1 << 30
 
@@ -37,9 +35,8 @@ def swap_share(
     """The largest alpha, in whole rows, for which a layer's copies hide and fit the host.
 
     The copies of S_whole + alpha S_other of a layer must hide behind the layer's forward.  The
-    offloaded tensors of all layers in flight, in pinned blocks, must fit a GPU's share of host
-    memory.  `alpha_host` is the closed form without the wasted bytes of blocks.  A `given` share is
-    used as alpha.
+    offloaded tensors of all layers in flight must fit a GPU's share of host memory.  A `given`
+    share is used as alpha.
     """
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
@@ -48,31 +45,17 @@ def swap_share(
     in_flight = max(
         layers_in_flight(problem, base, rank, layers) for rank in range(problem.layout.pp)
     )
-    share = _host_share(problem, base, host_bytes) / in_flight
-    room = share - fixed
+    room = _host_share(problem, base, host_bytes) / in_flight - fixed
     host = room / free if free else float(room >= 0)
     if given is not None:
         return SwapShare(alpha=given, alpha_bandwidth=bandwidth, alpha_host=host, bound="given")
     alpha = min(1.0, max(0.0, min(bandwidth, host)))
     rows = min((table.activations[name].rows for name in other), default=1)
-    most = int(alpha * rows + 1e-9)
-    fits = smallest_feasible(
-        lambda less: int(share - _pinned(table, whole, other, (most - less) / rows)), most
-    )
     return SwapShare(
-        alpha=(0 if fits is None else most - fits) / rows,
+        alpha=int(alpha * rows + 1e-9) / rows,
         alpha_bandwidth=bandwidth,
         alpha_host=host,
         bound=_bound(bandwidth, host),
-    )
-
-
-def _pinned(table: OpTable, whole: Sequence[str], other: Sequence[str], alpha: float) -> int:
-    """Host bytes of a layer's offloaded tensors, in the blocks that torch pins for them."""
-    held = [table.activations[name] for name in whole if name in table.activations]
-    parts = [table.activations[name] for name in other if name in table.activations]
-    return sum(pinned_block_bytes(tensor.nbytes) for tensor in held) + sum(
-        pinned_block_bytes(int(alpha * tensor.rows + 1e-9) * tensor.row_bytes) for tensor in parts
     )
 
 

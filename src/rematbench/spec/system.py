@@ -19,6 +19,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
 Home = Literal["device", "host"]
+PinnedBlocks = Literal["powers_of_two", "exact"]
 AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
@@ -116,8 +117,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_gradients`: an optimizer in host memory has its gradients there: those of
     `host_grad_bytes` that the update reads, and beside them a buffer in compute precision
     (costs/states.py, `host_states`).  Gradients that ZeRO 2 or 3 shards are then not on the device.
-    `host_pinned`: torch pins the buffers of `host_gradients` and of parameters in host memory, in
-    blocks of a power of two.
+    `host_pinned`: the buffers of `host_gradients` and of parameters in host memory are pinned.
+    `pinned_blocks`: the bytes of a pinned tensor: torch takes the next power of two, a stack with
+    an allocator of its own may take what the tensor needs (exact).
     `sub_group_parameters`: the parameters that ZeRO 3 updates together, whose gradients are one
     buffer on the host (0: all of a rank).
     `optimizer_on_host`, `parameters_on_host`: the optimizer states, and with ZeRO 3 each rank's
@@ -186,6 +188,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_grad_bytes: StateBytes = 4
     host_gradients: bool = False
     host_pinned: bool = True
+    pinned_blocks: PinnedBlocks = "powers_of_two"
     sub_group_parameters: Parameters = 0
     expandable_segments: bool = False
     vocab_multiple: Multiple = 1

@@ -28,7 +28,7 @@ from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.plan import MIB, ByteBudget, Fate, Offload, Phase, Plan, Split
-from rematbench.problem import Problem, state_fates
+from rematbench.problem import Problem, has_exact_pins, state_fates
 from rematbench.solve.kept import resolved
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
@@ -74,14 +74,16 @@ NOTHING = Pinned(1, (), False)
 """No tensors."""
 
 
-def pinned_of(plan: Plan, program: Program) -> Pinned:
-    """Return the tensors that the chunk of a program's second (or only) rank copies to the host."""
+def pinned_of(plan: Plan, program: Program, system: System) -> Pinned:
+    """Return the tensors that the chunk of a program's second (or only) rank copies to the host;
+    none if their blocks have no excess."""
     rank = min(1, program.pp - 1)
     blocks = [block for block in program.ranks[rank].blocks if block.label in ("D2H", "F")]
     block = next((block for block in blocks if block.label == "D2H"), blocks[0])
     copies = ([a.nbytes] * times for a, times in block.counted() if a.kind is Kind.D2H)
     sizes = sorted(chain.from_iterable(copies), reverse=True)
-    return Pinned(sum(map(len, plan.partition[rank])), tuple(sizes), by_budget(plan))
+    layers = sum(map(len, plan.partition[rank]))
+    return Pinned(layers, () if has_exact_pins(system, plan) else tuple(sizes), by_budget(plan))
 
 
 def by_budget(plan: Plan) -> bool | None:
@@ -131,9 +133,11 @@ def stored(problem: Problem, plan: Plan) -> list[Stored]:
     return [Stored(kept[stage], copied[stage]) for stage in sorted(kept)]
 
 
-def pinned(plan: Plan, layers: int, chunk: Stored) -> Pinned:
-    """The tensors that a chunk of `layers` layers copies to the host."""
-    return Pinned(layers, chunk.copied, by_budget(plan))
+def pinned(plan: Plan, layers: int, chunk: Stored, system: System) -> Pinned:
+    """The tensors that a chunk of `layers` layers copies to the host; none if their blocks have no
+    excess."""
+    copied = () if has_exact_pins(system, plan) else chunk.copied
+    return Pinned(layers, copied, by_budget(plan))
 
 
 def copies(plan: Plan) -> bool:
@@ -347,7 +351,7 @@ class Measured:
     @cached_property
     def pinned(self) -> Pinned:
         """The tensors that the chunk of the second (or only) rank copies to the host."""
-        return pinned_of(self.plan, self._lowered.program)
+        return pinned_of(self.plan, self._lowered.program, self.small.problem.system)
 
     def end_bytes(self) -> tuple[int, ...]:
         """Bytes that the head, with the last 0, 1, 2, ... layers, keeps on the device in every

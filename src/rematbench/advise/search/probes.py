@@ -212,7 +212,8 @@ class Prober:
             for layers, plan in ((fewest, made), (fewest + 1, more))
         )
         line = Line(fewest, base.cost, further(longer.cost, base.cost))
-        moved = pinned(made, fewest, base).further(pinned(more, fewest + 1, longer))
+        system = self.problem.system
+        moved = pinned(made, fewest, base, system).further(pinned(more, fewest + 1, longer, system))
         return Floor(Facts(line, line, line), moved)
 
     def _floor(self, method: Composition, fewest: int) -> Floor | Refused:
@@ -227,7 +228,7 @@ class Prober:
         slope, nothing = further(deeper, middle), compute_cost(0.0, 0.0)
         ending = (nothing, nothing) if copies(plan) else (last, slope)
         lines = (Line(fewest, first, slope), Line(fewest, middle, slope), Line(sizes[-1], *ending))
-        return Floor(Facts._make(lines), pinned(plan, fewest, found[1]))
+        return Floor(Facts._make(lines), pinned(plan, fewest, found[1], self.problem.system))
 
     @cached_property
     def _keeping(self) -> Measured:
