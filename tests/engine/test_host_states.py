@@ -160,6 +160,7 @@ def test_weights_come_up_before_each_use_of_their_unit(name: str) -> None:
     """Each pass of a micro-batch copies every unit's shard once, the next unit's beside the kernels
     of the one before; with peers a gather into the same buffer follows."""
     given, plan = timed(name, HOMES[-1])
+    given = remade(given, system=replace(given.system, gather_overlap=True))
     moved, _ = timeline(given, plan)
     up = [i for i in moved if i.action.op == SHARD_UP]
     shards = given.layout.dp

@@ -28,8 +28,9 @@ from rematbench.problem import (
 
 class RankBytes(Struct, frozen=True, kw_only=True):
     """Device and host bytes of a rank: resident states and the ledger's activation peaks.  `pools`:
-    staging pools; `peak_step`: index of the rank's step with the device peak.  `host_state`:
-    states in host memory, in their pinned blocks (`HostStates.held`); `host_update`: a temporary
+    staging pools, and reduce buckets that stay; `peak_step`: index of the rank's step with the
+    device peak.  `host_state`: states in host memory, in their pinned blocks
+    (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
     in them."""
 
@@ -229,16 +230,14 @@ def _rank_bytes(
         nbytes = shard(count, fate.shards) * sizes[kind]
         if kind == "gradient" and plan.state("optimizer").update == "backward":
             nbytes = 0  # each unit's gradients live only until its update
-        if kind == "gradient":
-            device[kind] = reduce_buckets(count, problem.layout, system).standing
         if fate.home == "device":
-            device[kind] += nbytes
+            device[kind] = nbytes
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],
         optimizer=device["optimizer"],
         activation_peak=ledger.device_peak_bytes,
-        pools=pools,
+        pools=pools + reduce_buckets(count, problem.layout, system).standing,
         host_state=host.held,
         host_update=host.update,
         host_activation_peak=ledger.host_peak_bytes,

@@ -4,6 +4,7 @@ Source: deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py, fetch_s
 module runs, its parameters are gathered, unless they are whole already.  Then the next parameters
 in the order of use are fetched ahead: whole parameters, until stage3_prefetch_bucket_size elements
 are requested or stage3_max_live_parameters are whole.
+Norms are whole on every rank: they have at most stage3_param_persistence_threshold, 1e5 elements.
 Deviations: an operator's matrices (q, k and v; gate and up) are gathered at once; a layer's
 matrices are released together after its pass; what the end of a forward leaves to its backward is
 bounded by stage3_max_live_parameters alone (stage3_max_reuse_distance has the same default).
@@ -22,24 +23,24 @@ from rematbench.plan import StateFate
 from rematbench.problem import tied_on_one_rank
 from rematbench.spec.system import System
 
-KEPT_WHOLE = 100_000
-"""stage3_param_persistence_threshold of deepspeed 0.19.8: parameters of at most so many elements
-are whole on every rank."""
-
-
 FETCHED = "fetched"
 """The event at which the matrices that a forward leaves whole are gathered."""
 
 
 class Matrices(NamedTuple):
     """The sharded parameters that an operator reads, which are gathered at once.  `part`, `op`: the
-    reader; `unit`: the unit whose parameters they are (of a tied head, the embedding)."""
+    reader; `owner`: the part and the operator whose parameters they are (of a tied head, the
+    embedding's)."""
 
     part: str
     op: str
-    unit: Unit
+    owner: str
     parameters: int
-    buffer: str
+
+    @property
+    def buffer(self) -> str:
+        """The storage name of the gathered parameters."""
+        return f"{self.owner}.parameters"
 
 
 def forward_order(chunk: ChunkOps) -> list[Matrices]:
@@ -81,10 +82,9 @@ def layers_ahead(chunk: ChunkOps, system: System) -> int:
 def _matrices(chunk: ChunkOps, unit: Unit) -> list[Matrices]:
     found, tied = [], unit.table.part == "head" and tied_on_one_rank(chunk.problem)
     for op in unit.table.ops:
-        if op.parameters > KEPT_WHOLE:
-            owner, name = (chunk.units[0], "embedding") if tied else (unit, op.name)
-            buffer = f"{owner.prefix}.{name}.parameters"
-            found.append(Matrices(unit.prefix, op.name, owner, op.parameters, buffer))
+        if op.parameters and (op.has_weight or unit.table.part == "embedding"):
+            owner = f"{chunk.units[0].prefix}.embedding" if tied else f"{unit.prefix}.{op.name}"
+            found.append(Matrices(unit.prefix, op.name, owner, op.parameters))
     return found
 
 
@@ -141,7 +141,7 @@ class MatrixGatherer(ParameterGatherer):
     def _fetch(self, w: BlockWriter, one: Matrices) -> None:
         if one.buffer not in self.whole:
             self.whole[one.buffer] = one
-            self.pending[one.buffer] = self._issue(w, one.unit, one.buffer, one.parameters)
+            self.pending[one.buffer] = self._issue(w, one.owner, one.buffer, one.parameters)
 
     def _ahead(self, w: BlockWriter, place: int) -> None:
         """Fetch matrices that are used after `place` and are not whole."""

@@ -107,10 +107,10 @@ class ParameterGatherer:
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
         if self.layerwise:
             w.parameters[unit.prefix] = self.buffers(unit)
-        self.pending[unit.prefix] = self._issue(w, unit, self.buffer(unit), unit.parameters)
+        self.pending[unit.prefix] = self._issue(w, unit.prefix, self.buffer(unit), unit.parameters)
 
-    def _issue(self, w: BlockWriter, unit: Unit, buffer: str, parameters: int) -> str:
-        """Issue the gather of `parameters` parameters of a unit; returns its end event."""
+    def _issue(self, w: BlockWriter, part: str, buffer: str, parameters: int) -> str:
+        """Issue the gather of `parameters` parameters of a part; returns its end event."""
         payload = self.system.gather_bytes * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class ParameterGatherer:
         elif self.layerwise and self.released:
             w.wait("dp", self.released)  # the buffer of a released unit is reused
         if self.layerwise and self.fate.home == "host":
-            copied = self._shard_up(w, unit, parameters, allocs)
+            copied = self._shard_up(w, part, parameters, allocs)
             if not self.peers:
                 return copied
             w.wait("dp", copied)
@@ -129,7 +129,7 @@ class ParameterGatherer:
             Action(
                 kind=Kind.ALL_GATHER,
                 stream="dp",
-                part=unit.prefix,
+                part=part,
                 op="parameters",
                 reads=reads,
                 allocs=allocs,
@@ -142,13 +142,13 @@ class ParameterGatherer:
         return event
 
     def _shard_up(
-        self, w: BlockWriter, unit: Unit, parameters: int, allocs: tuple[Alloc, ...]
+        self, w: BlockWriter, part: str, parameters: int, allocs: tuple[Alloc, ...]
     ) -> str:
-        """Copy this rank's shard of a unit's parameters into their new buffer; returns the end
+        """Copy this rank's shard of a part's parameters into their new buffer; returns the end
         event."""
         nbytes = self.system.param_bytes * -(-parameters // self.fate.shards)
         ready = w.mark(COMPUTE)
-        return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=ready, allocs=allocs)
+        return w.state_copy(Kind.H2D, part, SHARD_UP, nbytes, after=ready, allocs=allocs)
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
         """Free the gathered copy after the unit's pass, or leave it for the backward."""

@@ -37,6 +37,12 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
         and system.cp_kind != "allgather",
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
+        "parameters gathered matrix by matrix": system.prefetch_elements > 0
+        and plan.state("parameter").gather == "layer",
+        "reduce buckets that are allocated whole": system.whole_buckets
+        and lay.state_shards > 1
+        and lay.zero_stage > 0,
+        "outputs that a pipeline stage holds": system.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
