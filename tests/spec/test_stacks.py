@@ -58,7 +58,9 @@ def test_a_file_has_its_base_but_for_what_it_says(tmp_path: Path) -> None:
 
 
 def test_an_override_needs_a_source(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="attention: overrides its base without a source"):
+    with pytest.raises(
+        ConfigError, match="attention: a value that overrides the base needs a source"
+    ):
         load_system(stack(tmp_path, "base: megatron-core\nattention: fa3\n"))
 
 
