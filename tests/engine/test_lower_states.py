@@ -88,7 +88,7 @@ def test_an_embedding_that_stays_is_not_gathered_for_the_head() -> None:
 def test_layers_that_are_never_released_are_refused() -> None:
     given = problem(model=layers(1), dp=2, zero_stage=3, global_batch=2)
     fate = replace(given.base_plan.state("parameter"), release="never")
-    with pytest.raises(PlanError, match="gathered per layer are released"):
+    with pytest.raises(PlanError, match="gathered per layer must be released"):
         lower(with_state(given.base_plan, fate), given)
 
 
