@@ -46,9 +46,9 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Drop the kept activations of each recomputed layer, except the groups' inputs."""
         layers = problem.workload.model.num_layers
         if self.every > 1 and (self.method, self.num_layers) != ("uniform", 1):
-            return Unsupported("`every` goes with method uniform and num_layers 1")
+            return Unsupported("`every` needs method=uniform and num_layers=1")
         if self.every > layers:
-            return Unsupported(f"every = {self.every} chooses none of {layers} layers")
+            return Unsupported(f"every={self.every} selects none of the {layers} layers")
         if self.inputs == "host" and (refused := self._host_refusal(problem, base)):
             return Unsupported(refused)
         kept = kept_activations(problem, base)
@@ -59,8 +59,8 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return base.noting(full_recompute="no-op: the base keeps nothing inside layers")
         if self.num_layers > 1 and self.method == "uniform" and _rebuilds_early(base):
             return Unsupported(
-                "the base rebuilds tensors of some layers ahead of their backward, where a group's "
-                f"inputs do not exist yet: num_layers 1, not {self.num_layers}"
+                "the base rebuilds tensors of some layers before their backward, when a group's "
+                "inputs do not exist yet: set num_layers=1, not {self.num_layers}"
             )
         return _inputs_on_host(made) if self.inputs == "host" else made
 
@@ -68,7 +68,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if "activation_offload" not in problem.system.features:
             return f"system {problem.system.name} has no activation offload"
         if (self.every, self.method) != (1, "uniform"):
-            return "inputs on the host go with method uniform and every 1"
+            return "inputs on the host need method=uniform and every=1"
         if base.transfers != Transfers():
             return "inputs on the host: the base already sets how tensors are copied"
         return ""

@@ -112,7 +112,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if "activation_offload" not in problem.system.features:
             return f"system {problem.system.name} has no activation offload"
         if problem.attention != "flash":
-            return "needs fused attention: materialised scores are neither swapped nor rebuilt"
+            return "needs fused attention: it cannot swap or rebuild materialised attention scores"
         if shortest <= self.exempt_layers:
             return (
                 f"needs more than {self.exempt_layers} layers on every rank (the last "

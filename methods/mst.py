@@ -59,7 +59,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(reason)
         taken = {name for sequence in base.mini_sequences for name in sequence.ops}
         if taken:
-            return Unsupported(f"the base computes {min(taken)} in mini-sequences already")
+            return Unsupported(f"the base already computes {min(taken)} in mini-sequences")
         mlp, why = self._mlp_count(problem, base)
         head = self._head_count(problem)
         added = tuple(MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1)
@@ -79,7 +79,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         inner = {name for op in table.ops if op.name in MLP[:-1] for name in op.outputs}
         parted = sorted(inner & parted_activations(problem, base))
         if parted:
-            return 1, {"mlp": f"whole: the base offloads or rebuilds part of {', '.join(parted)}"}
+            return 1, {
+                "mlp": f"computed whole: the base offloads or rebuilds part of {', '.join(parted)}"
+            }
         rows = min(table.activations[name].rows for name in ("fc2_out", *inner))
         rule = min(ceil(local / model.hidden), self.max_mlp_chunks)
         return min(self.mlp_chunks or rule, rows), {}
@@ -98,7 +100,11 @@ def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, s
     if not parted and kept_activations(problem, plan, "head").isdisjoint(saved):
         return plan, {}
     rule = Rule(Select(parts=("head",), activations=saved), Recompute(scope="consumer"))
-    remark = {"loss": "by piece: the base would offload or rebuild part of it"} if parted else {}
+    remark = (
+        {"loss": "computed by piece: otherwise the base would offload or rebuild part of it"}
+        if parted
+        else {}
+    )
     return plan.with_rules(rule), remark
 
 

@@ -75,11 +75,13 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             estimator = problem.cost.pipeline_offload_estimator(kept_layer_bytes(problem, base))
             alpha = estimator.smallest_alpha(self.cap_bytes)
             fits = alpha < 1.0 or estimator.peak_bytes(alpha) <= self.cap_bytes
-            return alpha, "paper estimate" if fits else "nothing fits the paper's estimate"
+            return alpha, "paper estimate" if fits else "no share fits by the paper's estimate"
         if problem.cost.headroom_bytes(base) >= 0:
             return 0.0, "device ledger"
         nothing = (
-            "nothing leaves the reserve" if problem.reserve_bytes else "nothing fits the device"
+            "no share leaves the reserve free"
+            if problem.reserve_bytes
+            else "no share fits the device memory"
         )
         if self._refusal(problem, base, 1.0):
             return 1.0, nothing

@@ -41,7 +41,9 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
         unknown += sorted(set(self.ops) - made.keys())
         if unknown:
             names = ", ".join(sorted(known))
-            return Unsupported(f"no activation or operator {unknown[0]!r} in a layer ({names})")
+            return Unsupported(
+                f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
+            )
         kept = kept_activations(problem, base) - {"layer_input"}
         wanted = {*self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
@@ -59,4 +61,4 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
 def _why(problem: Problem, wanted: set[str]) -> str:
     if not wanted and problem.attention == "flash":
         return "flash attention saves no attention scores"
-    return "this stack saves, or the base keeps, none of the chosen activations"
+    return "the stack does not save the chosen activations, or the base does not keep them"

@@ -127,9 +127,13 @@ def search(
     _check_lists(methods=methods, folders=folders)
     _check_counts(top=top, processes=processes)
     if not (isinstance(within, int | float) and 0 <= within < 1):
-        raise ConfigError("", "within", f"expected a share from 0 to below 1, not {within!r}")
+        raise ConfigError(
+            "", "within", f"expected a number from 0 up to, but not including, 1, not {within!r}"
+        )
     if not isinstance(fixed, Mapping | None):
-        raise ConfigError("", "fixed", f"expected degrees by name, not {fixed!r}")
+        raise ConfigError(
+            "", "fixed", f"expected a mapping of degree names to values, not {fixed!r}"
+        )
     asked = SearchRequest(
         spec=problem,
         fixed=convert(dict(fixed or {}), Fixed, "fixed"),

@@ -369,7 +369,7 @@ class CostFacade(CostModel):
     def evaluate(self, plan: Plan) -> Evaluation:
         """Chunk-level step time and peaks of a plan (memoised by the plan's content)."""
         if self._problem.evaluator is None:
-            raise RuntimeError("this problem was built without an evaluator")
+            raise RuntimeError("this problem has no evaluator; build it with rematbench.Problem")
         key = msgspec.json.encode(plan)
         memo = self._problem._memo
         if key not in memo:

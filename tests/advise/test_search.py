@@ -251,7 +251,7 @@ def test_a_method_with_settings_is_searched_as_it_is_typed() -> None:
     made = SearchJob(replace(asked(), only=("memo:alpha=0.3", "full_recompute:block 1")))
     assert [one.text for one in made.variants] == ["memo:alpha=0.3", "full_recompute:block 1"]
     assert [one.composes for one in made.variants] == [True, False]
-    with pytest.raises(MethodError, match="one method at a time"):
+    with pytest.raises(MethodError, match="name single methods only"):
         _ = SearchJob(replace(asked(), only=("memo+mst",))).variants
 
 

@@ -57,7 +57,7 @@ def test_committed_answers_are_simulated_again(name: str) -> None:
     assert checked(name != "sweeps", some) == ""
     wrong = {**rows[0], "step_s": str(1.01 * float(rows[0]["step_s"]))}
     if wrong["run_with"]:
-        assert "costs have changed, search again" in checked(name != "sweeps", [wrong])
+        assert "the cost model has changed; search again" in checked(name != "sweeps", [wrong])
     text = MAKERS[name](rows).csv()
     assert all(row["name"] in text for row in some)
 
@@ -279,7 +279,7 @@ def test_searches_made_again_may_differ_by_rounding_alone(tmp_path: Path) -> Non
     assert again("gap", str(float(rows[line][at["gap"]]) + 1e-13)).exit_code == 0
     for column, text in (("step_s", str(step * 1.0001)), ("tp", "64"), ("simulations", "999")):
         told = str(again(column, text).exception)
-        assert f"made/cells.csv: cells that differ: 1; row {line}, {column}: '{text}'" in told
+        assert f"made/cells.csv: 1 cells differ; the first: row {line}, {column}: '{text}'" in told
     (folders[0] / "cells.csv").unlink()
     told = str(RUN.invoke(app, ["expect", "--searches", *map(str, folders)]).exception)
     assert "made/cells.csv: no such file" in told

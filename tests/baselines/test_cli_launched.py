@@ -145,7 +145,7 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
     os.utime(tmp_path / "record.json", (1, 1))
     record, (_, silent, _, error) = after_a_death(tmp_path, 0, "with its caller")
     assert record.status == "failed"
-    assert record.reason.startswith("a rank has gone: ")
+    assert record.reason.startswith("a rank process has ended: ")
     assert RankError(record.status, record.reason).is_secondhand
     assert (silent, error.strip()) == ("", f"rank 1: failed: {record.reason}")
     assert (tmp_path / "record.json.error.1").exists()

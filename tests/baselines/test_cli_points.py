@@ -88,7 +88,7 @@ def test_a_record_of_another_outcome_differs() -> None:
     broken = msgspec.structs.replace(committed(), status="failed", reason="why", measured=None)
     said = differences(broken, committed())
     assert said[:2] == ["status failed, committed ok", "reason why, committed "]
-    assert "only one of the two has measured numbers" in said
+    assert "only one of the two records has measured numbers" in said
 
 
 @pytest.mark.parametrize(("stage", "rank"), [(None, 0), (0, 0), (3, 12)])

@@ -105,7 +105,7 @@ MEGATRON = [
     ),
     Broken("dropout", model={"dropout": 0.1}),
     Broken(
-        r"num_layers 2 is set, the options say 1; modules \('mlp',\) is set",
+        r"num_layers is 2, but the options say 1; modules \('mlp',\) is set",
         job={"options": "--bf16", "settings": {"num_layers": 2, "modules": ["mlp"]}},
     ),
 ]

@@ -153,5 +153,5 @@ def test_the_policy_of_a_configuration_is_read_for_the_guards(checkpointing: Any
     assert configured(job, DeepSpeed()) == policy
     assert configured(job, policy) == policy
     other = replace(job, options=configuration(asked, {}, DeepSpeed()))
-    with pytest.raises(NotRunnable, match=r"overlap_comm True is set, the options say False$"):
+    with pytest.raises(NotRunnable, match=r"overlap_comm is True, but the options say False$"):
         configured(other, DeepSpeed(overlap_comm=True))

@@ -349,9 +349,11 @@ def test_names_are_lists() -> None:
     with pytest.raises(ConfigError, match="methods: expected a list of names, not 'memo'"):
         rematbench.search(PROBLEM, methods="memo")
     for within in (-1, 1, "a"):
-        with pytest.raises(ConfigError, match="within: expected a share from 0 to below 1, not"):
+        with pytest.raises(
+            ConfigError, match="within: expected a number from 0 up to, but not including, 1, not"
+        ):
             rematbench.search(PROBLEM, within=within)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"fixed: expected degrees by name, not \[1\]"):
+    with pytest.raises(ConfigError, match=r"fixed: expected a mapping of degree names"):
         rematbench.search(PROBLEM, fixed=[1])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="processes: expected a whole number above 0, not 0"):
         rematbench.compare(PROBLEM, processes=0)

@@ -88,7 +88,7 @@ def test_an_embedding_that_stays_is_not_gathered_for_the_head() -> None:
 def test_layers_that_are_never_released_are_refused() -> None:
     given = problem(model=layers(1), dp=2, zero_stage=3, global_batch=2)
     fate = replace(given.base_plan.state("parameter"), release="never")
-    with pytest.raises(PlanError, match="gathered per layer are released"):
+    with pytest.raises(PlanError, match="gathered per layer must be released"):
         lower(with_state(given.base_plan, fate), given)
 
 
@@ -143,8 +143,8 @@ def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
         (("fc1", "fc2"), 2, "operators must be contiguous"),
         (("lm_head",), 33, "33 pieces of 32 rows"),
         (("conv",), 2, "matches no operator of this model"),
-        (("fc2", "mlp_add"), 2, "mlp_add passes on whole gradients"),
-        (("attn_add", "mlp_norm"), 2, "attn_add passes on whole gradients"),
+        (("fc2", "mlp_add"), 2, "mlp_add returns whole gradients"),
+        (("attn_add", "mlp_norm"), 2, "attn_add returns whole gradients"),
     ],
 )
 def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) -> None:
@@ -166,7 +166,7 @@ def test_a_part_of_what_pieces_make_cannot_be_rebuilt() -> None:
     mlp = MiniSequence(("mlp_norm", "fc1", "act", "mul", "fc2"), 2)
     plan = replace(given.base_plan, mini_sequences=(mlp,))
     split = rule(Split(recompute=0.5), "fc2_out")
-    with pytest.raises(PlanError, match=r"L\d.fc2_out comes from a mini-sequence"):
+    with pytest.raises(PlanError, match=r"L\d.fc2_out is computed in a mini-sequence"):
         lower(plan.with_rules(split), given)
     inside = rule(Split(recompute=0.5), "fc2_in")
     with pytest.raises(PlanError, match=r"L\d.fc2_in is inside a mini-sequence"):

@@ -67,8 +67,8 @@ BAD: list[tuple[dict[str, str], str, str]] = [
     (row(seq_len="0"), "failed", "not a positive whole number"),
     (row(seq_len="nan"), "failed", "is not a number"),
     (row(micro_batch="-1"), "failed", "column micro_batch"),
-    (row(tp=""), "unsupported", "layout not published: tp empty"),
-    (without("tp", "pp"), "unsupported", "layout not published: tp, pp empty"),
+    (row(tp=""), "unsupported", "layout not published: no value for tp"),
+    (without("tp", "pp"), "unsupported", "layout not published: no value for tp, pp"),
     (row(gpus="16"), "failed", "gpus 16 is not tp x cp x pp x dp = 8"),
     (row(tp="3"), "failed", "layout: "),
     (row(vpp="2", pp="1"), "failed", "layout: vpp = 2 needs pp > 1"),
@@ -91,7 +91,7 @@ BAD: list[tuple[dict[str, str], str, str]] = [
     (row(async_tp="yes"), "unsupported", "system megatron-kwai has no async_tp"),
     (row(system="torchtitan", cp="2", pp="1"), "failed", "no context parallelism"),
     ({**without("layers", "ffn"), "model": "new"}, "failed", "no column layers, ffn to build it"),
-    (row(hidden="4000", heads="33"), "failed", "hidden 4000 does not divide by heads 33"),
+    (row(hidden="4000", heads="33"), "failed", "hidden 4000 is not a multiple of heads 33"),
     (row(kv_heads="5"), "failed", "kv_heads 5 must divide heads 32"),
 ]
 
@@ -248,7 +248,9 @@ def test_every_published_row_is_read_or_refused_by_name() -> None:
         except RowError as error:
             refused.append(f"{error.status}: {error}")
     assert len(rows) == 455
-    assert set(refused) == {"unsupported: layout not published: global_batch, tp, pp, dp empty"}
+    assert set(refused) == {
+        "unsupported: layout not published: no value for global_batch, tp, pp, dp"
+    }
     assert len(refused) == 2
 
 

@@ -115,8 +115,8 @@ def test_a_mistyped_row_is_named() -> None:
     rows = linear(np.eye(len(SCALES)), np.array([0.02, 0.0, 6.9, 0.01]))
     theta, _ = solved(rows, before)
     left, scale = suspects(rows, theta, before)
-    assert left.startswith("row 3 is suspect: the fit leaves it +")
-    assert scale.startswith("row 3 is suspect: the fit needs scales beyond 3 spreads")
+    assert left.startswith("row 3 is suspect: after the fit it is off by +")
+    assert scale.startswith("row 3 is suspect: the fit needs scales outside of the usual range")
     assert "communication x" in scale
     assert "kernels" not in scale
     calm = linear(np.eye(len(SCALES)), np.array([0.02, 0.0, 0.3, 0.01]))
@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused_by_line() -> None:
     before = ScalePrior(spreads=SPREADS, noise=0.01)
     assert refusals([row(), row(seq_len="8192")], before) == []
     (fast,) = refusals([row(), row(**{SPEED: 300.0}, seq_len="8192")], before)
-    assert "row 2: a step of 0.6667 s is faster than its kernels, which take 1 s" in fast
+    assert "row 2: the measured step takes 0.6667 s, but its kernels alone take 1 s" in fast
 
 
 @pytest.mark.parametrize(

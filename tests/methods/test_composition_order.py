@@ -142,7 +142,7 @@ def test_where_the_base_rebuilds_all_nothing_is_chosen(rebuilds: str, share: flo
     alone = sound(given, "full_recompute")
     both = sound(given, f"full_recompute+{rebuilds}")
     assert both.rules == alone.rules
-    assert both.fit["bound"] == "nothing fits the device"
+    assert both.fit["bound"] == "no choice fits the device memory"
 
 
 @pytest.mark.parametrize("num_layers", [2, 3])
@@ -166,7 +166,7 @@ def test_groups_of_which_nothing_is_left_are_left_out() -> None:
 
 def test_every_nth_layer_of_fewer_than_n_is_refused() -> None:
     reason = refusal(problem(), "full_recompute", every=9)
-    assert reason == "full_recompute: every = 9 chooses none of 4 layers"
+    assert reason == "full_recompute: every=9 selects none of the 4 layers"
     assert "method uniform" in refusal(problem(), "full_recompute", every=9, method="block")
 
 

@@ -247,7 +247,7 @@ def test_a_plan_that_fits_is_left_alone() -> None:
 def test_what_never_fits_is_rebuilt_as_far_as_possible() -> None:
     p = tight(problem(model=layers(8), tp=2, pp=2, global_batch=4), -1.0)
     plan = plan_of(p, "lynx_heu", repartition=False)
-    assert plan.fit["bound"] == "nothing fits the device"
+    assert plan.fit["bound"] == "no choice fits the device memory"
     lean = Relocation(p, p.base_plan, exact=False).smallest_plan(p.base_plan)
     assert p.cost.peak_bytes(plan) <= p.cost.peak_bytes(lean)
 

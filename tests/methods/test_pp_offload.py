@@ -87,7 +87,7 @@ def test_ledger_fit_says_when_nothing_fits() -> None:
     p = replace(pipeline(), cluster=full)
     plan = plan_of(p, "pp_offload", **SMALL)
     assert plan.fit["alpha"] == 1.0
-    assert plan.fit["bound"] == "nothing fits the device"
+    assert plan.fit["bound"] == "no share fits the device memory"
 
 
 def test_the_paper_estimate_is_linear_in_alpha() -> None:

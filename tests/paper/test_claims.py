@@ -340,7 +340,7 @@ def test_means_and_scales_over_workloads() -> None:
 def test_dividing_by_nothing_is_said() -> None:
     cells = [answer(), answer(method="zero", values={"tokens_per_s_per_gpu": 0.0})]
     found = evaluate_query(query(to_methods=("zero",), form="ratio"), cells)
-    assert found == Ours(value=None, total=1, problem="nothing to divide by (0)")
+    assert found == Ours(value=None, total=1, problem="the divisor is 0")
 
 
 # -- mistakes in the file ---------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_the_declared_matrix_is_what_the_paper_needs() -> None:
 def test_mistakes_in_a_declaration_are_one_line() -> None:
     spec = small(baseline="nobody", seq_lens=(5000,))
     assert spec.problems() == [
-        "baseline: no arm 'nobody'",
+        "baseline: there is no arm 'nobody'",
         "tokens_per_step 4194304 is not a multiple of seq_len 5000",
     ]
     with pytest.raises(ConfigError, match="unknown value 'gpt'"):
@@ -141,7 +141,7 @@ def test_committed_answers_are_simulated_and_the_rest_is_searched(
     (again,) = run_matrix(spec, REGISTRY, found[1:])
     assert again == lines
     slow = [{**row, "step_s": str(1.01 * float(row["step_s"]))} for row in found]
-    with pytest.raises(CommandError, match="costs have changed, search again"):
+    with pytest.raises(CommandError, match="the cost model has changed; search again"):
         next(run_matrix(spec, REGISTRY, slow))
 
 

@@ -139,7 +139,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown key|contains unknown field"):
         load_study(study(tmp_path, {"ask": "run", "workload": ["two"], "methods": [KEEP]}))
     good = load_study(study(tmp_path, {"ask": "run", "methods": [KEEP]}))
-    with pytest.raises(ConfigError, match=r"--workload: 'three' is not in study small"):
+    with pytest.raises(ConfigError, match=r"--workload: study small has no 'three'"):
         narrowed(good, "three", "")
     assert [q.workloads for q in narrowed(good, "two", "").questions] == [("two",)]
 

@@ -148,7 +148,7 @@ def test_settings_may_stand_in_the_name() -> None:
     ):
         with pytest.raises(MethodError, match=told):
             discover().resolve(spec)
-    with pytest.raises(MethodError, match="given twice"):
+    with pytest.raises(MethodError, match="set twice"):
         discover().resolve("memo:alpha=1", {"alpha": 0.5})
 
 

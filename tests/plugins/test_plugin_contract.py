@@ -80,7 +80,7 @@ BROKEN: list[tuple[str, str, str, bool]] = [
     (RETURN, "        return 1 / 0", "ZeroDivisionError", False),
     (RETURN, "        return 3", "plan returned a int, not a Plan", False),
     (RETURN, '        return Unsupported("")', "plan returned Unsupported without a reason", False),
-    (RETURN, "        return base.noting(x=random.random())", "two calls differ", False),
+    (RETURN, "        return base.noting(x=random.random())", "two calls return different", False),
     ('("q",)', '("no_such",)', "rule matches no saved tensor", False),
     ('("q",)), Offload()', '("layer_input",)), Recompute()', "has no producer", False),
     ("(self, problem: Problem, base: Plan)", "(self, base: Plan, problem: Problem)",

@@ -14,8 +14,8 @@ STACKS = {
     "param_bytes: 0": "param_bytes: 0: must be above 0",
     "grad_bytes: 3": "grad_bytes: 3 bytes match no training dtype (allowed: 1, 2, 4, 6)",
     "reduce_bytes: 8": "reduce_bytes: 8 bytes match no training dtype (allowed: 1, 2, 4)",
-    "gather_bytes: 0": "gather_bytes: 0: not a training dtype",
-    "host_grad_bytes: 3": "host_grad_bytes: 3: not a training dtype",
+    "gather_bytes: 0": "gather_bytes: 0 bytes match no training dtype",
+    "host_grad_bytes: 3": "host_grad_bytes: 3 bytes match no training dtype",
     "late_state_bytes: 16": "late_state_bytes: must not exceed optimizer_bytes, 12 bytes per "
     "parameter",
     "features: [ulyses]": (

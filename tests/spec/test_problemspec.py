@@ -105,5 +105,5 @@ def test_a_name_stands_for_what_it_names() -> None:
         == other.cluster
         == msgspec.structs.replace(load_cluster("h800-80gb"), hbm_bytes=1 << 30)
     )
-    with pytest.raises(ConfigError, match="model: a command needs a name or a file"):
+    with pytest.raises(ConfigError, match="model: a command line cannot express an object"):
         ProblemSpec(**whole, **numbers).to_arguments()

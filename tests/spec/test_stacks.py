@@ -59,7 +59,9 @@ def test_a_file_has_its_base_but_for_what_it_says(tmp_path: Path) -> None:
 
 
 def test_an_override_needs_a_source(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="attention: overrides its base without a source"):
+    with pytest.raises(
+        ConfigError, match="attention: a value that overrides the base needs a source"
+    ):
         load_system(stack(tmp_path, "base: megatron-core\nattention: fa3\n"))
 
 
@@ -214,7 +216,7 @@ def test_a_cluster_of_other_flops_has_no_evidence_of_its_name(tmp_path: Path, fo
     shipped, found = made(cluster="h800-80gb", **given), made(cluster=str(slow), **given)
     assert "cluster" not in band_of(shipped, "keep_all").outside
     unlike = ["peak_flop_per_s"] + ["constants"] * (form == "copy")
-    said = f"cluster with facts of no shipped cluster (unlike h800-80gb: {', '.join(unlike)})"
+    said = f"cluster unlike any shipped cluster (differs from h800-80gb in: {', '.join(unlike)})"
     said += ", a GPU of 395.8 TFLOP/s and 3.35 TB/s, of which no rate is published"
     assert band_of(found, "keep_all").outside["cluster"] == said
     words = ["--model", "llama-65b", "--cluster", str(slow), "--system", "megatron-kwai"]

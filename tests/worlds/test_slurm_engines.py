@@ -111,7 +111,10 @@ def test_pins_are_those_that_are_installed() -> None:
     [
         ("megatron_cor", "unknown method or baseline 'megatron_cor'; did you mean 'megatron_core'"),
         ("keep_all+nothing", "unknown method or baseline 'nothing'"),
-        ("keep_all+deepspeed", "deepspeed is a baseline, which composes with nothing"),
+        (
+            "keep_all+deepspeed",
+            "deepspeed is a baseline and cannot be combined with another method",
+        ),
     ],
 )
 def test_an_unknown_name_is_one_line_with_both_lists(tmp_path: Path, name: str, words: str) -> None:

@@ -206,8 +206,8 @@ def test_what_is_printed_leaves_out_an_mfu_of_another_gpu(tmp_path: Path) -> Non
     assert own.endswith("% dense (of 989.5 TFLOP/s, H800-SXM5-80GB)")
     other = speed_text(measured_speed(problem, SECONDS, "NVIDIA B200"))
     assert other == (
-        "2,133.3 tokens/s/GPU (no MFU: h800-80gb has the peak of H800-SXM5-80GB, this ran on "
-        "NVIDIA B200)"
+        "2,133.3 tokens/s/GPU (no MFU: the peak of cluster h800-80gb is for H800-SXM5-80GB, but "
+        "this ran on NVIDIA B200)"
     )
     assert timing(SECONDS).startswith("step 0.03 s (median of 3 steps")
 

@@ -85,7 +85,7 @@ def load_accuracy() -> Accuracy:
         for name, promise in group.promises.items():
             if promise.accepted > promise.target and not promise.reason.strip():
                 where = f"{group.name}: {name}"
-                raise ConfigError("config/accuracy.yaml", where, "missed without a reason")
+                raise ConfigError("config/accuracy.yaml", where, "missed, with no reason given")
     return found
 
 

@@ -99,9 +99,7 @@ def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
     row = rows[index] if 0 <= index < len(rows) else {}
     if any(line[key] and line[key] != row.get(key) for key in (SPEED, PEAK)):
         where = f"{line['sheet']} row {line['row']}"
-        reason = (
-            "another row was predicted (`rematbench calibrate --leave-one-out` predicts it again)"
-        )
+        reason = "the prediction is for another row (rerun `rematbench calibrate --leave-one-out`)"
         raise ConfigError(f"config/{NAME}", where, reason)
     return {**row, **line}
 
@@ -324,7 +322,7 @@ def unlike_shipped(problem: Problem) -> str:
     if not unlike[nearest]:
         return ""
     keys = ", ".join(unlike[nearest])
-    return f"cluster with facts of no shipped cluster (unlike {nearest}: {keys})"
+    return f"cluster unlike any shipped cluster (differs from {nearest} in: {keys})"
 
 
 SAME_DEVICE = 0.05

@@ -186,11 +186,13 @@ def suspects(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> list[str]:
     if len(far):
         worst = int(np.argmax(np.abs(left)))
         others = [str(row + 1) for row in far if row != worst]
-        moved = f", rows {', '.join(others)} too, perhaps for its sake" if others else ""
+        moved = (
+            f", and rows {', '.join(others)} are off too, perhaps because of it" if others else ""
+        )
         found.append(
-            f"row {worst + 1} is suspect: the fit leaves it {math.expm1(left[worst]):+.0%} off, "
-            f"more than {SIGMAS:g} times the {prior.noise:.1%} of published stacks{moved}; look "
-            "at its units and columns"
+            f"row {worst + 1} is suspect: after the fit it is off by "
+            f"{math.expm1(left[worst]):+.0%}, more than {SIGMAS:g} times the error of published "
+            f"stacks ({prior.noise:.1%}){moved}; check its units and columns"
         )
     named = zip(SCALES, theta, prior.spreads, strict=True)
     if strange := [
@@ -201,8 +203,8 @@ def suspects(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> list[str]:
     ]:
         worst = int(np.argmax(np.abs(rows.errors))) + 1
         found.append(
-            f"row {worst} is suspect: the fit needs scales beyond {SIGMAS:g} spreads of stacks (in "
-            f"brackets): {', '.join(strange)}"
+            f"row {worst} is suspect: the fit needs scales outside of the usual range (in "
+            f"brackets, {SIGMAS:g} standard deviations): {', '.join(strange)}"
         )
     return found
 
@@ -219,14 +221,14 @@ def refusals(rows: Sequence[Row], prior: ScalePrior) -> list[str]:
         kernels_s = step_s * (number(row, slope_column("kernels")) or 0.0)
         if told_s < kernels_s * math.exp(-SIGMAS * prior.spreads[0]):
             found.append(
-                f"row {line}: a step of {told_s:.4g} s is faster than its kernels, which take "
+                f"row {line}: the measured step takes {told_s:.4g} s, but its kernels alone take "
                 f"{kernels_s:.4g} s"
             )
         other, before = seen.setdefault(read_case(row, registry).key, (line, rate))
         if abs(math.log(rate / before)) > SIGMAS * math.sqrt(2.0) * prior.noise:
             found.append(
-                f"rows {other} and {line} contradict each other: one job at {before:g} and at "
-                f"{rate:g} tokens/s/GPU"
+                f"rows {other} and {line} contradict each other: they measure the same job at "
+                f"{before:g} and {rate:g} tokens/s/GPU"
             )
     return found
 

@@ -23,7 +23,7 @@ RecordStatus = Literal["ok", "oom", "unsupported", "failed"]
 """The statuses of a record."""
 
 NO_RENDEZVOUS = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
-KILLED = "a process got signal 9: host memory, as far as can be known"
+KILLED = "a process was killed by signal 9, probably because host memory ran out"
 """The most common cause of signal 9 is the kernel's out-of-memory killer."""
 ABORTED = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
 PEER_ERROR_WORDS = ("onnection", "imed out", "imeout")
@@ -147,7 +147,7 @@ def watch(processes: Sequence[Any], folder: Path, timeout_s: float) -> RankError
         finished = len(list(folder.glob("*.pt")))
         failed_at = failed_at or (time.monotonic() if any(folder.glob("*.error")) else 0.0)
         if failed_at and time.monotonic() - failed_at > ERROR_GRACE_S:
-            return RankError("failed", "a rank failed and did not end")
+            return RankError("failed", "a rank failed but its process did not exit")
         if finished != seen:
             seen, since = finished, time.monotonic()
         if time.monotonic() - since > timeout_s:

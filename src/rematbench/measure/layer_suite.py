@@ -59,7 +59,9 @@ def load_layers(path: Path) -> LayerSuite:
     for problem in suite.problems:
         reference = f"{problem.name}.{suite.references.get(problem.name, '')}"
         if reference not in names:
-            raise ConfigError(label, f"references: {problem.name}", "names no cell of the suite")
+            raise ConfigError(
+                label, f"references: {problem.name}", "is not the name of a cell of the suite"
+            )
         layout = problem.layout
         if layout.gpus > 1 and (problem.name not in suite.alone or layout.gpus > layout.pp):
             text = "one GPU, or the pipeline ranks of one that runs `alone`"

@@ -82,8 +82,10 @@ def write_predictions(lines: Sequence[Prediction], path: Path, *, anew: bool) ->
         changed = [line.cell for line in lines if same.get(line.cell) != old.get(line.cell)]
         if changed or old.keys() - same.keys():
             first = (changed or sorted(old.keys() - same.keys()))[0]
-            raise CommandError(f"{path}: says something else of {first}; --anew replaces it")
-        return f"{path}: as before, {len(old)} predictions"
+            raise CommandError(
+                f"{path}: the prediction of {first} has changed; replace the file with --anew"
+            )
+        return f"{path}: unchanged, {len(old)} predictions"
     path.unlink(missing_ok=True)
     for line in lines:
         append_line(path, line)
@@ -95,7 +97,7 @@ def lines_of(path: Path) -> Sequence[Prediction]:
     searched = path.name == PREDICTIONS["searched"]
     if not path.exists():
         command = f"rematbench measure-gpu --predict{' --part searched' if searched else ''}"
-        raise CommandError(f"{path}: no predictions; `{command}` makes them, first")
+        raise CommandError(f"{path}: no predictions; first run `{command}`")
     return read_lines(path, Searched if searched else Prediction)
 
 
@@ -117,7 +119,7 @@ def read_predictions(path: Path, cells: Iterable[Cell]) -> dict[str, Prediction]
             continue
         line = known.get(cell.name)
         if line is None:
-            raise CommandError(f"{path}: has no {cell.name}")
+            raise CommandError(f"{path}: has no prediction for {cell.name}")
         if {"run_id": line.run_id, "plan_hash": line.plan_hash} != identity(cell):
             raise CommandError(f"{path}: {cell.name} was predicted with other constants or plans")
     return known

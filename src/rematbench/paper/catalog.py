@@ -102,7 +102,7 @@ def table_files() -> dict[str, TableFile]:
         one = _table_file(path)
         for name in one.names:
             if name in makers:
-                raise ConfigError(str(path), name, f"{makers[name]}.py makes this table too")
+                raise ConfigError(str(path), name, f"{makers[name]}.py also makes this table")
             makers[name] = one.name
         found[one.name] = one
     return found
@@ -119,7 +119,7 @@ def _table_file(path: Path) -> TableFile:
         if isinstance(node, ast.FunctionDef) and node.name == "build":
             arguments = [argument.arg for argument in node.args.args]
             if arguments != list(one.inputs):
-                raise ConfigError(str(path), "build", "its arguments are not the names of INPUTS")
+                raise ConfigError(str(path), "build", "the argument names must equal INPUTS")
             return one
     raise ConfigError(str(path), "build", "no such function")
 
@@ -132,7 +132,7 @@ def _literals(tree: ast.Module, path: Path, names: Iterable[str]) -> dict[str, A
                 try:
                     found[name] = ast.literal_eval(value)
                 except ValueError as error:
-                    raise ConfigError(str(path), name, "is not a literal") from error
+                    raise ConfigError(str(path), name, "must be a literal") from error
     return found
 
 

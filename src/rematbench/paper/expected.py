@@ -180,12 +180,14 @@ def compare_folders(actual: Path, committed: Path) -> list[str]:
     for path in sorted(committed.glob("*.csv")):
         ours, theirs = read_cells(actual / path.name), read_cells(path)
         if ours is None or theirs is None:
-            raise CommandError(f"{actual / path.name}: no such file, to compare with {path}")
+            raise CommandError(f"{actual / path.name}: no such file; it is needed to check {path}")
         if found := differences(ours, theirs, ROUNDING, ROUNDING):
-            raise CommandError(f"{actual / path.name}: cells that differ: {len(found)}; {found[0]}")
+            raise CommandError(
+                f"{actual / path.name}: {len(found)} cells differ; the first: {found[0]}"
+            )
         said.append(f"{path.name}: {len(theirs) - 1} rows as committed")
     if not said:
-        raise CommandError(f"{committed}: no committed searches (*.csv) there")
+        raise CommandError(f"{committed}: the folder has no committed searches (*.csv)")
     return said
 
 

@@ -47,7 +47,8 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
     lives = list(lifetimes(rank))
     if len(lives) > MAX_TENSORS:
         raise ValueError(
-            f"{len(lives)} tensors to plan, at most {MAX_TENSORS}: reduce the micro-batches"
+            f"{len(lives)} tensors to place, but the limit is {MAX_TENSORS}: reduce the number "
+            "of micro-batches"
         )
     local: dict[int, list[Tensor]] = {}
     upper: list[Tensor] = []

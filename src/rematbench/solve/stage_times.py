@@ -119,13 +119,13 @@ def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -
     the solver's linear model of a stage may prefer a plan that is slower for the whole pipeline."""
     relocation = Relocation(problem, base, exact=exact)
     if relocation.fits(base):
-        return base.noting(bound="no-op: the base fits")
+        return base.noting(bound="no-op: the base plan already fits")
     best = _searched(relocation, repartition)
     if exact:
         best = relocation.faster(
             _searched(Relocation(problem, base, exact=False), repartition), best
         )
-    bound = "device ledger" if relocation.fits(best) else "nothing fits the device"
+    bound = "device ledger" if relocation.fits(best) else "no choice fits the device memory"
     return best.noting(bound=bound, layers=", ".join(map(str, counts_of(best))))
 
 

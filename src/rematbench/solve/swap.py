@@ -63,7 +63,11 @@ def _bound(bandwidth: float, host: float) -> str:
     if min(bandwidth, host) >= 1.0:
         return "nothing"
     name = "host memory" if host <= bandwidth else "PCIe bandwidth"
-    short = " (even the tensors that leave whole do not fit)" if min(bandwidth, host) < 0 else ""
+    short = (
+        " (even with every offloaded tensor moved whole, the plan does not fit)"
+        if min(bandwidth, host) < 0
+        else ""
+    )
     return name + short
 
 

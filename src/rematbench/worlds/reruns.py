@@ -66,7 +66,7 @@ def differences(
     found += _of_engine(rerun.engine, committed.engine)
     new, old = rerun.measured, committed.measured
     if new is None or old is None:
-        found += [] if new == old else ["only one of the two has measured numbers"]
+        found += [] if new == old else ["only one of the two records has measured numbers"]
     elif is_curve(committed):
         found += _of_curve(rerun, committed, bases)
     else:
@@ -87,7 +87,7 @@ def _input(record: Record, kind: str) -> str:
 
 def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
     if new is None or old is None:
-        yield from [] if new == old else ["only one of the two ran a package"]
+        yield from [] if new == old else ["only one of the two records ran a package"]
     else:
         yield from _scalars(new, old, RAN)
 
@@ -107,7 +107,7 @@ def _of_curve(
         yield f"bitwise keep_all's: {a == now}, committed {b == then}"
     same = rerun.provenance.text == committed.provenance.text
     if not (same or bases):
-        yield "losses are of another text, and keep_all has no curve to compare them with"
+        yield "the losses come from another text, and there is no curve of keep_all to compare with"
     for name, other in {"keep_all's": now, "the committed one's": b if same else a}.items():
         gap = max(abs(x - y) / abs(y) for x, y in zip(a, other, strict=True))
         if not gap <= CURVE_BOUND:
@@ -172,7 +172,7 @@ def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
     a, b = new.comparison, old.comparison
     if a is None or b is None:
         if a != b:
-            yield "only one of the two is compared with another method"
+            yield "only one of the two records is compared with another method"
         return
     yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
 

@@ -228,7 +228,7 @@ def write_rank_record(record: Record, out: Path, rank: int, started: float) -> R
     cause = _cause(error, out, started, PATIENCE_S if rank == 0 else 0.0)
     status, reason = record_status(cause.status, cause.reason)
     if cause.is_secondhand:
-        reason = f"a rank has gone: {reason}"
+        reason = f"a rank process has ended: {reason}"
     written = replace(record, status=status, reason=reason)
     silent = not out.exists() or out.stat().st_mtime < started
     if rank == 0 or silent or cause == error:

@@ -102,8 +102,8 @@ MUTATIONS: dict[str, tuple[str, Change, str, str]] = {
     "compute does not wait for a reduction": (
         "F",
         without(lambda a: a.kind is Kind.WAIT and a.stream == "compute"),
-        "reads L0.layer_input without waiting until tp has written it"
-        "|frees .* while tp may still use",
+        "reads L0.layer_input without waiting until tp has written it|"
+        "frees .* while tp may still use",
         "is corrupt|yet to use it",
     ),
     "compute does not wait for its input": (

@@ -174,7 +174,7 @@ def test_a_rank_that_the_kernel_killed_is_out_of_memory_and_the_next_case_runs(r
 def test_more_ranks_than_gpus_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     devices.require_gpus("cuda", 1)
-    with pytest.raises(RuntimeError, match="2 ranks need a GPU each, and this host has 1"):
+    with pytest.raises(RuntimeError, match="2 ranks need one GPU each, but this host has 1"):
         devices.require_gpus("cuda", 2)
 
 

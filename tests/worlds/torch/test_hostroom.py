@@ -79,7 +79,7 @@ def test_every_process_and_the_fullest_stages_activations_count(
     assert rank_processes.memory_shortage(case) == ""
     monkeypatch.setattr(rank_processes, "free_bytes", lambda: need - 1)
     assert rank_processes.memory_shortage(case).startswith(
-        "4 ranks hold 0.8 GiB at least (0.0 of parameters"
+        "4 ranks need at least 0.8 GiB of host memory (0.0 of parameters"
     )
 
 

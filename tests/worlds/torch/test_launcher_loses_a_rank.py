@@ -68,7 +68,7 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
     ended(out, dies=0)
     record = read_record(out)
     assert record.status == "failed"
-    assert record.reason.startswith("a rank has gone: ")
+    assert record.reason.startswith("a rank process has ended: ")
 
 
 NOTES = """

@@ -36,7 +36,7 @@ def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm
         return _fujii(problem, plan)
     if name == "atc24":
         return _atc24(problem, plan)
-    return Unsupported("the ledger is not a closed form")
+    return Unsupported("the ledger is not a formula")
 
 
 def _fujii(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
@@ -107,7 +107,7 @@ def atc24_refusal(problem: Problem, plan: Plan) -> str:
     moved = any(isinstance(fate, Offload | Split) for fate in fates)
     alphas = {fate.alpha for fate in fates if isinstance(fate, ByteBudget)}
     rules = (
-        (lay.pp < FEWEST_STAGES, f"counts chunks in a pipeline of 3 stages or more, not {lay.pp}"),
+        (lay.pp < FEWEST_STAGES, f"needs a pipeline of 3 stages or more, not {lay.pp}"),
         (not model.gated, f"assumes a gated MLP, not {model.mlp}"),
         (
             lay.zero_stage != 1,
@@ -116,7 +116,7 @@ def atc24_refusal(problem: Problem, plan: Plan) -> str:
         (lay.tp > 1 and not lay.sp, "assumes sequence parallelism with tp"),
         (lay.ulysses > 1, "has no term for ulysses"),
         (whole, "has no term for layers run again whole (the peak is then inside one layer)"),
-        (moved or len(alphas) > 1, "knows one share alpha of all chunks, as pp_offload takes"),
+        (moved or len(alphas) > 1, "assumes one share alpha for all chunks, as in pp_offload"),
         (bool(plan.mini_sequences), "has no term for mini-sequences"),
         (plan.partition != problem.base_plan.partition, "assumes layers spread evenly"),
         (plan.states != problem.base_plan.states, "has no term for states kept elsewhere"),

@@ -186,7 +186,7 @@ def _head_dim(name: str, shape: dict[str, int], mlp: str) -> int:
         return WIDE
     width, rest = divmod(shape["hidden"], shape["num_heads"])
     if rest:
-        problem = f"hidden {shape['hidden']} does not divide by heads {shape['num_heads']}"
+        problem = f"hidden {shape['hidden']} is not a multiple of heads {shape['num_heads']}"
         raise RowError("failed", problem)
     if ((not mlp or mlp in GATED) and width not in USUAL_HEADS) or "gemma" in name.lower():
         raise RowError(
@@ -240,7 +240,7 @@ def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model
     assert isinstance(hidden, int)
     if {"num_heads", "hidden"} & changed.keys() and "head_dim" not in shape:
         if hidden % heads:
-            raise RowError("failed", f"hidden {hidden} does not divide by heads {heads}")
+            raise RowError("failed", f"hidden {hidden} is not a multiple of heads {heads}")
         new["head_dim"] = hidden // heads
     if "num_layers" in changed:
         new["attention_window"] = ()
@@ -270,7 +270,7 @@ def _layout(row: Row, system: System) -> Layout:
     known = row if text(row, "dp") else {**row, "dp": _dp(row)}
     missing = [column for column in LAYOUT_COLUMNS if not text(known, column)]
     if missing:
-        raise RowError("unsupported", f"layout not published: {', '.join(missing)} empty")
+        raise RowError("unsupported", f"layout not published: no value for {', '.join(missing)}")
     tp = whole(row, "tp")
     default_stage = 3 if system.data_parallel == "fsdp" else 1
     stage = whole(row, "zero_stage", default_stage)

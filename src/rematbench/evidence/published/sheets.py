@@ -162,7 +162,7 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
     require_unique(columns, label, "columns")
     for number, line in lines:
         if len(line) > len(columns):
-            problem = f"{len(line)} cells under {len(columns)} columns"
+            problem = f"the row has {len(line)} cells, but the sheet has {len(columns)} columns"
             raise ConfigError(label, f"line {number}", problem)
     sheet = Sheet(dict(zip_longest(columns, line, fillvalue="")) for _, line in lines)
     sheet.columns = tuple(columns)
@@ -179,7 +179,7 @@ def _why_missing(missing: list[str], columns: list[str]) -> str:
     other = [name for name in missing if name in forms]
     if other:
         return f"column {forms[other[0]]!r} must be written {other[0]!r}"
-    return f"is not such a sheet: it has no column {', '.join(missing)}"
+    return f"the sheet lacks the columns {', '.join(missing)}"
 
 
 def read_cells(

@@ -42,7 +42,7 @@ def measure_actions(
     found = [cell for cell in found if device == "cpu" or is_on_machine(cell, machine)]
     found = [cell for cell in found if not isinstance(cell, HandCell)]
     if not found:
-        raise CommandError(f"no problem of the suite is of {machine.name}")
+        raise CommandError(f"the suite has no problem for {machine.name}")
     turns = Turns(place, machine.state)
     for cell in found:
         if time.monotonic() < until:

@@ -164,7 +164,7 @@ def _lossless(cells: Cells) -> Iterator[Finding]:
         for name, record in same.ok().items():
             other = record.measured.comparison if record.measured else None
             if other is None:
-                said.append((name, False, "ok, compared with nothing"))
+                said.append((name, False, "ok, but not compared with another run"))
             else:
                 said.append((name, other.lossless, _verdict(other)))
         yield _finding(f"gradients are keep_all's ({problem})", _short(said), "no record")
@@ -204,7 +204,7 @@ def _peaks(cells: Cells) -> Finding:
     for name, record in cells.ok().items():
         rank = record.measured.fullest if record.measured else None
         if rank is None or not rank.allocated_bytes:
-            said.append((name, None, "without an allocator's numbers"))
+            said.append((name, None, "the allocator reports no numbers"))
             continue
         extra = rank.allocated_bytes - rank.simulated_peak_bytes
         margin = PEAK_LIMIT * (rank.simulated_peak_bytes - rank.simulated_state_bytes)

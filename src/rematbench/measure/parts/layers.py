@@ -98,7 +98,7 @@ def run_by_turns(
     machine = Machine(device)
     cells = [cell for cell in cells if device == "cpu" or is_on_machine(cell, machine)]
     if not cells:
-        raise CommandError(f"no problem of the suite is of {machine.name}")
+        raise CommandError(f"the suite has no problem for {machine.name}")
     known = read_predictions(output / PREDICTIONS[part], cells)
     taken = TurnLog(output / part, machine, cells)
     live, first_turn_s = [], {}
@@ -142,7 +142,10 @@ class TurnLog:
                 "run_id": turn.run_id,
                 "plan_hash": turn.plan_hash,
             }:
-                text = f"turns of {turn.cell} on {turn.provenance.device}, not of this run"
+                text = (
+                    f"holds turns of {turn.cell} on {turn.provenance.device} that are not "
+                    "from this run"
+                )
                 raise CommandError(f"{self._file(turn.cell)}: {text}; move it away")
 
     def _file(self, name: str) -> Path:

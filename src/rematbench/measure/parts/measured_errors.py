@@ -13,7 +13,7 @@ from rematbench.measure.records import Prediction, Turn, read_lines
 
 TIME_BAR = 0.05
 """Expected before any measurement: the mean absolute error of time (ours)."""
-CPU_NOTE = "Run on a CPU, to try it out: the seconds mean nothing."
+CPU_NOTE = "This was a trial run on a CPU: the times mean nothing."
 
 
 def runs_with(runs: Iterable[Path], name: str) -> list[Path]:

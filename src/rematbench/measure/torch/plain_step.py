@@ -53,7 +53,7 @@ class PlainLoop:
     def __init__(self, model: RankModel, rule: AdamW, means: Means = "nothing") -> None:
         kind, lay = model.kind, model.problem.layout
         if (kind.mlp, kind.norm, kind.position) != ("swiglu", "rmsnorm", "rope") or lay.gpus > 1:
-            raise NotExecutable("the hand-written loop is one rank's, of Llama blocks")
+            raise NotExecutable("the hand-written loop runs only Llama blocks on one rank")
         self.model, self.rule, self.means = model, rule, means
         self.steps = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)

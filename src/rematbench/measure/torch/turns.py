@@ -118,7 +118,10 @@ class Turns:
         require_executable(problem, plan)
         optimizer = plan.state("optimizer")
         if optimizer.update == "backward" or optimizer.home == "host":
-            raise NotExecutable("by turns, plans share states on the device and update them last")
+            raise NotExecutable(
+                "plans that run in turns need their states on the device and one "
+                "update at the end of a step"
+            )
         model = self._model(problem, plan)
         return kind(lower(plan, problem).ranks[0], model, groups_of(problem), optimizer=RULE)
 

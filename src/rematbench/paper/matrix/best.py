@@ -245,7 +245,11 @@ def best_lines(spec: MatrixSpec, *, processes: int) -> Iterator[Line]:
     try:
         for task, lines in pool.run():
             if isinstance(lines, str):
-                why = f"took {LIMIT_S} CPU seconds" if lines == "late" else "died (out of memory?)"
+                why = (
+                    f"took {LIMIT_S} CPU seconds"
+                    if lines == "late"
+                    else ("was killed (perhaps out of memory)")
+                )
                 raise CommandError(f"a process {why} with {task[0].model} at {task[1]} tokens")
             found[task] = lines
             while waiting and waiting[0] in found:
@@ -294,7 +298,9 @@ def read_answer(row: Row, cell: SearchJob) -> CommittedPlan:
         return _read(row, cell)
     except (ValueError, StopIteration, LayoutError) as error:
         where = " ".join(row[key] for key in (*CELL, "table", "arm"))
-        raise CommandError(f"cells: {where}: no answer of a search ({error or 'layers'})") from None
+        raise CommandError(
+            f"cells: {where}: the row is not the result of a search ({error or 'layers'})"
+        ) from None
 
 
 def _read(row: Row, cell: SearchJob) -> CommittedPlan:

@@ -131,14 +131,14 @@ def _check_step(head: Line, answer: CommittedPlan, result: Result) -> None:
         now = f"takes {step_s:.6g} s now" if step_s else f"is {result.status} now"
         raise CommandError(
             f"matrix: {where}: {answer.name} {now}, not {answer.step_s:.6g} s: "
-            "costs have changed, search again (./bench reproduce --full)"
+            "the cost model has changed; search again (./bench reproduce --full)"
         )
 
 
 def _line(result: Result | None) -> Line:
     """The columns of a plan at a layout (None: no layout is known for the arm)."""
     if result is None:
-        return {"status": "oom", "reason": "the cell has no layout that any arm fits"}
+        return {"status": "oom", "reason": "no arm fits at any layout of the cell"}
     row, verdict = result.row(), result.verdict
     line = {key: row[key] for key in (*PICKED, *(TIMED if result.fits else ()))}
     line |= {"alpha": result.plan.fit.get("alpha") if result.plan else None}

@@ -207,7 +207,7 @@ def evaluate_query(query: Query, answers: list[StudyAnswer]) -> Ours:
     fitting = [pair for pair in found if not pair.problem and pair.value is not None]
     counted = fitting or [pair for pair in found if pair.value is not None]
     if not counted:
-        problem = found[0].problem if found else "no such answer: run the study"
+        problem = found[0].problem if found else "the study has no such answer yet: run it"
         return Ours(value=None, total=len(found), problem=problem)
     values = [pair.value for pair in counted if pair.value is not None]
     made = {
@@ -272,7 +272,7 @@ def _fits(answers: list[StudyAnswer], workload: str, method: str, layout: str | 
 
 def _single(answer: StudyAnswer | None, metric: str) -> Ours:
     if answer is None:
-        return Ours(value=None, problem="no such answer: run the study")
+        return Ours(value=None, problem="the study has no such answer yet: run it")
     value = answer.values.get(metric)
     number = float(value) if isinstance(value, int | float) else None
     problem = "" if answer.status == "ok" else f"{answer.method} {answer.status}: {answer.reason}"
@@ -288,7 +288,7 @@ def _compared(query: Query, numerator: StudyAnswer | None, denominator: StudyAns
     if left.value is None or right.value is None:
         return Ours(value=None, answers=answers, problem=problem)
     if right.value == 0:
-        return Ours(value=None, answers=answers, problem=problem or "nothing to divide by (0)")
+        return Ours(value=None, answers=answers, problem=problem or "the divisor is 0")
     ratio = left.value / right.value
     forms = {"ratio": ratio, "less_pct": 100 * (1 - ratio), "more_pct": 100 * (ratio - 1)}
     return Ours(value=forms[query.form], answers=answers, problem=problem)

@@ -117,7 +117,7 @@ def _attempt(problem: Problem, method: Composition, reserved: Reserved | None) -
     short = reserved(problem, result.plan) - problem.usable_bytes
     if short <= 0:
         return result
-    reason = f"allocator reserves {short / 2**30:.2f} GiB more than the device has"
+    reason = f"the allocator would reserve {short / 2**30:.2f} GiB more than the device has"
     return replace(result, status="oom", reason=reason, evaluation=None, verdict=None)
 
 

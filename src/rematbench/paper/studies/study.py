@@ -112,7 +112,7 @@ def narrowed(study: Study, workload: str, method: str) -> Study:
     for option, given, known in (("--workload", workload, names), ("--method", method, labels)):
         if given and given not in known:
             listing = ", ".join(dict.fromkeys(known))
-            text = f"{given!r} is not in study {study.name}{closest(given, known)} ({listing})"
+            text = f"study {study.name} has no {given!r}{closest(given, known)} ({listing})"
             raise ConfigError("", option, text)
     questions = [
         replace(

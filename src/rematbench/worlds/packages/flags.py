@@ -179,7 +179,8 @@ class Engines:
             + (
                 "(`flags` prints its options)"
                 if name in self.offers
-                else f"(none here: {'; '.join(entry.cls.inexpressible(self.problem))})"
+                else f"(not possible for this problem: "
+                f"{'; '.join(entry.cls.inexpressible(self.problem))})"
             )
             for name, entry in baselines().items()
         ]
@@ -248,7 +249,7 @@ def _rest(plan: Plan, candidate: Plan, moved: bool) -> list[str]:
         f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(candidate, kind)
     ]
     if moved and plan.transfers != candidate.transfers:
-        lines.append(f"copies per {plan.transfers.granularity} as the method times them")
+        lines.append(f"copies per {plan.transfers.granularity}, at the times that the method sets")
     if any(rule.select.micro_batches is not None for rule in plan.rules):
-        lines.append("fates that change between micro-batches")
+        lines.append("a treatment of activations that changes between micro-batches")
     return lines

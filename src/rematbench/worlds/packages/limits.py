@@ -43,7 +43,7 @@ def overridden(policy: Struct, options: Struct, names: Iterable[str]) -> str:
     there are none.  A setting at its default counts as not set."""
     defaults = {field.name: field.default for field in fields(policy)}
     words = [
-        f"{name} {getattr(policy, name)} is set, the options say {getattr(options, name)}"
+        f"{name} is {getattr(policy, name)}, but the options say {getattr(options, name)}"
         for name in names
         if getattr(policy, name) not in (defaults[name], getattr(options, name))
     ]

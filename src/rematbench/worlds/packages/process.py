@@ -116,7 +116,9 @@ def job(
     """The job of a problem under a policy; BaselineError for a stack that no available baseline
     runs."""
     if problem.system.cuda_graphs:
-        raise BaselineError(f"system {problem.system.name}: baselines run without CUDA graphs here")
+        raise BaselineError(
+            f"system {problem.system.name} uses CUDA graphs, but baselines run without them"
+        )
     run = run_spec(problem, method, world)
     return msgspec.convert({"run": run, **options}, PackageJob)
 

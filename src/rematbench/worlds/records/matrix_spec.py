@@ -90,7 +90,11 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         more = [name for name in registry.methods if name not in plain]
         for arm in self.arms:
             if arm.name in more:
-                raise ConfigError("", f"arms: {arm.name}", f"is a method, and not {arm.method}")
+                raise ConfigError(
+                    "",
+                    f"arms: {arm.name}",
+                    f"is the name of a method, so it cannot name {arm.method}",
+                )
         return (*self.arms, *(Arm(name=name, method=name, of="methods/") for name in more))
 
     def problems(self) -> list[str]:
@@ -98,7 +102,9 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         found = [f"arms: name {name!r} is given twice" for name in twice]
-        found += [f"baseline: no arm {self.baseline!r}"] if self.baseline not in names else []
+        found += (
+            [f"baseline: there is no arm {self.baseline!r}"] if self.baseline not in names else []
+        )
         found += [
             f"tokens_per_step {self.tokens_per_step} is not a multiple of seq_len {length}"
             for length in self.seq_lens

@@ -219,7 +219,9 @@ def measured_speed(problem: Problem, step_s: Sequence[float], device: str) -> Me
     found, cluster = speed(problem, median), problem.cluster
     known = has_peak_of(cluster, device)
     peak = f"of {cluster.peak_flop_per_s / 1e12:g} TFLOP/s, {cluster.gpu}"
-    other = f"no MFU: {cluster.name} has the peak of {cluster.gpu}, this ran on {device}"
+    other = (
+        f"no MFU: the peak of cluster {cluster.name} is for {cluster.gpu}, but this ran on {device}"
+    )
     return MeasuredSpeed(
         steps=len(step_s),
         step_s=median,

@@ -63,11 +63,13 @@ def recorded_problem(record: Record, cluster: str = "") -> Problem:
     try:
         there = load_cluster(cluster or record.spec.cluster)
     except ConfigError as error:
-        raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
+        raise RecordError(
+            f"run {record.run_id}: {error}; pass its cluster file with --cluster"
+        ) from error
     problem = spec_problem(record.spec, there)
     for what in ("cluster", "system", "calibration"):
         if not same_content(getattr(problem, what), getattr(record.spec, f"{what}_hash")):
-            text = f"its {what} has changed since; simulate it again"
+            text = f"its {what} has changed since the run; simulate it again"
             raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
     return problem
 

@@ -297,7 +297,7 @@ def read_record(path: Path) -> Record:
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        text = f"{path}: not a record of format {FORMAT}, the only one read here: {error}"
+        text = f"{path}: not a record of the supported format {FORMAT}: {error}"
         raise RecordError(text) from error
 
 

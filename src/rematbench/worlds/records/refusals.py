@@ -21,7 +21,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "rotary positions with an odd head_dim": model.position == "rope"
         and model.head_dim % 2 != 0,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
-        "norms over the heads of queries and keys": model.qk_norm,
+        "norms over all heads of queries and keys": model.qk_norm,
         "norms that scale by 1 + weight": model.norm_offset,
         **dict.fromkeys(model.special_features, True),
         f"what {system.name} keeps of eager operators": any(
@@ -34,7 +34,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         ),
         "CUDA graphs": system.cuda_graphs,
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
-        "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
+        "ring attention (use a system with `cp_kind: allgather`)": lay.cp > 1
         and system.cp_kind != "allgather",
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "parameters gathered matrix by matrix": system.prefetch_elements > 0

@@ -107,7 +107,7 @@ def load_matrix(path: Path) -> MatrixSpec:
     """The matrix of a suite file; ConfigError if the suite declares none."""
     spec = load_suite(path).matrix
     if spec is None:
-        raise ConfigError(str(path), "matrix", "this suite declares none")
+        raise ConfigError(str(path), "matrix", "this suite does not declare it")
     return spec
 
 

@@ -46,7 +46,9 @@ def single_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
     """The one cell of a suite with this name; ConfigError unless there is exactly one."""
     found = cells(load_suite(suite), folders, [name])
     if len(found) != 1:
-        raise ConfigError(str(suite), name, f"{len(found)} cells have that name, one is needed")
+        raise ConfigError(
+            str(suite), name, f"{len(found)} cells have that name; it must match exactly one"
+        )
     return found[0]
 
 

@@ -86,7 +86,9 @@ class Campaign:
             suite = replace(suite, problems=changed)
         names = sorted({spec.cluster for spec in suite.problems})
         if len(names) != 1:
-            text = f"a measurement runs on one cluster (found: {', '.join(names)})"
+            text = (
+                f"all cells of a measurement must use the same cluster (found: {', '.join(names)})"
+            )
             raise ConfigError("", "problems", text)
         self.suite = suite
         self.registry = registry
@@ -148,8 +150,8 @@ class Campaign:
         room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
         if room < 1:
             text = (
-                f"{suite.cell_minutes} and {OVERHEAD_MINUTES} for the first imports exceed the "
-                f"{limit} minutes that {self.center.name} allows a job"
+                f"cell_minutes {suite.cell_minutes} plus {OVERHEAD_MINUTES} minutes of start-up "
+                f"exceed the {limit} minutes that {self.center.name} allows for a job"
             )
             raise ConfigError("", "cell_minutes", text)
         return min(suite.cells_per_job, room)
@@ -245,7 +247,9 @@ def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Com
         return policy(name, settings)
     for part in name.split("+"):
         if is_baseline(registry, part):
-            raise MethodError(f"{name!r}: {part} is a baseline, which composes with nothing")
+            raise MethodError(
+                f"{name!r}: {part} is a baseline and cannot be combined with another method"
+            )
         broken = any(Path(path).stem == part for path in registry.broken)
         if part not in registry.methods and ":" not in part and not broken:
             hint = closest(part, [*registry.methods, *baselines()])
@@ -276,5 +280,5 @@ def load_campaign_suite(path: Path) -> CampaignSuite:
     check_names(names, suite.variants, label)
     for name in names:
         if "." in name or "/" in name:
-            raise ConfigError(label, "problems", f"name {name!r} must hold no dot and no slash")
+            raise ConfigError(label, "problems", f"name {name!r} must not contain a dot or a slash")
     return suite

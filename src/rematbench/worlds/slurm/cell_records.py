@@ -44,7 +44,7 @@ def decode(data: bytes) -> CellRecord:
     try:
         return msgspec.json.decode(data, type=CellRecord)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        text = f"a stored cell is not a record of format {FORMAT}, the only one read here: {error}"
+        text = f"a stored cell is not a record of the supported format {FORMAT}: {error}"
         raise RecordError(text) from error
 
 

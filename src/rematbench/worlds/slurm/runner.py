@@ -82,7 +82,7 @@ class Runner:
                 if lease is not None:
                     self._run(cell, lease)
         if self.stop and any(self.store.finished(key) is None for key in keys):
-            self.say(f"stopped: {self.stop}; the same command goes on from here")
+            self.say(f"stopped: {self.stop}; run the same command to continue")
             return None
         found = [self.store.read(key) for key in keys]
         return [decode(data) for data in found if data is not None]
@@ -91,13 +91,13 @@ class Runner:
         left = self.ends - time.monotonic()
         late = f", {left:.0f} s before its limit" if left < 1e6 else ""
         name = signal.Signals(number).name
-        self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
+        self.stop = f"the job was ended by {name} (preemption, scancel or a lost node){late}"
 
     def _run(self, cell: CampaignCell, lease: Lease) -> None:
         """Attempt a cell and commit its record, or release the lease if too little of the
         allocation's time is left."""
         if self.ends - time.monotonic() < 2 * MARGIN_S:
-            self.stop = "the allocation's time is over"
+            self.stop = "the time limit of the allocation has passed"
             self.store.release(lease)
             return
         if lease.attempt > MAX_ATTEMPTS:

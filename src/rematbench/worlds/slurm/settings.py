@@ -56,7 +56,7 @@ class Center(Struct, frozen=True, kw_only=True):
         ranks do not fill the nodes."""
         per_node = min(gpus, self.cluster.gpus_per_node)
         if gpus % per_node:
-            text = f"{gpus} ranks do not fill nodes of {per_node}"
+            text = f"{gpus} ranks do not fill whole nodes of {per_node} GPUs"
             raise ConfigError(self.name, "gpus_per_node", text)
         return gpus // per_node
 

@@ -93,7 +93,7 @@ def settle_jobs(
         for job in jobs:
             ends = cancel or job.state not in RUNNING
             if job.job_id not in told:
-                does = "cancelled" if ends else "waiting for it to finish its cells"
+                does = "cancelled" if ends else "waiting until it has finished its cells"
                 say(f"job {job.job_id} of an earlier run is {job.state.lower()}: {does}")
             told.add(job.job_id)
             if ends and job.state != "COMPLETING":
@@ -143,7 +143,9 @@ def wrap_executor(longest_s: float, executor: Any = None) -> bool:
             kept.append(job)
             yield job
         if active_jobs and not kept and self._status_query_calls == answered:
-            self.logger.warning("Slurm does not answer: its jobs are asked for again later")
+            self.logger.warning(
+                "Slurm does not answer: the state of its jobs will be read again later"
+            )
             for job in active_jobs:
                 yield job
         if (getattr(self, "_next_seconds_between_status_checks", None) or 0) > longest_s:

@@ -71,8 +71,8 @@ def refuse(campaign: Campaign, store: Store, *, max_gpu_hours: float = 0.0) -> N
             continue
         if bundle.nodes > center.slurm.nodes:
             raise CommandError(
-                f"{name} needs {bundle.nodes} nodes; {center.name} allows {center.slurm.nodes} "
-                "(slurm: nodes)"
+                f"{name} needs {bundle.nodes} nodes, but {center.name} allows "
+                f"{center.slurm.nodes} (key slurm: nodes)"
             )
         hours[name] = gpu_hours(campaign, bundle, cells) if max_gpu_hours else 0.0
     total = fsum(hours.values())

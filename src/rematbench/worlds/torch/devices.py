@@ -147,7 +147,7 @@ def require_gpus(kind: str, ranks: int) -> None:
     share a GPU."""
     if kind != "cpu" and ranks > torch.cuda.device_count():
         found = torch.cuda.device_count()
-        raise RuntimeError(f"{ranks} ranks need a GPU each, and this host has {found}")
+        raise RuntimeError(f"{ranks} ranks need one GPU each, but this host has {found}")
 
 
 def bind_to_numa_node(device: torch.device, system: Path = Path("/sys")) -> int:

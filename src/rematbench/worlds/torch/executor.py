@@ -182,7 +182,7 @@ class Executor:
             (action.wait, span.micro_batch, span.chunk)
         )
         if mark is None:
-            raise ExecutionError(f"waits for {action.wait}, which nothing has recorded")
+            raise ExecutionError(f"waits for {action.wait}, but no action records it")
         self.streams.wait(action.stream, mark)
 
     # -- operators --------------------------------------------------------------------------------

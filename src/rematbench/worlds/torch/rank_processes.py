@@ -92,7 +92,7 @@ def memory_shortage(case: Case) -> str:
         "parameters, gradients and optimizer states": state_bytes(case),
         "activations": case.activation_bytes,
     }
-    starts = {"weights as they are drawn, whole and in float64": initialization_bytes(case)}
+    starts = {"initial weights, whole and in float64": initialization_bytes(case)}
     needs = max(trains, starts, key=lambda found: sum(found.values()))
     needs["processes with torch"] = case.world_size * PROCESS_BYTES
     need = sum(needs.values())
@@ -100,8 +100,8 @@ def memory_shortage(case: Case) -> str:
         return ""
     parts = ", ".join(f"{nbytes / 2**30:,.1f} of {what}" for what, nbytes in needs.items())
     return (
-        f"{case.world_size} ranks hold {need / 2**30:,.1f} GiB at least ({parts}), and this host "
-        f"has {free / 2**30:,.1f} GiB free"
+        f"{case.world_size} ranks need at least {need / 2**30:,.1f} GiB of host memory "
+        f"({parts}), but this host has {free / 2**30:,.1f} GiB free"
     )
 
 
@@ -170,7 +170,7 @@ def versions(device: str) -> dict[str, str]:
     """The software versions and the name of the device, for a record."""
     made, name = str(torch.__version__), f"cpu ({platform.machine()})"
     if device == "cuda":
-        name = torch.cuda.get_device_name() if has_gpu() else "cuda (none that torch can use)"
+        name = torch.cuda.get_device_name() if has_gpu() else "cuda (torch can use no GPU)"
     if device == "cuda" and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         made = f"{made} (CUDA {torch.version.cuda}, NCCL {nccl})"

@@ -91,7 +91,7 @@ class FirstStageGroups(Groups):
     def __init__(self, layout: Layout, order: tuple[str, ...]) -> None:
         """NotExecutable for a layout that needs other ranks for more than messages."""
         if layout.gpus > layout.pp:
-            raise NotExecutable("a rank runs alone only without tensor, context or data peers")
+            raise NotExecutable("a single rank can run alone only with tp 1, cp 1 and dp 1")
         super().__init__(layout, order, 0)
 
     def _channels(self) -> dict[Channel, dist.ProcessGroup]:

@@ -93,19 +93,19 @@ class Memory:
     def __getitem__(self, key: Key) -> Value:
         found = self.values.get(key)
         if found is None:
-            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is not alive")
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is not allocated")
         return found
 
     def put(self, key: Key, value: Value) -> None:
         """Add a storage; ExecutionError if its key is alive already."""
         if key in self.values:
-            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is alive already")
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is already allocated")
         self.values[key] = value
 
     def free(self, key: Key) -> None:
         """Free a storage; ExecutionError if its key is not alive."""
         if self.values.pop(key, None) is None:
-            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not allocated")
 
 
 class SlotLayout:

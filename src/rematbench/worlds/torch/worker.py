@@ -150,7 +150,8 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     wrong = reordered_channel(program, case.problem.layout)
     if wrong:
         raise NotExecutable(
-            f"NCCL has no tags, and messages are not received in the order of sending from {wrong}"
+            f"NCCL has no message tags, and messages from {wrong} are not received in the order "
+            "in which they were sent"
         )
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
         torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
