@@ -12,6 +12,7 @@ from rematbench.engine.program.action import (
     Alloc,
     Kind,
     gradient_buffer,
+    parameter_buffer,
 )
 from rematbench.plan import StateFate
 from rematbench.spec.layout import Layout
@@ -21,7 +22,8 @@ from rematbench.spec.system import System
 class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream before their use.
 
-    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead.  A
+    A layer gather (ZeRO-3, FSDP) allocates the full parameters, `width` bytes each, and runs
+    `prefetch_layers` ahead.  A
     step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
     memory is copied into its part of the full parameters before its gather; without `peers` the
     shard is everything, and there is no gather.  `release`: whether a unit's gathered copy is
@@ -34,6 +36,7 @@ class ParameterGatherer:
         self,
         fate: StateFate,
         system: System,
+        width: int,
         tied: Unit | None = None,
         *,
         peers: bool = True,
@@ -44,6 +47,7 @@ class ParameterGatherer:
         self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
         self.fate, self.system, self.peers, self.release = fate, system, peers, release
+        self.width = width
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
         self.released = ""
@@ -51,7 +55,7 @@ class ParameterGatherer:
 
     def buffer(self, unit: Unit) -> str:
         """Return the storage name of a unit's gathered parameters."""
-        return f"{unit.prefix}.parameters"
+        return parameter_buffer(unit.prefix)
 
     def _read(self, unit: Unit) -> list[Unit]:
         """The units whose weights a unit's kernels read."""
@@ -89,7 +93,7 @@ class ParameterGatherer:
         allocs: tuple[Alloc, ...] = ()
         reads: tuple[str, ...] = ()
         if self.layerwise:
-            allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
+            allocs = (Alloc(self.buffer(unit), self.width * unit.parameters),)
             w.parameters[unit.prefix] = self.buffers(unit)
         if self.layerwise and self.fate.home == "host":
             copied = self._shard_up(w, unit, allocs)
@@ -99,7 +103,7 @@ class ParameterGatherer:
             w.wait("dp", copied)
             allocs, reads = (), (self.buffer(unit),)
         event = w.new_event()
-        payload = self.system.gather_bytes * unit.parameters
+        payload = (self.width if self.layerwise else self.system.gather_bytes) * unit.parameters
         w.add(
             Action(
                 kind=Kind.ALL_GATHER,
@@ -151,8 +155,9 @@ class GradReducer:
     """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced.  Resident gradients
-    are reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part
+    Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are reduced.
+    Resident gradients are reduced in place, in buckets of `bucket_bytes`.  With gradients in host
+    memory, the part
     that this rank updates is copied to the host as soon as it is reduced, during the rest of the
     backward, in every micro-batch.  The host sums these parts.  DeepSpeed instead moves its sum to
     the device and back, which costs more.
@@ -166,12 +171,13 @@ class GradReducer:
         optimizer: StateFate,
         system: System,
         layout: Layout,
+        width: int,
         tied: Unit | None = None,
     ) -> None:
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
         self.transient = gradient.shards > 1 or self.update or self.leaves
-        self.system, self.optimizer, self.tied = system, optimizer, tied
+        self.system, self.optimizer, self.tied, self.width = system, optimizer, tied, width
         self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
         scatter = optimizer.shards > 1 or gradient.shards > 1
         self.kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
@@ -192,7 +198,7 @@ class GradReducer:
 
     def _allocate(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.parameters:
-            width = self.system.grad_bytes if self.update else self.system.gather_bytes
+            width = self.system.grad_bytes if self.update else self.width
             buffer = Alloc(self.buffer(unit), width * unit.parameters)
             w.add(
                 Action(

@@ -38,7 +38,7 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, gathers_by_layer, tied_on_one_rank
+from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
@@ -136,7 +136,7 @@ class _RankLowering:
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
-        self.layerwise = gathers_by_layer(parameter, lay)
+        self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
 
     def run(self, *, whole: bool) -> RankProgram:
         """The rank's program for an optimizer step.  If not `whole`, only the step's passes."""
@@ -276,7 +276,13 @@ class _RankLowering:
             if gather:
                 tied = self._tied(chunk)
                 gatherer = ParameterGatherer(
-                    parameter, system, tied, peers=peers, release=release, keeps_ends=ends
+                    parameter,
+                    system,
+                    self.width,
+                    tied,
+                    peers=peers,
+                    release=release,
+                    keeps_ends=ends,
                 )
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
 
@@ -293,10 +299,10 @@ class _RankLowering:
             gatherer, reducer, tied = None, None, self._tied(chunk)
             if self.layerwise:
                 gatherer = ParameterGatherer(
-                    parameter, problem.system, tied, peers=peers, release=True
+                    parameter, problem.system, self.width, tied, peers=peers, release=True
                 )
             if reduce:
-                reducer = GradReducer(*states, problem.system, problem.layout, tied)
+                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
             return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
 
         if reduce and not self.leaving_gradients and not self.update_in_backward:
