@@ -45,7 +45,8 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
     """Refusals where weights or gradients are kept by unit: ZeRO stages 2 and 3, and both in host
     memory."""
     lay, width = problem.layout, problem.workload.element_bytes
-    parameter, gradient, optimizer = map(plan.state, ("parameter", "gradient", "optimizer"))
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
     homes = {"gradients": gradient.home, "parameters": parameter.home}
     on_host = [kind for kind, home in homes.items() if home == "host"]
     by_unit = bool(on_host) or gradient.shards > 1 or parameter.gather == "layer"
@@ -53,7 +54,7 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
     counts = [sum(tensor_parameters(problem, table)) for table in tables]
     gathered, words = gathered_bytes(problem), " and ".join(on_host)
     refused = {
-        "ZeRO stages 2 and 3 with pipeline stages": lay.pp > 1,
+        "ZeRO stages 2 and 3, or gradients on the host, with pipeline stages": lay.pp > 1,
         f"units whose parameters {lay.state_shards} ranks cannot share evenly": any(
             count % lay.state_shards for count in counts
         ),

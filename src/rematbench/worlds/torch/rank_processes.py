@@ -51,7 +51,8 @@ def state_bytes(case: Case) -> int:
 def _held(case: Case, count: int) -> int:
     """Bytes that a rank holds for `count` of its own parameters."""
     dtype, plan = DTYPES[case.problem.workload.precision], case.plan
-    parameter, gradient, optimizer = map(plan.state, ("parameter", "gradient", "optimizer"))
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
     sums = (optimizer.update != "backward") * wide(dtype).itemsize
     own = count * dtype.itemsize // parameter.shards + count * sums // gradient.shards
     return own + count * 3 * wide(dtype).itemsize // optimizer.shards

@@ -59,11 +59,11 @@ class Sharing:
         """This rank's range of each parameter of a unit, by name."""
         sizes = [local_size(spec, tp) for spec in specs]
         size = sum(sizes) // self.shards
-        found, at = {}, -size * self.rank
+        found, first = {}, size * self.rank
         for spec, length in zip(specs, sizes, strict=True):
-            ends = (min(max(end, 0), size) - at for end in (at, at + length))
-            found[spec.name] = (next(ends), next(ends))
-            at += length
+            start, stop = (min(max(end, 0), length) for end in (first, first + size))
+            found[spec.name] = (start, stop)
+            first -= length
         return found
 
 
