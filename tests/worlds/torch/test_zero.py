@@ -10,14 +10,16 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.spec.layout import Layout
 from rematbench.worlds.records.measured import BOUNDS
 from rematbench.worlds.records.refusals import refusals
-from rematbench.worlds.run_records import norm_error
+from rematbench.worlds.run_records import measured_ranks, norm_error
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.groups import Coordinates, Group
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.rank_processes import execute_cases
 from rematbench.worlds.torch.single_rank import trace_rank
+from tests.problems import FULL, make_problem
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import TIED, TINY_GPT
 
@@ -124,6 +126,26 @@ def test_one_collective_for_each_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = case.problem.layout.num_micro_batches
     assert counts["reduce_scatter"] == units * passes
     assert counts["all_gather"] <= 2 * units * passes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("full", [False, True], ids=["keep_all", "full_recompute"])
+def test_a_rank_at_paper_scale_lies_within_two_percent_of_the_simulation(
+    stage: int, full: bool
+) -> None:
+    """llama-65b on 64 GPUs; ZeRO 2 with tensor parallelism, because its weights stay whole."""
+    lay = Layout(
+        tp=1 if stage == 3 else 8, dp=64 if stage == 3 else 8, zero_stage=stage, global_batch=64
+    )
+    given = make_problem(
+        model="llama-65b", cluster="h800-80gb", system="rematbench", layout=lay, seq_len=4096
+    )
+    plan = given.base_plan.with_rules(*FULL) if full else given.base_plan
+    (rank,) = measured_ranks(given, plan, [trace_rank(given, plan)], 1)
+    assert rank.differing_actions == 0
+    assert abs(rank.peak_error) <= 0.02
+    assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=1e-3)
 
 
 REFUSED = {
