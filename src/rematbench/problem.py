@@ -212,6 +212,12 @@ def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     return parameter.gather == "layer" and elsewhere
 
 
+def gathered_bytes(problem: Problem) -> int:
+    """Bytes of a parameter in a buffer that kernels read or write: as the stack gathers it, and
+    not narrower than the precision of the kernels."""
+    return max(problem.system.gather_bytes, problem.workload.element_bytes)
+
+
 def completed_after_backward(problem: Problem) -> str:
     """The reason why a gradient is incomplete at the end of its unit's backward, so that
     optimizer-in-backward would be wrong; empty if all gradients are complete."""

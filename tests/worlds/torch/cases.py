@@ -64,6 +64,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ulysses2": {"tp": 2, "dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
     "dp2-ulysses2": {"dp": 4, "ulysses": 2, "global_batch": 4},
     "pp2-vpp2": {"pp": 2, "vpp": 2, "global_batch": 4},
+    "dp2-zero2": {"dp": 2, "zero_stage": 2, "global_batch": 4},
+    "dp2-zero3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
+    "cp2-zero3": {"cp": 2, "zero_stage": 3, "global_batch": 2, "micro_batch": 2},
+    "ulysses2-zero3": {
+        **{"dp": 2, "ulysses": 2, "zero_stage": 3, "global_batch": 4, "micro_batch": 2}
+    },
+    "dp4-zero2": {"dp": 4, "zero_stage": 2, "global_batch": 8},
+    "dp4-zero3": {"dp": 4, "zero_stage": 3, "global_batch": 8},
+    "tp2-dp2-zero2": {"tp": 2, "dp": 2, "zero_stage": 2, "global_batch": 4},
+    "tp2-dp2-zero3": {"tp": 2, "dp": 2, "zero_stage": 3, "global_batch": 4},
 }
 """The issue's layouts and a few more, by name."""
 
@@ -141,6 +151,13 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
 """Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the
 same numbers as keep_all; the others split a GEMM."""
 SAME_NUMBERS = ("offload", "offload-layers", "full")
+
+
+def in_host_memory(case: Case, *kinds: str) -> Case:
+    """The case with some kinds of states in host memory."""
+    states = (replace(s, home="host") if s.kind in kinds else s for s in case.plan.states)
+    plan = replace(case.plan, states=tuple(states))
+    return Case(**{**vars(case), "name": f"{case.name} {'+'.join(kinds)}", "plan": plan})
 
 
 def case(layout: str, plan: str, **changes: Any) -> Case:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,13 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.program import Program
 from rematbench.evaluate.proof import check
 from rematbench.measure.torch import probe_rates
-from rematbench.worlds.torch import single_rank
+from rematbench.worlds.torch import movers, single_rank, worker
 from rematbench.worlds.torch.batch import MicroBatch
 from rematbench.worlds.torch.case import Case
 from rematbench.worlds.torch.exchanges import used_channels
 from rematbench.worlds.torch.executor import Executor
 from rematbench.worlds.torch.groups import Groups
+from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
@@ -59,19 +60,15 @@ def hosted(layout: str) -> Case:
     return test_host_update.pair(layout, "keep", "bf16")[1]
 
 
-def refused(*on_host: str, layout: str = "one", **changes: Any) -> Case:
-    """A case of what is lowered and not executed; `on_host`: kinds of states in host memory."""
-    made = cases.case(layout, "keep", precision="bf16", **changes)
-    states = (replace(s, home="host") if s.kind in on_host else s for s in made.plan.states)
-    return Case(**{**vars(made), "plan": replace(made.plan, states=tuple(states))})
+def leaving(layout: str, *kinds: str) -> Case:
+    """Kinds of states in host memory."""
+    return cases.in_host_memory(cases.case(layout, "keep", precision="bf16"), *kinds)
 
 
 REFUSED: dict[str, Callable[[], Case]] = {
-    "ring attention": lambda: refused(layout="cp2", system_changes={"cp_kind": "ring"}),
-    "parameters gathered per layer": lambda: refused(dp=2, zero_stage=3),
-    "ZeRO stages 2 and 3": lambda: refused(dp=2, zero_stage=2),
-    "gradient states on the host": lambda: refused("optimizer", "gradient", layout="dp2"),
-    "parameter states on the host": lambda: refused("optimizer", "parameter", dp=2, zero_stage=3),
+    "ring attention": lambda: cases.case(
+        "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
+    ),
 }
 """Cases by what the runtime refuses of them, in its own words."""
 MADE: dict[str, Callable[[], Case]] = {
@@ -80,6 +77,8 @@ MADE: dict[str, Callable[[], Case]] = {
     "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],
     "one hosted": lambda: hosted("one"),
     "dp2 hosted": lambda: hosted("dp2"),
+    "dp2-zero3 gradients leave": lambda: leaving("dp2-zero3", "optimizer", "gradient"),
+    "dp2-zero3 all leave": lambda: leaving("dp2-zero3", "optimizer", "gradient", "parameter"),
     "pp2 held": held,
     "pp2 late copies": late_copies,
 }
@@ -145,6 +144,31 @@ def on_a_cpu() -> str:
     if math.isnan(loss):
         return "a message is read before it has arrived"
     return "" if sent and all(message.waited for message in sent) else "a send is under way"
+
+
+def sums_on_the_host() -> str:
+    """Gradients that a slow host adds, as an observer of the update reads them."""
+    case = cases.in_host_memory(cases.case("one", "keep"), "optimizer", "gradient")
+    seen: list[Tensor] = []
+
+    def slowly(total: Tensor, arrived: Tensor) -> None:
+        time.sleep(0.02)
+        total.add_(arrived)
+
+    def look(every: list[Parameter]) -> None:
+        seen.extend(parameter.own_grad.clone() for parameter in every)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(movers, "_add", slowly)
+        groups = worker._groups(case, 0, {})
+        model = RankModel(case.problem, case.plan, groups.place, torch.device("cpu"), case.seed)
+        executor = Executor(lower(case.plan, case.problem).ranks[0], model, groups)
+        executor.before_update = look
+        worker._load(case, executor, 0)
+        executor.run_step()
+    sums = [parameter.own_grad for parameter in model.parameters.values()]
+    complete = all(map(torch.equal, seen, sums))
+    return "" if complete else "sums are read before every gradient is added"
 
 
 def recorded(run: Callable[[Recorder], None]) -> str:
@@ -216,6 +240,7 @@ def opened_channels() -> str:
 
 SCENES: dict[str, Callable[[], str]] = {
     "on a CPU": on_a_cpu,
+    "sums on the host": sums_on_the_host,
     "waiting from elsewhere": waiting_from_elsewhere,
     "timed steps": timed_steps,
     "timed copies": timed_copies,

@@ -21,10 +21,12 @@ from tests.worlds.torch.fake_cuda import DEVICE, OVERLAP, run
 FAST = (
     *(("one", "offload-slots"), ("tp2", "windows"), ("cp2", "rows")),
     ("tp2-ulysses2", "offload"),
+    ("dp2-zero3", "windows"),
 )
 MORE = (
     *(("one", plan) for plan in ("offload", "offload-layers", "rows")),
     ("dp2", "full"),
+    *((layout, "offload-layers") for layout in ("dp2-zero2", "cp2-zero3", "tp2-dp2-zero3")),
     *(("tp2", plan) for plan in ("keep", "mini-dropped")),
     *(("tp2-no-sp", "mini"), ("pp2", "offload")),
     *(("tp2-cp2", "skeletal"), ("pp2-vpp2", "offload-slots")),

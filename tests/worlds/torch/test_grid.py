@@ -9,12 +9,17 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from rematbench.worlds.torch.case import Case, Result
 from tests.worlds.torch import cases, grid, laws
 
+ZERO = {
+    2: ("dp2-zero2", "dp2-zero3", "cp2-zero3", "ulysses2-zero3"),
+    4: ("dp4-zero2", "dp4-zero3", "tp2-dp2-zero2", "tp2-dp2-zero3"),
+}
 SIZES = {
     1: ("one",),
-    2: ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp2-vpp2"),
-    4: ("pp4-vpp2", "tp2-pp2", "tp2-cp2", "tp2-ulysses2", "pp2-ulysses2"),
+    2: ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp2-vpp2", *ZERO[2]),
+    4: ("pp4-vpp2", "tp2-pp2", "tp2-cp2", "tp2-ulysses2", "pp2-ulysses2", *ZERO[4]),
 }
 BITWISE = ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp4-vpp2", "tp2-pp2", "tp2-ulysses2")
+BITWISE += ("dp2-zero2", "dp2-zero3", "dp4-zero3")
 
 
 @cache

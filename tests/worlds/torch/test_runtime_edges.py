@@ -52,6 +52,17 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "movers.PendingUpdate.wait: self.future.result",
         "streams.CudaStreams.synchronize: mark.event.synchronize",
     ),
+    "dp2-zero3 keep": (
+        "exchanges.Exchanges._gather_into_room: self.streams.wait",
+        "exchanges.Exchanges._gather_into_room: self.streams.mark",
+        "exchanges.Exchanges._gather_into_room: self.streams.storage_pool",
+    ),
+    "dp2-zero3 gradients leave": ("movers.Movers._add_on_host: states.added.wait",),
+    "dp2-zero3 all leave": ("movers.Movers._shard_up: self.streams.storage_pool",),
+    "sums on the host": (
+        "executor.Executor.update: self.host_updates.finish",
+        "movers.HostUpdates.finish: self.latest.wait",
+    ),
     "on a CPU": (
         "executor.Executor.issue_step: self.messages.flush",
         "exchanges.Messages.flush: self.posted.pop()[0].wait",

@@ -72,6 +72,11 @@ def test_a_removed_wait_for_a_copy_is_found() -> None:
 SOUND = [
     *(delayed(cases.case("tp2", plan), 0) for plan in ("offload", "offload-layers", "windows")),
     *(delayed(cases.case("ulysses2", plan), 1) for plan in ("offload", "windows")),
+    *(delayed(cases.case("dp2-zero3", plan), 2) for plan in ("offload", "mini")),
+    delayed(
+        cases.in_host_memory(cases.case("dp2-zero3", "keep"), "optimizer", "gradient", "parameter"),
+        3,
+    ),
 ]
 
 
@@ -81,9 +86,14 @@ def results() -> dict[str, tuple[Case, Result]]:
     split, exchanged = cases.case("tp2", "keep"), cases.case("ulysses2", "keep")
     reduced = events(split, lambda action: action.stream == "tp")
     sent = events(exchanged, lambda action: action.kind is Kind.ALL_TO_ALL)
+    sharded = cases.case("dp2-zero3", "keep")
+    gathered = events(sharded, lambda action: action.kind is Kind.ALL_GATHER)
+    scattered = events(sharded, lambda action: action.kind is Kind.REDUCE_SCATTER)
     broken = {
         "no wait for a collective": edited(split, no_wait_for(reduced)),
         "no wait for an exchange": edited(exchanged, no_wait_for(sent)),
+        "no wait for a gather": edited(sharded, no_wait_for(gathered)),
+        "no wait for a scatter": edited(sharded, no_wait_for({*scattered, "reduced"})),
     }
     changed = [replace(delayed(case, 0, LONG_S), name=name) for name, case in broken.items()]
     made = [*SOUND, *changed]
@@ -96,7 +106,10 @@ def test_delayed_collectives_and_exchanges_change_nothing(name: str) -> None:
     grid.check_gradients(*results()[name])
 
 
-@pytest.mark.parametrize("name", ["no wait for a collective", "no wait for an exchange"])
+@pytest.mark.parametrize(
+    "name",
+    [f"no wait for {what}" for what in ("a collective", "an exchange", "a gather", "a scatter")],
+)
 def test_a_removed_wait_is_found(name: str) -> None:
     case, result = results()[name]
     assert result.status == "nan" or not laws.gradient_error(case, result) <= grid.TOLERANCE
@@ -104,7 +117,8 @@ def test_a_removed_wait_is_found(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "layout", ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "tp2-pp2", "pp4-vpp2"]
+    "layout",
+    ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "dp2-zero3", "tp2-pp2", "pp4-vpp2"],
 )
 def test_a_hundred_repetitions_find_no_race(layout: str) -> None:
     every = [delayed(cases.case(layout, PLANS[seed % 4]), seed) for seed in range(100)]

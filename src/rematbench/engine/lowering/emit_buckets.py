@@ -16,7 +16,7 @@ from rematbench.engine.lowering.emit_states import GradReducer
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.plan import Plan, StateFate
-from rematbench.problem import Problem, operator_tensors, weighted_operators
+from rematbench.problem import Problem, gathered_bytes, operator_tensors, weighted_operators
 
 BUCKETS, COPY = "buckets", "bucket_copy"
 """The storage names of the buckets with the part that they fill, and of the copy of a bucket that
@@ -44,7 +44,8 @@ class BucketReducer(GradReducer):
         tied: Unit | None,
         buckets: Buckets,
     ) -> None:
-        super().__init__(gradient, optimizer, problem.system, problem.layout, tied)
+        width = gathered_bytes(problem)
+        super().__init__(gradient, optimizer, problem.system, problem.layout, width, tied)
         self.problem, self.buckets, self.opened = problem, buckets, False
         self.held_bytes = buckets.opened + (0 if self.leaves else buckets.part)
 

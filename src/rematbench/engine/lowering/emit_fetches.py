@@ -103,7 +103,7 @@ class MatrixGatherer(ParameterGatherer):
         forward: bool,
         peers: bool,
     ) -> None:
-        super().__init__(fate, system, peers=peers, release=True)
+        super().__init__(fate, system, system.gather_bytes, peers=peers, release=True)
         self.order = [*order, *kept] if forward else order
         self.at = {(one.part, one.op): place for place, one in enumerate(order)}
         self.kept, self.forward = {one.buffer: one for one in kept}, forward

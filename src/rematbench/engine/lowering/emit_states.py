@@ -14,6 +14,7 @@ from rematbench.engine.program.action import (
     Alloc,
     Kind,
     gradient_buffer,
+    parameter_buffer,
 )
 from rematbench.plan import StateFate
 from rematbench.spec.layout import Layout
@@ -23,10 +24,10 @@ from rematbench.spec.system import System
 class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream before their use.
 
-    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead; in
-    a stack without gather_overlap compute waits for each gather, and no gather runs ahead.  A step
-    gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
-    memory is copied into its part of the full parameters before its gather; without `peers` the
+    A layer gather (ZeRO-3, FSDP) allocates the full parameters, `width` bytes each, and runs
+    `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather, and no
+    gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all units at
+    once.  A shard in host memory is copied into its part of the full parameters before its gather; without `peers` the
     shard is everything, and there is no gather.  `release`: whether a unit's gathered copy is
     freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
     embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
@@ -37,6 +38,7 @@ class ParameterGatherer:
         self,
         fate: StateFate,
         system: System,
+        width: int,
         tied: Unit | None = None,
         *,
         peers: bool = True,
@@ -48,6 +50,7 @@ class ParameterGatherer:
         self.keeps_ends = keeps_ends
         self.fate, self.system, self.peers, self.release = fate, system, peers, release
         self.beside = system.gather_overlap
+        self.width = width
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
         self.released = ""
@@ -55,7 +58,7 @@ class ParameterGatherer:
 
     def buffer(self, unit: Unit) -> str:
         """Return the storage name of a unit's gathered parameters."""
-        return f"{unit.prefix}.parameters"
+        return parameter_buffer(unit.prefix)
 
     def _read(self, unit: Unit) -> list[Unit]:
         """The units whose weights a unit's kernels read."""
@@ -111,7 +114,7 @@ class ParameterGatherer:
 
     def _issue(self, w: BlockWriter, part: str, buffer: str, parameters: int) -> str:
         """Issue the gather of `parameters` parameters of a part; returns its end event."""
-        payload = self.system.gather_bytes * parameters
+        payload = (self.width if self.layerwise else self.system.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
         reads: tuple[str, ...] = ()
         if self.layerwise and not self.beside:
@@ -193,10 +196,9 @@ class GradReducer:
     """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced; in a stack without
-    reduce_overlap compute waits for each reduction.  Resident gradients
-    are reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part
-    that this rank updates is copied to the host as soon as it is reduced, during the rest of the
+    Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are reduced;
+    in a stack without reduce_overlap compute waits for each reduction.  Resident gradients are
+    reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part that this rank updates is copied to the host as soon as it is reduced, during the rest of the
     backward, in every micro-batch.  The host sums these parts.  DeepSpeed instead moves its sum to
     the device and back, which costs more.
     `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit if the
@@ -209,6 +211,7 @@ class GradReducer:
         optimizer: StateFate,
         system: System,
         layout: Layout,
+        width: int,
         tied: Unit | None = None,
     ) -> None:
         self.update = optimizer.update == "backward"
@@ -218,7 +221,7 @@ class GradReducer:
         self.system, self.optimizer, self.tied = system, optimizer, tied
         self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
-        self.width = system.grad_bytes if self.update else system.gather_bytes
+        self.width = system.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
         self.in_flight: list[tuple[str, str]] = []
 

@@ -47,7 +47,7 @@ from rematbench.engine.lowering.step_blocks import (
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, gathers_by_layer, tied_on_one_rank
+from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
 
 
 class PassClass(NamedTuple):
@@ -146,7 +146,7 @@ class _RankLowering:
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
-        self.layerwise = gathers_by_layer(parameter, lay)
+        self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
         one_pass = parameter.release == "forward" and not parameter.keeps_ends
         self.by_matrix = self.layerwise and one_pass and system.prefetch_elements > 0
 
@@ -293,7 +293,13 @@ class _RankLowering:
             elif gather:
                 tied = self._tied(chunk)
                 gatherer = ParameterGatherer(
-                    parameter, system, tied, peers=peers, release=release, keeps_ends=ends
+                    parameter,
+                    system,
+                    self.width,
+                    tied,
+                    peers=peers,
+                    release=release,
+                    keeps_ends=ends,
                 )
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
 
@@ -328,12 +334,12 @@ class _RankLowering:
                 gatherer = self._matrix_gatherer(chunk, fates, forward=False)
             elif self.layerwise:
                 gatherer = ParameterGatherer(
-                    parameter, problem.system, tied, peers=peers, release=True
+                    parameter, problem.system, self.width, tied, peers=peers, release=True
                 )
             if reduce and self.buckets is not None:
                 reducer = BucketReducer(*states, problem, tied, self.buckets)
             elif reduce:
-                reducer = GradReducer(*states, problem.system, problem.layout, tied)
+                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
             return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
 
         by_unit = self.leaving_gradients or self.update_in_backward

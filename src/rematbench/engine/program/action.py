@@ -158,7 +158,7 @@ def place(storage: str) -> tuple[str, str]:
 
 GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
 _FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
-_BUFFER = ".gradients"
+_BUFFER, _WEIGHTS = ".gradients", ".parameters"
 
 
 def identity(storage: str) -> str:
@@ -189,6 +189,16 @@ def gradient_buffer(part: str) -> str:
 def is_gradient_buffer(storage: str) -> bool:
     """Whether a storage is a gradient buffer."""
     return storage.endswith(_BUFFER)
+
+
+def parameter_buffer(part: str) -> str:
+    """The storage name of the buffer for the gathered parameters of a part."""
+    return f"{part}{_WEIGHTS}"
+
+
+def is_parameter_buffer(storage: str) -> bool:
+    """Whether a storage is a buffer of gathered parameters."""
+    return storage.endswith(_WEIGHTS)
 
 
 _LOCAL = "e"

@@ -1,7 +1,7 @@
 """The features that the torch runtime does not execute, determined without importing torch."""
 
 from rematbench.plan import Plan
-from rematbench.problem import Problem
+from rematbench.problem import Problem, gathered_bytes, tensor_parameters
 
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
@@ -10,8 +10,6 @@ SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 def refusals(problem: Problem, plan: Plan) -> list[str]:
     """The features of a problem and plan that the runtime's kernels and executor lack, by name."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
-    states = {state.kind: state for state in plan.states}
-    hosted = [k for k, state in states.items() if state.home == "host" and k != "optimizer"]
     windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
     refused = {
         "dropout": model.drops,
@@ -44,13 +42,36 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
-        "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_in_backward(problem, plan),
-        f"{' and '.join(hosted)} states on the host": bool(hosted),
-        "parameters gathered per layer": plan.state("parameter").gather == "layer",
+        **_refused_of_units(problem, plan),
     }
     return [name for name, is_so in refused.items() if is_so]
+
+
+def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
+    """Refusals where weights or gradients are kept by unit: ZeRO stages 2 and 3, and both in host
+    memory."""
+    lay, width = problem.layout, problem.workload.element_bytes
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
+    homes = {"gradients": gradient.home, "parameters": parameter.home}
+    on_host = [kind for kind, home in homes.items() if home == "host"]
+    by_unit = bool(on_host) or gradient.shards > 1 or parameter.gather == "layer"
+    tables = (problem.embedding, *problem.layer_kinds, problem.head)
+    counts = [sum(tensor_parameters(problem, table)) for table in tables]
+    gathered, words = gathered_bytes(problem), " and ".join(on_host)
+    refused = {
+        "ZeRO stages 2 and 3, or gradients on the host, with pipeline stages": lay.pp > 1,
+        f"units whose parameters {lay.state_shards} ranks cannot share evenly": any(
+            count % lay.state_shards for count in counts
+        ),
+        f"{gathered}-byte gathered parameters where it computes with {width}": gathered != width,
+        f"{words} on the host without an optimizer there": bool(on_host)
+        and optimizer.home != "host",
+        f"{words} on the host with sequence parallelism": bool(on_host) and lay.sequence_parallel,
+    }
+    return {name: by_unit and is_so for name, is_so in refused.items()}
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.engine.program.action import Action, Kind, identity, is_gradient
+from rematbench.engine.program.action import COMPUTE, Action, Kind, identity, is_gradient, place
 from rematbench.engine.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
 from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
+from rematbench.worlds.torch.unit_states import UnitStates
 
 
 def rows_to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
@@ -74,7 +75,7 @@ class Exchanges:
         """Gather the rows of every rank of the group; for attention, gather keys and values."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
-            self._gather_parameters(action, span.chunk)
+            self._gather_parameters(action, span)
             return
         if action.op == "attention":
             self._gather_kv(action, span, group)
@@ -142,7 +143,7 @@ class Exchanges:
         """Store this rank's rows of the sum as a new storage, or in rows of an existing one."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
-            self._reduce_gradients(action, span.chunk)
+            self._scatter_gradients(action, span)
             return
         if action.op == "attention":
             self._scatter_kv(action, span, group)
@@ -201,6 +202,18 @@ class Exchanges:
         done.update(due)
         return due
 
+    def _scatter_gradients(self, action: Action, span: Span) -> None:
+        """Reduce the gradients of the chunk so far; if states are kept by unit, those of units, in
+        every micro-batch, each unit in one collective."""
+        if self.model.sharing is None:
+            self._reduce_gradients(action, span.chunk)
+            return
+        scatter = self.groups.by_name["dp"].reduce_scatter
+        for name in action.reads:
+            states = self.model.unit_states[span.chunk][place(name)[0]]
+            whole = self.memory[span.key(name)].data
+            self.streams.run(action.stream, partial(states.reduce, whole, scatter))
+
     def _reduce_gradients(self, action: Action, chunk: int) -> None:
         group = self.groups.by_name["dp"]
         due = self._units_due(action, chunk)
@@ -223,16 +236,21 @@ class Exchanges:
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)
         norms = [parameter for parameter in among if parameter.spec.norm]
+        sums = [p.grad_flat if p.grad_shard is None else p.grad_shard for p in norms]
 
         def work() -> None:
-            for parameter in norms:
-                group.all_reduce(parameter.grad_flat)
+            for gradient in sums:
+                if gradient.numel():
+                    group.all_reduce(gradient)
 
         self.streams.run(action.stream, work)
 
-    def _gather_parameters(self, action: Action, chunk: int) -> None:
+    def _gather_parameters(self, action: Action, span: Span) -> None:
         """Gather the ZeRO shards of the compute copies of a unit (or of the whole chunk)."""
-        group = self.groups.by_name["dp"]
+        group, chunk = self.groups.by_name["dp"], span.chunk
+        if self.model.sharing is not None:
+            self._gather_units(action, span, group)
+            return
         prefixes = [action.part] if action.part else list(self.model.units[chunk])
         parameters = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
 
@@ -241,6 +259,30 @@ class Exchanges:
                 group.all_gather(parameter.flat, parameter.flat[parameter.start : parameter.stop])
 
         self.streams.run(action.stream, work)
+
+    def _gather_units(self, action: Action, span: Span, group: Group) -> None:
+        """Gather the weights of a unit into a buffer of the program, or the resident weights of
+        every unit in place."""
+        by_prefix = self.model.unit_states[span.chunk]
+        due = [by_prefix[action.part]] if action.part else list(by_prefix.values())
+        for states in due:
+            if action.allocs:
+                self._gather_into_room(action, span, states, group)
+                continue
+            whole = self.memory[span.key(action.reads[0])].data if action.reads else states.weights
+            part = states.part(whole)
+            self.streams.run(action.stream, partial(group.all_gather, whole, part))
+
+    def _gather_into_room(
+        self, action: Action, span: Span, states: UnitStates, group: Group
+    ) -> None:
+        """Gather a unit's weights into new memory, which compute may have used until now."""
+        self.streams.wait(action.stream, self.streams.mark(COMPUTE))
+        with self.streams.storage_pool():
+            whole = states.weights.new_empty(states.size)
+        self.streams.run(action.stream, partial(group.all_gather, whole, states.weights), whole)
+        self.memory.put(span.key(action.allocs[0].name), Value(whole))
+        states.lend_weights(whole)
 
 
 TIED_TAG = 1

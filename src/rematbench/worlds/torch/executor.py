@@ -54,9 +54,11 @@ class Executor:
         self.streams = streams or make_streams(model.device)
         self.exchanges = Exchanges(model, groups, self.memory, self.streams)
         self.slots = Slots(program, model.device)
-        self.movers = Movers(model, self.memory, self.slots, tracker, self.streams)
-        self.messages = Messages(model, groups, self.memory, self.streams)
         self.host_updates = HostUpdates(self.streams)
+        self.movers = Movers(
+            model, self.memory, self.slots, tracker, self.streams, self.host_updates
+        )
+        self.messages = Messages(model, groups, self.memory, self.streams)
         self.events: dict[tuple[str, int, int], Mark] = {}
         self.local: dict[str, Mark] = {}
         self.counting: dict[str, bool] = {}  # loss_saved -> whether a forward made it
@@ -115,6 +117,8 @@ class Executor:
         for parameter in self.model.parameters.values():
             if not self.model.update_in_backward:
                 parameter.grad_flat.zero_()
+        for states in self.model.every_unit():
+            states.gradients.zero_()
         self.streams.begin()
         if self.tracker is not None:
             self.tracker.exclude([*self.states(), *self.model.host_states()])
@@ -276,6 +280,8 @@ class Executor:
         parameters = list(self.model.parameters.values())
         if action.part:
             parameters = self.model.unit_parameters(span.chunk, action.part)
+        if self.model.sharing and self.model.sharing.gradients_on_host:
+            self.host_updates.finish()
         with _disable_current_modes():  # an observer of gradients does not belong to the program
             self.before_update(parameters)
         rule, step = self.optimizer, self.step

@@ -5,6 +5,7 @@ states in host memory, which runs on a separate thread.
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,14 @@ from rematbench.costs.operators.ops import Activation
 from rematbench.engine.program.action import (
     GRADIENTS_DOWN,
     HOST_UPDATE,
+    SHARD_UP,
     WEIGHTS_UP,
     Action,
     Alloc,
     identity,
     is_gradient,
     is_gradient_buffer,
+    is_parameter_buffer,
     place,
 )
 from rematbench.worlds.torch.arithmetic import wide
@@ -58,17 +61,23 @@ class HostUpdates:
         self.pool: ThreadPoolExecutor | None = None
         self.latest: PendingUpdate | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Start an update once everything issued so far on its stream is done."""
+    def start(self, work: Callable[[], None], stream: str = HOST_UPDATE) -> PendingUpdate:
+        """Start work once everything issued so far on a stream is done."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, thread_name_prefix=HOST_UPDATE)
-        before = self.streams.mark(HOST_UPDATE)
+        before = self.streams.mark(stream)
 
         def run() -> None:
             self.streams.synchronize(before)
             work()
 
         self.latest = PendingUpdate(self.pool.submit(run))
+        return self.latest
+
+    def finish(self) -> None:
+        """Block the calling thread until the latest work is done."""
+        if self.latest is not None:
+            self.latest.wait()
 
     def attach(self, mark: Mark) -> None:
         """Make an event complete only when the latest update is done."""
@@ -79,19 +88,23 @@ class HostUpdates:
 def gradients_to_host(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
     """Copy this rank's shards of the gradients to the host memory that the update reads."""
     for parameter in parameters:
-        here, there = parameter.grad_flat[parameter.start : parameter.stop], _host(parameter).grad
+        here, there = parameter.own_grad, _host(parameter).grad
         streams.run(stream, _copy(there, here))
 
 
 def weights_to_device(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
     """Copy the updated shards of the weights to the device."""
     for parameter in parameters:
-        here, there = parameter.flat[parameter.start : parameter.stop], _host(parameter).value
+        here, there = parameter.own_value, _host(parameter).value
         streams.run(stream, _copy(here, there))
 
 
 def _copy(target: Tensor, source: Tensor) -> Callable[[], Tensor]:
     return lambda: target.copy_(source, non_blocking=True)
+
+
+def _add(total: Tensor, arrived: Tensor) -> None:
+    total.add_(arrived)
 
 
 def _host(parameter: Parameter) -> HostShard:
@@ -119,9 +132,10 @@ class Movers:
         slots: Slots,
         tracker: Tracker | None,
         streams: Streams,
+        updates: HostUpdates,
     ) -> None:
         self.model, self.memory, self.slots, self.tracker = model, memory, slots, tracker
-        self.streams = streams
+        self.streams, self.updates = streams, updates
         self.host = HostPool(model.device)
         self.forms: dict[Key, Form] = {}
         self.offload_bytes = 0
@@ -145,8 +159,8 @@ class Movers:
         buffer until it is freed after their update."""
         (alloc,) = action.allocs
         parameters = self.model.unit_parameters(span.chunk, action.part)
-        dtype = wide(self.model.dtype)
-        sizes = [parameter.flat.numel() for parameter in parameters]
+        dtype = wide(self.model.dtype) if self.model.update_in_backward else self.model.dtype
+        sizes = [parameter.size for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
             raise ExecutionError(
                 f"{alloc.name} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
@@ -156,8 +170,10 @@ class Movers:
             parameter.grad_flat = part
         self.memory.put(span.key(alloc.name), Value(buffer))
 
-    def _drop_gradients(self, key: Key) -> None:
-        """Drop the parameters' ranges of a gradient buffer that is being freed."""
+    def _drop_ranges(self, key: Key) -> None:
+        """Drop the parameters' ranges of a buffer of gradients or weights that is being freed."""
+        if is_parameter_buffer(key[0]):
+            self.model.unit_states[key[2]][place(key[0])[0]].drop_weights()
         if is_gradient_buffer(key[0]):
             for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
                 parameter.grad_flat = parameter.grad_flat.new_empty(0)
@@ -227,6 +243,9 @@ class Movers:
 
     def to_host(self, action: Action, span: Span) -> None:
         """Offload a storage into the host pool, or copy the gradients of a host update there."""
+        if action.op == GRADIENTS_DOWN and action.reads:
+            self._add_on_host(action, span)
+            return
         if action.op == GRADIENTS_DOWN:
             gradients_to_host(self.model.parameters.values(), self.streams, action.stream)
             return
@@ -243,6 +262,19 @@ class Movers:
         self.offload_bytes += nbytes
         self.memory.put(span.key(alloc.name), Value(copy, source.first, source.count))
 
+    def _add_on_host(self, action: Action, span: Span) -> None:
+        """Copy this rank's range of a unit's gradients to the host, which adds it to its sums. The
+        copy waits until the range of the last micro-batch is added."""
+        for name in action.reads:
+            states = self.model.unit_states[span.chunk][place(name)[0]]
+            assert states.arrival is not None
+            if states.added is not None:
+                states.added.wait()
+            source, arrival = states.part(self.memory[span.key(name)].data), states.arrival
+            self.streams.run(action.stream, _copy(arrival, source))
+            sums = states.gradients
+            states.added = self.updates.start(partial(_add, sums, arrival), action.stream)
+
     def _count_pinned(self, block: Block) -> None:
         """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
         if self.tracker is None or not self.host.pinned:
@@ -256,6 +288,9 @@ class Movers:
         if action.op == WEIGHTS_UP:
             weights_to_device(self.model.parameters.values(), self.streams, action.stream)
             return
+        if action.op == SHARD_UP:
+            self._shard_up(action, span)
+            return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
             room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
@@ -267,6 +302,15 @@ class Movers:
         fresh = None if alloc.slot else data  # the last tenant of a slot may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
         self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
+
+    def _shard_up(self, action: Action, span: Span) -> None:
+        """Copy this rank's range of a unit's weights from the host to a new buffer of the unit."""
+        states = self.model.unit_states[span.chunk][action.part]
+        with self.streams.storage_pool():
+            whole = torch.empty(states.size, dtype=self.model.dtype, device=self.model.device)
+        self.streams.run(action.stream, _copy(states.part(whole), states.weights), whole)
+        self.memory.put(span.key(action.allocs[0].name), Value(whole))
+        states.lend_weights(whole)
 
     def move_to_slots(self, action: Action, span: Span) -> None:
         """Move an action's outputs into the staging slots that the plan names for them."""
@@ -280,7 +324,7 @@ class Movers:
 
     def free(self, key: Key) -> None:
         """Free a storage; a host block returns to its pool."""
-        self._drop_gradients(key)
+        self._drop_ranges(key)
         self.memory.free(key)
         self.slots.release(key)
         if key in self.host.lent:

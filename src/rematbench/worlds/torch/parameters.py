@@ -1,8 +1,8 @@
-"""Weights from one seed, the same for every layout; gradient buffers; AdamW, sharded by ZeRO-1.
+"""Weights from one seed, the same for every layout; gradient buffers; AdamW, sharded by ZeRO.
 
 Each parameter is drawn whole in float64 by its own generator (from seed and name), and the rank
-keeps its shard. Storages are flat and padded to a multiple of the state shards, so that a ZeRO
-shard is a contiguous range of every parameter.
+keeps its shard. Storages are flat. Under ZeRO-1 they are padded to a multiple of the state shards,
+so that a ZeRO shard is a contiguous range of every parameter; `unit_states` has ZeRO 2 and 3.
 
 A draw cannot be split: a generator takes 20 ns an element, 19 CPU seconds for 0.9 billion
 parameters. So several threads draw parameters ahead of the loop that makes them in order. Each
@@ -149,6 +149,12 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
     return torch.cat([full, full.new_zeros(extra, *full.shape[1:])]) if extra > 0 else full
 
 
+def local_size(spec: ParameterSpec, tp: int) -> int:
+    """The number of elements of a tensor-parallel rank's shard."""
+    rows, *columns = spec.shape
+    return prod([max(rows, spec.rows), *columns]) // (1 if spec.split is None else tp)
+
+
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
     """The shard of a tensor-parallel rank."""
     if spec.split is None or degree == 1:
@@ -165,8 +171,9 @@ class HostShard(NamedTuple):
 
 @dataclass
 class Parameter:
-    """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard. `host` is
-    given if this state is in host memory."""
+    """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard [start,
+    stop). `host` is given if this state is in host memory. `flat` and `grad_flat` may be empty
+    between uses; then `value_shard` and `grad_shard` keep the shard."""
 
     spec: ParameterSpec
     flat: Tensor
@@ -177,7 +184,28 @@ class Parameter:
     master: Tensor
     moment1: Tensor
     moment2: Tensor
+    size: int
+    """Elements of `flat` while it is there."""
     host: HostShard | None = None
+    value_shard: Tensor | None = None
+    grad_shard: Tensor | None = None
+
+    def lend(self, flat: Tensor) -> None:
+        """Replace the compute copy."""
+        self.flat = flat
+        self.__dict__.pop("value", None)
+
+    @property
+    def own_value(self) -> Tensor:
+        """The compute copy of this rank's shard."""
+        own = self.value_shard
+        return self.flat[self.start : self.stop] if own is None else own
+
+    @property
+    def own_grad(self) -> Tensor:
+        """The gradient of this rank's shard."""
+        own = self.grad_shard
+        return self.grad_flat[self.start : self.stop] if own is None else own
 
     @cached_property
     def value(self) -> Tensor:
@@ -202,8 +230,9 @@ class Parameter:
 
     def update(self, rule: AdamW, step: int) -> None:
         """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
-        own = HostShard(self.grad_flat[self.start : self.stop], self.flat[self.start : self.stop])
-        grad, value = self.host or own
+        if self.start == self.stop:
+            return
+        grad, value = self.host or HostShard(self.own_grad, self.own_value)
         g = grad.to(self.master.dtype)
         take = self._fused if fused(g) else self._written_out
         take(g, rule, step)
@@ -235,6 +264,8 @@ class Owner(NamedTuple):
     state_rank: int
     state_shards: int
     """The number of ranks that share optimizer states: 1 without ZeRO."""
+    span: tuple[int, int] | None = None
+    """The ZeRO shard of the parameter, if it is not an equal part of the parameter."""
 
 
 def build(
@@ -254,11 +285,13 @@ def build(
     if full is None:
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
-    size = -(-own.numel() // owner.state_shards)
-    flat = torch.zeros(size * owner.state_shards, dtype=dtype, device=device)
+    size, (start, stop) = own.numel(), owner.span or (0, 0)
+    if owner.span is None:
+        part = -(-size // owner.state_shards)
+        size, start = part * owner.state_shards, part * owner.state_rank
+        stop = start + part
+    flat = torch.zeros(size, dtype=dtype, device=device)
     flat[: own.numel()].copy_(own.reshape(-1))
-    start = size * owner.state_rank if owner.state_shards > 1 else 0
-    stop = start + size
     master = torch.zeros_like(flat, dtype=wide(dtype))
     master[: own.numel()].copy_(own.reshape(-1))
     master, host = master[start:stop].clone(), None
@@ -275,6 +308,7 @@ def build(
         master=master,
         moment1=torch.zeros_like(master),
         moment2=torch.zeros_like(master),
+        size=size,
         host=host,
     )
 

@@ -26,6 +26,7 @@ from rematbench.worlds.torch.parameters import (
     specs_by_name,
     unit_specs,
 )
+from rematbench.worlds.torch.unit_states import Sharing, UnitStates, share
 
 Draw = Callable[[ParameterSpec], Tensor | None]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -71,13 +72,20 @@ class RankModel:
             ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
+        order = problem.system.rank_order
+        self.sharing = Sharing.of(plan, lay, state_rank(lay, order, place))
+        self.unit_states: list[dict[str, UnitStates]] = [{} for _ in self.chunks]
+        """The states that are kept by unit, of each chunk by the unit's prefix."""
         self.parameters = dict(parameters or {})
         draw: Draw = lambda spec: None  # noqa: E731  # `build` draws
         if device_weights:
             draw = partial(full_weight, seed=seed, device=device)
         elif threads > 1 and not parameters:
             draw = Draws(self._specs(), seed, threads).take
-        self.local = [{u.prefix: self._build(u, seed, draw) for u in c.units} for c in self.chunks]
+        self.local = [
+            {unit.prefix: self._build(unit, seed, draw, states) for unit in chunk.units}
+            for chunk, states in zip(self.chunks, self.unit_states, strict=True)
+        ]
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
         self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
@@ -98,7 +106,11 @@ class RankModel:
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
         return list(specs_by_name(self.kind, places, self._vocab).values())
 
-    def _build(self, unit: Unit, seed: int, draw: Draw) -> dict[str, Parameter]:
+    def _build(
+        self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
+    ) -> dict[str, Parameter]:
+        """A unit's parameters by local name. Those that no earlier unit has are made; their states
+        go to `states` if they are kept by unit."""
         lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order
         sharded = lay.zero_stage >= 1 and lay.state_shards > 1
         owner = Owner(
@@ -107,22 +119,23 @@ class RankModel:
             state_rank=state_rank(lay, order, place) if sharded else 0,
             state_shards=lay.state_shards if sharded else 1,
         )
-        found: dict[str, Parameter] = {}
-        for local, spec in self._locals(unit).items():
-            if spec.name not in self.parameters:
-                keeps = not self.update_in_backward
-                self.parameters[spec.name] = build(
-                    spec,
-                    owner,
-                    seed,
-                    self.dtype,
-                    self.device,
-                    gradients=keeps,
-                    full=draw(spec),
-                    on_host=self.optimizer_on_host,
-                )
-            found[local] = self.parameters[spec.name]
-        return found
+        named = self._locals(unit)
+        fresh = [spec for spec in named.values() if spec.name not in self.parameters]
+        ranges = self.sharing.ranges(fresh, lay.tp) if self.sharing else {}
+        for spec in fresh:
+            self.parameters[spec.name] = build(
+                spec,
+                owner._replace(span=ranges.get(spec.name)),
+                seed,
+                self.dtype,
+                self.device,
+                gradients=not self.update_in_backward and not self.sharing,
+                full=draw(spec),
+                on_host=self.optimizer_on_host,
+            )
+        if self.sharing and fresh:
+            states[unit.prefix] = share(self.sharing, [self.parameters[s.name] for s in fresh])
+        return {local: self.parameters[spec.name] for local, spec in named.items()}
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -150,11 +163,17 @@ class RankModel:
 
     def host_states(self) -> list[Tensor]:
         """The optimizer's tensors in host memory."""
-        return [t for p in self.parameters.values() for t in p.host_tensors()]
+        found = [t for p in self.parameters.values() for t in p.host_tensors()]
+        return found + [t for states in self.every_unit() for t in states.host_tensors()]
+
+    def every_unit(self) -> list[UnitStates]:
+        """The states that are kept by unit."""
+        return [states for chunk in self.unit_states for states in chunk.values()]
 
     def states(self) -> list[Tensor]:
         """The tensors on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
+        found += [t for states in self.every_unit() for t in states.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
         return [*found, self.where, self.cos, self.sin]
 

@@ -50,11 +50,12 @@ def state_bytes(case: Case) -> int:
 
 def _held(case: Case, count: int) -> int:
     """Bytes that a rank holds for `count` of its own parameters."""
-    lay, dtype = case.problem.layout, DTYPES[case.problem.workload.precision]
-    shards = lay.state_shards if lay.zero_stage >= 1 else 1
-    gradients = case.plan.state("optimizer").update != "backward"
-    own = count * (dtype.itemsize + gradients * wide(dtype).itemsize)
-    return own + count * 3 * wide(dtype).itemsize // shards
+    dtype, plan = DTYPES[case.problem.workload.precision], case.plan
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
+    sums = (optimizer.update != "backward") * wide(dtype).itemsize
+    own = count * dtype.itemsize // parameter.shards + count * sums // gradient.shards
+    return own + count * 3 * wide(dtype).itemsize // optimizer.shards
 
 
 def initialization_bytes(case: Case) -> int:

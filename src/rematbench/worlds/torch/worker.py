@@ -256,9 +256,8 @@ def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]
     """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
     for parameter in parameters:
-        whole = parameter.grad_flat
-        if has_state_shards(case.problem.layout):
-            whole = whole[parameter.start : parameter.stop]
+        alone = parameter.grad_shard is None and not has_state_shards(case.problem.layout)
+        whole = parameter.grad_flat if alone else parameter.own_grad
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
             shape=tuple(parameter.shape),

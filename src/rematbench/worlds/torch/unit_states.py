@@ -1,0 +1,168 @@
+"""States that a rank shares by unit: weights and gradients under ZeRO 2 and 3, or in host memory.
+
+The parameters of a unit (embedding, layer, head) lie one after another in one buffer.  Each rank
+has an equal share of it, a range that may begin and end inside a parameter, so that one collective
+serves the unit.  Gathered weights and gradients of a pass are buffers of the program: parameters
+hold ranges of them while they are alive.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rematbench.plan import Plan
+from rematbench.problem import gathers_by_layer
+from rematbench.spec.layout import Layout
+from rematbench.worlds.torch.arithmetic import wide
+from rematbench.worlds.torch.parameters import Parameter, ParameterSpec, in_host_memory, local_size
+
+
+class Pending(Protocol):
+    """Work on another thread."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the work is done; raise its error."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The states of a plan that a rank keeps by unit: whether weights are gathered before each use,
+    whether sums of gradients are kept, and which of both are in host memory."""
+
+    shards: int
+    rank: int
+    gathers: bool
+    sums: bool
+    weights_on_host: bool
+    gradients_on_host: bool
+
+    @classmethod
+    def of(cls, plan: Plan, layout: Layout, rank: int) -> "Sharing | None":
+        """The sharing of a plan; None if each parameter keeps its states by itself."""
+        parameter, gradient = plan.state("parameter"), plan.state("gradient")
+        gathers = gathers_by_layer(parameter, layout)
+        if not gathers and gradient.shards == 1 and gradient.home == "device":
+            return None
+        return cls(
+            shards=layout.state_shards,
+            rank=rank,
+            gathers=gathers,
+            sums=plan.state("optimizer").update != "backward",
+            weights_on_host=parameter.home == "host",
+            gradients_on_host=gradient.home == "host",
+        )
+
+    def ranges(self, specs: Sequence[ParameterSpec], tp: int) -> dict[str, tuple[int, int]]:
+        """This rank's range of each parameter of a unit, by name."""
+        sizes = [local_size(spec, tp) for spec in specs]
+        size = sum(sizes) // self.shards
+        found, first = {}, size * self.rank
+        for spec, length in zip(specs, sizes, strict=True):
+            start, stop = (min(max(end, 0), length) for end in (first, first + size))
+            found[spec.name] = (start, stop)
+            first -= length
+        return found
+
+
+@dataclass
+class UnitStates:
+    """This rank's range [start, stop) of a unit.
+
+    `weights`: the range in compute precision, or all weights if they are not gathered.
+    `gradients`: the sums of the range, empty if the update is inside the backward.  `arrival`:
+    where gradients arrive in host memory before they are added there; `added`: the last addition.
+    """
+
+    sharing: Sharing
+    parameters: list[Parameter]
+    start: int
+    stop: int
+    weights: Tensor
+    gradients: Tensor
+    arrival: Tensor | None = None
+    added: Pending | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of the unit's parameters."""
+        return sum(parameter.size for parameter in self.parameters)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's range of a buffer of the whole unit."""
+        return whole[self.start : self.stop]
+
+    def lend_weights(self, whole: Tensor) -> None:
+        """Let the parameters hold their ranges of a buffer of gathered weights."""
+        parts = torch.split(whole, [parameter.size for parameter in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.lend(part)
+
+    def drop_weights(self) -> None:
+        """Let no parameter hold gathered weights."""
+        for parameter in self.parameters:
+            parameter.lend(parameter.flat.new_empty(0))
+
+    def reduce(self, whole: Tensor, scatter: Callable[[Tensor, Tensor], None]) -> None:
+        """Reduce a buffer of gradients over the peers, and add this rank's range to its sums on the
+        device."""
+        part = self.part(whole)
+        scatter(part, whole)
+        if self.sharing.sums and not self.sharing.gradients_on_host:
+            self.gradients.add_(part)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors on the device."""
+        homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
+        pairs = zip((self.weights, self.gradients), homes, strict=True)
+        return [tensor for tensor, on_host in pairs if not on_host]
+
+    def host_tensors(self) -> list[Tensor]:
+        """The tensors in host memory."""
+        homes = (self.sharing.weights_on_host, self.sharing.gradients_on_host)
+        pairs = zip((self.weights, self.gradients), homes, strict=True)
+        found = [tensor for tensor, on_host in pairs if on_host]
+        return found if self.arrival is None else [*found, self.arrival]
+
+
+def share(sharing: Sharing, parameters: list[Parameter]) -> UnitStates:
+    """Bring the states of a unit's new parameters into the buffers of the unit."""
+    first = parameters[0].flat
+    size = sum(parameter.size for parameter in parameters) // sharing.shards
+    own = [parameter.stop - parameter.start for parameter in parameters]
+    weights = torch.cat(
+        [p.flat[p.start : p.stop] if sharing.gathers else p.flat for p in parameters]
+    )
+    gradients = torch.zeros(size * sharing.sums, dtype=wide(first.dtype), device=first.device)
+    if sharing.weights_on_host:
+        weights = in_host_memory(weights)
+    arrival = None
+    if sharing.gradients_on_host:
+        arrival, gradients = in_host_memory(first.new_empty(size)), in_host_memory(gradients)
+    start = size * sharing.rank
+    states = UnitStates(sharing, parameters, start, start + size, weights, gradients, arrival)
+    if sharing.gathers:
+        states.drop_weights()
+        for parameter, part in zip(parameters, torch.split(weights, own), strict=True):
+            parameter.value_shard = part
+    else:
+        states.lend_weights(weights)
+    if sharing.sums:
+        for parameter, part in zip(parameters, torch.split(gradients, own), strict=True):
+            parameter.grad_shard = part
+    _use_host_memory(states)
+    return states
+
+
+def _use_host_memory(states: UnitStates) -> None:
+    """Let updates on the host read and write the unit's buffers there."""
+    sharing = states.sharing
+    for parameter in states.parameters:
+        host = parameter.host
+        if host is not None and sharing.weights_on_host and parameter.value_shard is not None:
+            host = host._replace(value=parameter.value_shard)
+        if host is not None and sharing.gradients_on_host and parameter.grad_shard is not None:
+            host = host._replace(grad=parameter.grad_shard)
+        parameter.host = host
