@@ -25,13 +25,13 @@ class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream before their use.
 
     A layer gather (ZeRO-3, FSDP) allocates the full parameters, `width` bytes each, and runs
-    `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather, and no
-    gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all units at
-    once.  A shard in host memory is copied into its part of the full parameters before its gather; without `peers` the
-    shard is everything, and there is no gather.  `release`: whether a unit's gathered copy is
-    freed after its use (with `keeps_ends`, embedding and head are not freed).  `tied`: the
-    embedding whose weight the head of the same rank uses; if its gathered copy is gone, the head
-    gathers the weight again.
+    `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather,
+    and no gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all
+    units at once.  A shard in host memory is copied into its part of the full parameters before
+    its gather; without `peers` the shard is everything, and there is no gather.  `release`:
+    whether a unit's gathered copy is freed after its use (with `keeps_ends`, embedding and head
+    are not freed).  `tied`: the embedding whose weight the head of the same rank uses; if its
+    gathered copy is gone, the head gathers the weight again.
     """
 
     def __init__(
@@ -196,13 +196,14 @@ class GradReducer:
     """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are reduced;
-    in a stack without reduce_overlap compute waits for each reduction.  Resident gradients are
-    reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part that this rank updates is copied to the host as soon as it is reduced, during the rest of the
-    backward, in every micro-batch.  The host sums these parts.  DeepSpeed instead moves its sum to
-    the device and back, which costs more.
-    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit if the
-    head of the same rank uses its weight; the head adds to that gradient first.
+    Sharded gradients (ZeRO-2/3) are in a full buffer, `width` bytes each, until they are
+    reduced; in a stack without reduce_overlap compute waits for each reduction.  Resident
+    gradients are reduced in place, in buckets of `bucket_bytes`.  With gradients in host
+    memory, the part that this rank updates is copied to the host as soon as it is reduced,
+    during the rest of the backward, in every micro-batch.  The host sums these parts.
+    DeepSpeed instead moves its sum to the device and back, which costs more.
+    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit if
+    the head of the same rank uses its weight; the head adds to that gradient first.
     """
 
     def __init__(
