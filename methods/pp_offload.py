@@ -1,18 +1,19 @@
 """pp_offload: offload a fixed share of every chunk's activations during passes of other chunks.
 
 Claim: under interleaved 1F1B a chunk's copies to and from the host hide behind the backward of
-another chunk, so memory falls by up to the share alpha at almost no time.  Source: Yuan et al.,
-USENIX ATC 2024, pipeline-parallel-aware offloading; artifact kwai/Megatron-Kwai.  One alpha for all
-ranks; bytes, rounded up to 1 MiB; largest tensors first.  In warm-up the copy ends before the
-point-to-point send.  The last rank's last chunk is exempt in steady state, where its backward
-follows at once.  There are two fixed reload buffers (ping-pong), and a copied chunk is freed two
-passes after its forward: together these are the four chunk buffers in the paper's memory model.
-Buffers and releases are read from the artifact (megatron/core/pipeline_parallel/offload.py and
-schedules.py).  Deviations: tensors that the base recomputes or offloads are not counted in alpha's
-total.  Above one half the artifact takes the smallest tensors first (in order not to split FC1's
-output). "The copy ends before the send" is read as the copy that is concurrent with a pass, not the
-copy of that pass: waiting for its own copy would lengthen every hop of the pipeline's fill, which
-the published times do not show.
+another chunk, so memory falls by up to the share alpha at almost no time.
+Source: Yuan et al., USENIX ATC 2024, pipeline-parallel-aware offloading; artifact
+kwai/Megatron-Kwai. One alpha for all ranks; bytes, rounded up to 1 MiB; largest tensors first. In
+warm-up the copy ends before the point-to-point send. The last rank's last chunk is exempt in steady
+state, where its backward follows at once. There are two fixed reload buffers (ping-pong), and a
+copied chunk is freed two passes after its forward: together these are the four chunk buffers in the
+paper's memory model. Buffers and releases are read from the artifact
+(megatron/core/pipeline_parallel/offload.py and schedules.py).
+Deviations: tensors that the base recomputes or offloads are not counted in alpha's total. Above one
+half the artifact takes the smallest tensors first (in order not to split FC1's output). "The copy
+ends before the send" is read as the copy that is concurrent with a pass, not the copy of that pass:
+waiting for its own copy would lengthen every hop of the pipeline's fill, which the published times
+do not show.
 """
 
 from typing import Annotated, ClassVar, Literal
