@@ -235,13 +235,13 @@ def non_torch_bytes(
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     gpu, common = calibration.gpu(cluster.generation), calibration.common
-    inside, between = communicators(layout, cluster.gpus_per_node, system.rank_order)
+    inside, between = communicators(layout, cluster.domain(layout.gpus), system.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
     return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
 
 
-def communicators(layout: Layout, gpus_per_node: int, order: tuple[str, ...]) -> tuple[int, int]:
-    """Numbers of a rank's communicators: (within a node, over several nodes).
+def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:
+    """Numbers of a rank's communicators: (within an NVLink domain, over several).
 
     A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
     ranks; the first and the last stage share one more group for the embedding.  Groups with equal
@@ -255,7 +255,7 @@ def communicators(layout: Layout, gpus_per_node: int, order: tuple[str, ...]) ->
     for group in groups - {()}:
         reach = max(group_stride(layout, name, order) * sizes[name] for name in group)
         count = 2 if group == ("pp",) else 1
-        if reach <= gpus_per_node:
+        if reach <= domain:
             inside += count
         else:
             between += count

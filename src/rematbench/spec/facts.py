@@ -111,6 +111,9 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
     if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
         problem = f"must not exceed the {cluster.gpus_per_node} GPUs of a node"
         raise ConfigError(label, "pcie_gpus_per_link", problem)
+    if cluster.nvlink_domain is not None and cluster.nvlink_domain % cluster.gpus_per_node:
+        problem = f"{cluster.nvlink_domain} GPUs are not whole nodes of {cluster.gpus_per_node}"
+        raise ConfigError(label, "nvlink_domain", problem)
 
 
 def check_system(system: System, label: str) -> None:
