@@ -40,24 +40,24 @@ def shard(parameters: int, shards: int) -> int:
     return -(-parameters // shards)
 
 
-def sharded_parameters(parameters: int, layout: Layout, since_stage: int) -> int:
-    """Parameters on a rank of a state that ZeRO shards from stage `since_stage` on."""
-    return shard(parameters, layout.state_shards if layout.zero_stage >= since_stage else 1)
-
-
 def updated_parameters(parameters: int, layout: Layout) -> int:
     """Parameters that a rank's optimizer step updates."""
-    return sharded_parameters(parameters, layout, OPTIMIZER_STAGE)
+    return shard(parameters, layout.state_shards if layout.zero_stage >= OPTIMIZER_STAGE else 1)
 
 
-def state_bytes(parameters: int, layout: Layout, system: System) -> StateBytes:
-    """Resident bytes for `parameters` of one rank (after tensor and pipeline parallelism).
+def state_bytes(
+    parameters: int, layout: Layout, system: System, shards: int | None = None
+) -> StateBytes:
+    """Resident bytes for `parameters` of one rank (after tensor, pipeline and expert parallelism),
+    which ZeRO shards over `shards` ranks (None: the data- and context-parallel peers).
 
     Transient gathered copies (ZeRO-3 layers, FSDP units) are not counted here.
     """
-    held = sharded_parameters(parameters, layout, PARAMETER_STAGE)
-    reduced = sharded_parameters(parameters, layout, GRADIENT_STAGE)
-    updated = updated_parameters(parameters, layout)
+    among = layout.state_shards if shards is None else shards
+    held, reduced, updated = (
+        shard(parameters, among if layout.zero_stage >= stage else 1)
+        for stage in (PARAMETER_STAGE, GRADIENT_STAGE, OPTIMIZER_STAGE)
+    )
     return StateBytes(
         parameter=held * system.param_bytes,
         gradient=reduced * system.grad_bytes,
