@@ -15,15 +15,17 @@ from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import (
     PARAMETER_STAGE,
     HostStates,
+    StateBytes,
     non_torch_bytes,
     shard,
+    state_bytes,
     zero1_host_states,
     zero3_host_states,
 )
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
-from rematbench.spec.layout import Layout, check_layout
+from rematbench.spec.layout import Layout, LayoutError, check_layout
 from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
 
@@ -85,6 +87,7 @@ class Problem:
         else:
             self.calibration.kernels.attention(self.cluster.generation, self.kernel)
         check_layout(self.layout, self.workload, self.cluster, self.system)
+        _refuse_experts(self)
 
     def __getstate__(self) -> dict[str, object]:
         """The state to pickle for another process: the problem without cached chunks, costs and
@@ -164,25 +167,35 @@ class Problem:
         return head_table(self.workload, self.layout, self.system)
 
     @cached_property
-    def _layers(self) -> dict[int, OpTable]:
-        windows = sorted(set(self.workload.model.attention_window)) or [0]
+    def _kinds(self) -> tuple[tuple[int, bool], ...]:
+        """The (attention window, whether dense) of each layer."""
+        model = self.workload.model
+        windows = model.attention_window or (0,) * model.num_layers
+        return tuple((window, model.is_dense(layer)) for layer, window in enumerate(windows))
+
+    @cached_property
+    def _layers(self) -> dict[tuple[int, bool], OpTable]:
         fused = self.attention == "flash"
         return {
-            window: layer_table(
-                self.workload, self.layout, self.system, fused_attention=fused, window=window
+            (window, dense): layer_table(
+                self.workload,
+                self.layout,
+                self.system,
+                fused_attention=fused,
+                window=window,
+                dense=dense,
             )
-            for window in windows
+            for window, dense in sorted(set(self._kinds))
         }
 
     def layer(self, index: int) -> OpTable:
-        """Operators of a decoder layer (global index); layers differ only in attention window."""
-        windows = self.workload.model.attention_window
-        return self._layers[windows[index] if windows else 0]
+        """Operators of a decoder layer (global index); layers differ in attention window and in
+        whether they have experts."""
+        return self._layers[self._kinds[index]]
 
     def variant(self, index: int) -> int:
         """The index in `layer_kinds` of a decoder layer (global index)."""
-        windows = self.workload.model.attention_window
-        return list(self._layers).index(windows[index]) if windows else 0
+        return list(self._layers).index(self._kinds[index])
 
     @property
     def layer_kinds(self) -> tuple[OpTable, ...]:
@@ -198,6 +211,39 @@ class Problem:
             schedule="interleaved_1f1b" if self.layout.vpp > 1 else "1f1b",
             states=state_fates(self.layout, self.system),
         )
+
+
+def _refuse_experts(problem: Problem) -> None:
+    """LayoutError for a model with experts: with its parameters, the states of the fullest rank and
+    the bytes that a layer with experts saves if every expert receives as many tokens."""
+    model, plan = problem.workload.model, problem.base_plan
+    if model.experts is None:
+        return
+    held = [rank_states(problem, plan, rank) for rank in range(problem.layout.pp)]
+    states = max(held, key=lambda found: found.total)
+    layer = next(problem.layer(i) for i in range(model.num_layers) if not model.is_dense(i))
+    raise LayoutError(
+        f"steps of models with experts are not simulated: {model.name} has "
+        f"{model.parameters / 1e9:.2f} B parameters ({model.active_parameters / 1e9:.2f} B active)"
+        f"; states of a rank {states.total / 2**30:.2f} GiB; a layer with experts keeps "
+        f"{layer.saved_bytes / 2**20:.1f} MiB of a micro-batch (experts balanced)"
+    )
+
+
+def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
+    """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  Those
+    of experts are sharded over expert data parallelism."""
+    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    experts = sum(table.expert_parameters for table in layers)
+    rest = rank_parameters(problem, plan, rank) - experts
+    lay, system = problem.layout, problem.system
+    one = state_bytes(rest, lay, system)
+    two = state_bytes(experts, lay, system, shards=lay.expert_dp)
+    return StateBytes(
+        parameter=one.parameter + two.parameter,
+        gradient=one.gradient + two.gradient,
+        optimizer=one.optimizer + two.optimizer,
+    )
 
 
 def tied_on_one_rank(problem: Problem) -> bool:

@@ -22,10 +22,35 @@ MlpKind = Literal["swiglu", "geglu", "gelu", "relu", "relu2", "xielu"]
 NormKind = Literal["rmsnorm", "layernorm"]
 PositionKind = Literal["rope", "learned", "alibi", "none"]
 BlockKind = Literal["sequential", "parallel", "parallel_shared_norm"]
-HeadNormWeights = Literal["head", "each_head", "width"]
+HeadNormWeights = Literal["head", "each_head", "width", "none"]
+RouterKind = Literal["softmax", "sigmoid"]
 Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The mixture of experts that replaces the MLP in all layers but `dense_layers`.
+
+    - `count`: experts of a layer; `active`: experts of a token (top-k); `ffn`: columns of an
+      expert, an MLP of the model's kind and biases.
+    - `shared_ffn`: columns of the MLP that every token passes beside its experts (0: none);
+      `shared_gate`: a linear to one column scales its output.
+    - `router`: how a router's logits become probabilities; `router_bias`: whether its linear has a
+      bias; `groups`: a token's experts are chosen from some of so many groups of experts.
+    - `aux_loss`: the coefficient of the loss that balances the router (0: none).
+    """
+
+    count: Width
+    active: Width
+    ffn: Width
+    shared_ffn: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    shared_gate: bool = False
+    dense_layers: tuple[NonNegativeInt, ...] = ()
+    router: RouterKind = "softmax"
+    router_bias: bool = False
+    groups: Width = 1
+    aux_loss: Cap = 0.0
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,12 +69,15 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
       `norm_offset`: norms scale by 1 + weight (Gemma); `norm_in_fp32`: eager norms apply their
       weight before the cast to 16 bits.
     - `qk_norm`: a norm over each head of queries and of keys.  `qk_norm_weights`: one weight for
-      all heads (`head`), a weight and no bias for each head (`each_head`), or one norm over the
-      whole width (`width`).
+      all heads (`head`), a weight and no bias for each head (`each_head`), one norm over the
+      whole width (`width`), or no weight (`none`).
     - `rotary_share`: the share of the elements of queries and keys that rotary positions turn, a
       mean over layers.
     - `dropout` applies to the outputs of attention and MLP.  `attention_dropout` (on attention
       probabilities) and `embedding_dropout` are equal to `dropout` if they are not given.
+    - `attention_chunked`: the window of a layer is a chunk: a token attends to the tokens before it
+      in its chunk.  `attention_sinks`: a trainable logit for each head beside the scores.
+    - `experts`: a mixture of experts in place of the MLP; `ffn` is then the width of dense layers.
     - `max_positions` 0 with learned positions: a Workload sets it to its sequence length.
     """
 
@@ -88,6 +116,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rotary_share: Share = 1.0
     activation_steps: Annotated[float, Meta(ge=0.0, le=16.0)] = 0.0
     head_bias: bool = False
+    attention_chunked: bool = False
+    attention_sinks: bool = False
+    experts: Experts | None = None
     left_out: str = ""
     source: str = ""
 
@@ -142,6 +173,11 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "no positions": self.position == "none",
             f"the activation {self.mlp}": self.mlp in ("relu", "relu2", "xielu"),
             "a bias of the output projection": self.head_bias,
+            "attention in chunks": self.attention_chunked,
+            "attention sinks": self.attention_sinks,
+            "experts": self.experts is not None,
+            "norms of queries and keys without a weight": self.qk_norm
+            and self.qk_norm_weights == "none",
             "different rates of dropout": self.drops_attention != (self.dropout > 0)
             or self.drops_embedding != (self.dropout > 0),
         }
@@ -165,29 +201,66 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def head_norm_parameters(self, width: int) -> int:
         """Parameters of the norm of queries or keys with `width` columns (0 without `qk_norm`)."""
-        if not self.qk_norm:
+        if not self.qk_norm or self.qk_norm_weights == "none":
             return 0
         if self.qk_norm_weights == "each_head":
             return width * self.norm_weight
         return self.norm_parameters_of(self.head_dim if self.qk_norm_weights == "head" else width)
 
-    @property
-    def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer's linears, which tensor parallelism splits."""
-        mlp_matrices = 3 if self.gated else 2
-        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
-        return attention + mlp_matrices * self.hidden * self.ffn
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer (global index) has one MLP and no experts."""
+        return self.experts is None or layer in self.experts.dense_layers
 
     @property
-    def layer_vector_parameters(self) -> int:
-        """Parameters of one layer's norms and biases (replicated over tensor-parallel ranks)."""
+    def expert_layers(self) -> int:
+        """The number of layers with experts."""
+        return 0 if self.experts is None else self.num_layers - len(self.experts.dense_layers)
+
+    def mlp_matrix_parameters(self, ffn: int) -> int:
+        """Parameters of the linears of an MLP with `ffn` columns."""
+        return (3 if self.gated else 2) * self.hidden * ffn
+
+    def mlp_vector_parameters(self, ffn: int) -> int:
+        """Parameters of the biases and the activation of an MLP with `ffn` columns."""
+        bias = ffn * (2 if self.gated else 1) + self.hidden if self.mlp_bias else 0
+        return bias + (2 if self.mlp == "xielu" else 0)
+
+    def mlp_parameters(self, ffn: int) -> int:
+        """Parameters of an MLP with `ffn` columns."""
+        return self.mlp_matrix_parameters(ffn) + self.mlp_vector_parameters(ffn)
+
+    @property
+    def attention_matrix_parameters(self) -> int:
+        """Parameters of one layer's attention linears, which tensor parallelism splits."""
+        return self.hidden * (2 * self.q_width + 2 * self.kv_width)
+
+    @property
+    def attention_vector_parameters(self) -> int:
+        """Parameters of one layer's norms, attention biases and sinks."""
         norms = self.norm_parameters * self.layer_norms
         qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
         proj = self.hidden if self.proj_bias else 0
-        mlp = (self.ffn * (2 if self.gated else 1) + self.hidden) if self.mlp_bias else 0
         heads = self.head_norm_parameters(self.q_width) + self.head_norm_parameters(self.kv_width)
-        scalars = 2 if self.mlp == "xielu" else 0
-        return norms + heads + qkv + proj + mlp + scalars
+        return norms + heads + qkv + proj + self.num_heads * self.attention_sinks
+
+    @property
+    def router_parameters(self) -> int:
+        """Parameters of one layer's router and of the gate of its shared expert."""
+        given = self.experts
+        if given is None:
+            return 0
+        return given.count * (self.hidden + given.router_bias) + self.hidden * given.shared_gate
+
+    @property
+    def active_layer_matrices(self) -> int:
+        """Parameters of the matrices of all layers that one token passes."""
+        total = self.num_layers * self.attention_matrix_parameters
+        total += (self.num_layers - self.expert_layers) * self.mlp_matrix_parameters(self.ffn)
+        if self.experts is not None:
+            width = self.experts.active * self.experts.ffn + self.experts.shared_ffn
+            router = self.hidden * (self.experts.count + self.experts.shared_gate)
+            total += self.expert_layers * (self.mlp_matrix_parameters(width) + router)
+        return total
 
     @property
     def embedding_parameters(self) -> int:
@@ -204,10 +277,26 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def parameters(self) -> int:
         """All trainable parameters."""
-        layer = self.layer_matrix_parameters + self.layer_vector_parameters
+        return self._with_experts(self.experts.count if self.experts else 0)
+
+    @property
+    def active_parameters(self) -> int:
+        """The trainable parameters that one token passes: of a layer's experts the `active` ones,
+        and everything else."""
+        return self._with_experts(self.experts.active if self.experts else 0)
+
+    def _with_experts(self, count: int) -> int:
+        """Trainable parameters with `count` experts in each layer that has experts."""
+        attention = self.attention_matrix_parameters + self.attention_vector_parameters
+        dense = (self.num_layers - self.expert_layers) * self.mlp_parameters(self.ffn)
+        layers = self.num_layers * attention + dense
+        if self.experts is not None:
+            shared = self.experts.shared_ffn
+            layer = count * self.mlp_parameters(self.experts.ffn) + self.router_parameters
+            layers += self.expert_layers * (layer + (self.mlp_parameters(shared) if shared else 0))
         head = 0 if self.tied_embeddings else self.head_parameters
         head += self.vocab if self.head_bias else 0
-        return self.num_layers * layer + self.embedding_parameters + head + self.norm_parameters
+        return layers + self.embedding_parameters + head + self.norm_parameters
 
 
 class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

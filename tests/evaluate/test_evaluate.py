@@ -38,7 +38,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def layer_forward_flop(given: Problem, model: Model = LLAMA) -> int:
     """2 FLOPs a weight and token, 4 a (query, key) pair and query column, over a step."""
     s, sequences = given.workload.seq_len, given.layout.global_batch
-    gemms = 2 * s * model.layer_matrix_parameters
+    gemms = 2 * s * model.active_layer_matrices // model.num_layers
     attention = 4 * causal_pairs(s, 0) * model.q_width
     return sequences * (gemms + attention)
 

@@ -1,4 +1,4 @@
-"""Config.json files of public dense decoders, and the parameters of their checkpoints.
+"""Config.json files of public decoders, and the parameters of their checkpoints.
 
 Source: the files config.json of the named models on the Hugging Face Hub, without keys that change
 no shape; the totals are those of the checkpoints (safetensors index or model card), each tied
@@ -217,3 +217,74 @@ PUBLIC: dict[str, tuple[dict[str, Any], int]] = {
         8_053_338_176,
     ),
 }  # fmt: skip
+
+QWEN3_MOE = {**SILU, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+             "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+GPT_OSS = {**SILU, "head_dim": 64, "num_experts_per_tok": 4, "attention_bias": True,
+           "sliding_window": 128}  # fmt: skip
+KINDS = ["sliding_attention", "full_attention"]
+GLM = {**SILU, "head_dim": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+       "attention_bias": True, "partial_rotary_factor": 0.5,
+       "num_nextn_predict_layers": 1}  # fmt: skip
+LLAMA4 = {**SILU, "head_dim": 128, "intermediate_size_mlp": 16384, "num_experts_per_tok": 1,
+          "attention_chunk_size": 8192}  # fmt: skip
+
+EXPERTS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "Qwen3-30B-A3B": (
+        llama("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, moe_intermediate_size=768, **QWEN3_MOE),
+        30_532_122_624, 3_353_032_704,
+    ),
+    "Qwen3-235B-A22B": (
+        llama("qwen3_moe", 4096, 12288, 94, 64, 4, 151936, moe_intermediate_size=1536,
+              **QWEN3_MOE),
+        235_093_634_560, 22_190_763_520,
+    ),
+    "Mixtral-8x7B": (
+        llama("mixtral", 4096, 14336, 32, 32, 8, 32000, num_local_experts=8,
+              num_experts_per_tok=2, sliding_window=None, **SILU),
+        46_702_792_704, 12_879_925_248,
+    ),
+    "OLMoE-1B-7B": (
+        llama("olmoe", 2048, 1024, 16, 16, 16, 50304, num_experts=64, num_experts_per_tok=8,
+              **SILU),
+        6_919_161_856, 1_282_017_280,
+    ),
+    "gpt-oss-20b": (
+        llama("gpt_oss", 2880, 2880, 24, 64, 8, 201088, num_local_experts=32,
+              layer_types=KINDS * 12, quantization_config={"quant_method": "mxfp4"}, **GPT_OSS),
+        20_914_757_184, 4_187_440_704,
+    ),
+    "gpt-oss-120b": (
+        llama("gpt_oss", 2880, 2880, 36, 64, 8, 201088, num_local_experts=128,
+              layer_types=KINDS * 18, **GPT_OSS),
+        116_829_156_672, 5_711_982_912,
+    ),
+    "GLM-4.5-Air": (
+        llama("glm4_moe", 4096, 10944, 46, 96, 8, 151552, moe_intermediate_size=1408,
+              n_routed_experts=128, first_k_dense_replace=1, use_qk_norm=False, **GLM),
+        106_852_245_504, 13_424_123_904,
+    ),
+    "GLM-4.5": (
+        llama("glm4_moe", 5120, 12288, 92, 96, 8, 151552, moe_intermediate_size=1536,
+              n_routed_experts=160, first_k_dense_replace=3, use_qk_norm=True, **GLM),
+        352_797_814_784, 33_632_251_904,
+    ),
+    "Llama-4-Scout": (
+        llama("llama4_text", 5120, 8192, 48, 40, 8, 202048, num_local_experts=16,
+              interleave_moe_layer_step=1, use_qk_norm=True, **LLAMA4),
+        107_769_861_120, 17_172_894_720,
+    ),
+    "Llama-4-Maverick": (
+        llama("llama4_text", 5120, 8192, 48, 40, 8, 202048, num_local_experts=128,
+              interleave_moe_layer_step=2, use_qk_norm=False, **LLAMA4),
+        400_711_848_960, 17_184_691_200,
+    ),
+    "grok-1": (
+        llama("grok-1", 6144, 32768, 64, 48, 8, 131072, num_experts=8, num_experts_per_tok=2,
+              max_attn_value=30.0, tie_word_embeddings=True),
+        315_684_820_992, 83_756_587_008,
+    ),
+}  # fmt: skip
+"""Mixtures of experts: also the parameters that a token passes.  Totals of the text parts, without
+layers that predict more than one token, as their classes in Transformers 5.23.0 count them (grok-1:
+by hand from modeling_grok1.py; its card rounds to 314B)."""

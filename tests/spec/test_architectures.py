@@ -32,8 +32,8 @@ HEADS = {"hunyuan_v1_dense", "ministral", "nemotron"}
 """Classes that cannot be made from their own defaults: they need `head_dim`."""
 REMOTE = {
     "RefinedWeb", "RefinedWebModel", "Yi", "aquila", "baichuan", "chatglm", "deepseek", "exaone",
-    "hf_olmo", "internlm", "internlm2", "jais", "mimo", "minicpm", "orion", "qwen", "skywork",
-    "stablelm_epoch", "xverse",
+    "grok-1", "hf_olmo", "internlm", "internlm2", "jais", "mimo", "minicpm", "orion", "qwen",
+    "skywork", "stablelm_epoch", "xverse",
 }  # fmt: skip
 """Architectures whose code is in their models' repositories."""
 TEXT_PARTS = {"glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text"}
@@ -133,7 +133,7 @@ PLAIN = (
     "attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "dropout", "residual_dropout",
 )  # fmt: skip
 TRACED = sorted(
-    KNOWN.keys()
+    {name for name, known in KNOWN.items() if "experts.count" not in known.keys}
     - {"bloom", "codegen", "gemma2", "gptj", "gpt_neo", "mpt", "vaultgemma", "xglm"}  # no SDPA
     - {"biogpt", "falcon", "gpt_neox"}  # masks of seq_len x seq_len beside SDPA
     - {"persimmon", "phi3"}  # one projection, whose output their values keep whole

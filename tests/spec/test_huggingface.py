@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict
 
+from rematbench.costs.flops import attention_flop_per_token, matrix_flop_per_token
 from rematbench.evaluate.result import assumed
 from rematbench.spec.architectures import architectures
 from rematbench.spec.configfile import ConfigError
@@ -14,7 +15,7 @@ from rematbench.spec.huggingface import OWN_FILE
 from rematbench.spec.load import load_model
 from rematbench.workload import Model
 from tests.problems import problem
-from tests.spec.public_configs import PUBLIC
+from tests.spec.public_configs import EXPERTS, PUBLIC
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -131,8 +132,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "model_type is missing (the architecture, such as llama)",
     ),
     (
-        {**LLAMA, "model_type": "mixtral", "num_local_experts": 8},
-        f"num_local_experts: mixture of experts (8 experts) is not modelled{OWN_FILE}",
+        {**LLAMA, "model_type": "granitemoe", "num_local_experts": 40},
+        f"num_local_experts: mixture of experts (40 experts) of 'granitemoe' is not modelled"
+        f"{OWN_FILE}",
     ),
     (
         {**LLAMA, "quantization_config": {"quant_method": "fp8"}},
@@ -162,8 +164,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({k: v for k, v in GPT2.items() if k != "n_embd"}, "n_embd: required key is missing"),
     ({**LLAMA, "vocab_size": "many"}, "vocab_size: expected int, got str"),
     (
-        {"model_type": "qwen2_moe", "num_experts": 60},
-        f"num_experts: mixture of experts (60 experts) is not modelled{OWN_FILE}",
+        {"model_type": "qwen3_next", "num_experts": 512},
+        f"num_experts: mixture of experts (512 experts) of 'qwen3_next' is not modelled{OWN_FILE}",
     ),
     (
         {"model_type": "qwen2_vl", "vision_config": {"depth": 32}},
@@ -205,6 +207,65 @@ def test_what_is_not_modelled_is_refused_by_its_key(
 def test_a_public_decoder_has_the_parameters_of_its_checkpoint(tmp_path: Path, name: str) -> None:
     data, parameters = PUBLIC[name]
     assert load_model(written(tmp_path, data)).parameters == parameters
+
+
+@pytest.mark.parametrize("name", sorted(EXPERTS))
+def test_a_mixture_of_experts_has_the_parameters_of_its_class(tmp_path: Path, name: str) -> None:
+    data, parameters, active = EXPERTS[name]
+    model = load_model(written(tmp_path, data))
+    assert (model.parameters, model.active_parameters) == (parameters, active)
+    matrices = model.active_layer_matrices + model.hidden * model.vocab
+    assert matrix_flop_per_token(model) == 6 * matrices
+    assert matrices <= active + model.hidden * model.vocab * model.tied_embeddings
+
+
+def test_experts_by_layer_router_and_shared_expert(tmp_path: Path) -> None:
+    def read(name: str, **more: Any) -> Model:
+        return load_model(written(tmp_path, {**EXPERTS[name][0], **more}))
+
+    glm, scout, maverick = read("GLM-4.5"), read("Llama-4-Scout"), read("Llama-4-Maverick")
+    assert glm.experts is not None
+    assert (glm.experts.dense_layers, glm.experts.router) == ((0, 1, 2), "sigmoid")
+    assert (glm.experts.shared_ffn, glm.ffn, glm.expert_layers) == (1536, 12288, 89)
+    assert "more than one token" in glm.left_out
+    assert maverick.experts is not None
+    assert maverick.experts.dense_layers == tuple(range(0, 48, 2))
+    assert (scout.attention_chunked, scout.attention_window[:4]) == (True, (8192, 8192, 8192, 0))
+    assert scout.head_norm_parameters(scout.q_width) == 0
+    assert scout.rotary_share == 0.75
+    assert read("Qwen3-30B-A3B", num_experts=1).experts is None
+    assert read("Qwen3-30B-A3B", decoder_sparse_step=2).expert_layers == 24
+    assert read("Qwen3-30B-A3B", mlp_only_layers=[0, 5]).expert_layers == 46
+    gpt = read("gpt-oss-20b")
+    assert (gpt.attention_window[:2], gpt.attention_sinks) == ((128, 0), True)
+    assert "quantised" in gpt.left_out
+    assert "experts" in gpt.special_features
+
+
+def test_attention_in_chunks_counts_pairs_inside_them(tmp_path: Path) -> None:
+    scout = load_model(written(tmp_path, EXPERTS["Llama-4-Scout"][0]))
+    length, chunk = 32768, 8192
+    keys = 36 * chunk / 2 + 12 * length / 2
+    found = attention_flop_per_token(scout, length, causal=True)
+    assert found == pytest.approx(12 * scout.q_width * keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_experts_per_tok": 129}, "129 active experts of 128"),
+        ({"mlp_only_layers": [48]}, None),
+    ],
+)
+def test_experts_that_no_layer_can_have(
+    tmp_path: Path, changes: dict[str, Any], line: str | None
+) -> None:
+    path = written(tmp_path, {**EXPERTS["Qwen3-30B-A3B"][0], **changes})
+    if line is None:
+        assert load_model(path).expert_layers == 48
+        return
+    with pytest.raises(ConfigError, match=f"experts: {line}"):
+        load_model(path)
 
 
 def test_each_block_is_said_with_its_facts(tmp_path: Path) -> None:

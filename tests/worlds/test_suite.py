@@ -134,12 +134,12 @@ def test_a_new_field_at_its_default_changes_no_run_id() -> None:
     model = spec.model
     router = ("router", dict[str, int], msgspec.field(default_factory=dict))
     grown = msgspec.defstruct(
-        "Model", [("experts", int, 1), router],
+        "Model", [("adapters", int, 1), router],
         bases=(type(model),), frozen=True, kw_only=True,
     )  # fmt: skip
     values = {name: getattr(model, name) for name in model.__struct_fields__}
     assert content_hash(grown(**values)) == content_hash(model)
-    assert content_hash(grown(**values, experts=8)) != content_hash(model)
+    assert content_hash(grown(**values, adapters=8)) != content_hash(model)
     assert msgspec.structs.replace(spec, model=grown(**values)).run_id == spec.run_id
 
 

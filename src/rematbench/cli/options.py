@@ -89,6 +89,8 @@ OPTIONS = {
     "shard_degree": Option(
         min=0, help="Ranks that share sharded states (0: all peers); replicas between (HSDP)."
     ),
+    "ep": Option(min=1, help="Expert parallel ranks, of those of tp x cp x dp."),
+    "etp": Option(min=1, help="Tensor parallel ranks inside an expert (none: tp)."),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
     "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),
     "attention": Option(help="Attention kernel."),

@@ -41,6 +41,11 @@ class CostModel(KernelCosts):
         return share * self.network.nic_efficiency
 
     @cached_property
+    def domain(self) -> int:
+        """The job's GPUs in one NVLink domain."""
+        return self.cluster.domain(self.layout.gpus)
+
+    @cached_property
     def host_launch_s(self) -> float:
         """Seconds in which the host issues one launch.  The stack's constant grows if a node has
         more ranks of a tensor-parallel group, which issue at the same time, than its cores can
@@ -82,19 +87,19 @@ class CostModel(KernelCosts):
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
         return float(seconds) * self.system.scales.communication
 
-    def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:
-        """Reached NVLink rate of a GPU in a group that has `ranks_on_node` ranks on its node."""
+    def _group_nvlink_bytes_per_s(self, ranks_in_domain: int) -> float:
+        """Reached NVLink rate of a GPU in a group with `ranks_in_domain` ranks in its domain."""
         mesh = self.network.nvlink_mesh
-        share = collectives.nvlink_share(ranks_on_node, self.cluster.gpus_per_node, mesh)
+        share = collectives.nvlink_share(ranks_in_domain, self.domain, mesh)
         return self.nvlink_bytes_per_s * float(share)
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
-        """The shape on the nodes of the worst-placed group of a kind."""
+        """The shape in the NVLink domains of the worst-placed group of a kind."""
         return collectives.worst_group(
             self._placement,
             "state" if group == "dp" else group,
             stage,
-            self.cluster.gpus_per_node,
+            self.domain,
             self.system.rank_order,
         )
 
@@ -125,12 +130,12 @@ class CostModel(KernelCosts):
         return self._send_s(nbytes, from_stage, to_stage)
 
     def crosses(self, from_stage: int, to_stage: int) -> bool:
-        """Whether a send between two stages leaves a node, for the worst-placed pair."""
+        """Whether a send between two stages leaves an NVLink domain, for the worst-placed pair."""
         return collectives.crosses_nodes(
             self._placement,
             from_stage % self.layout.pp,
             to_stage % self.layout.pp,
-            self.cluster.gpus_per_node,
+            self.domain,
             self.system.rank_order,
         )
 

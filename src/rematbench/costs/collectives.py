@@ -1,5 +1,6 @@
 """Seconds of collectives, from the placement of process groups on nodes.
 
+A node here is an NVLink domain: on clusters with a domain larger than a node, that domain.
 Ranks are numbered with tp fastest, then cp, dp, pp (`System.rank_order`).  A group is a first rank,
 a stride and a size.  Seconds depend on the number of the group's ranks on each node.
 """

@@ -51,7 +51,7 @@ def pipeline_offload_estimator(
     P(t, p) = ((L/p) (2 + 2 g/a + 3 H/h) h^2 + h V [first stage] + h V [last stage]) / t; norms and
     vocabulary padding are not counted.
     """
-    layers = model.num_layers / layout.pp * model.layer_matrix_parameters
+    layers = model.active_layer_matrices / layout.pp
     ends = model.hidden * model.vocab * (2 if layout.pp == 1 else 1)
     return PipelineOffloadEstimator(
         parameters=(layers + ends) / layout.tp,

@@ -10,12 +10,12 @@ FORWARD_AND_BACKWARD = 3
 
 
 def matrix_flop_per_token(model: Model) -> int:
-    """FLOPs per token of all weight matrices except the input embedding, forward and backward:
-    6 (L P_layer + h V).
+    """FLOPs per token of the weight matrices that it passes, except the input embedding, forward
+    and backward: 6 (L P_layer + h V), with the active experts of a layer.
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
-    weights = model.num_layers * model.layer_matrix_parameters + model.hidden * model.vocab
+    weights = model.active_layer_matrices + model.hidden * model.vocab
     return 2 * FORWARD_AND_BACKWARD * weights
 
 
@@ -31,13 +31,18 @@ def attention_flop_per_token(
     """
     windows = model.attention_window or (0,) * model.num_layers
     length = document_len or seq_len
-    keys = fsum(_mean_keys(seq_len, length, window, causal) for window in windows)
+    chunked = model.attention_chunked
+    keys = fsum(_mean_keys(seq_len, length, window, causal, chunked) for window in windows)
     return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
 
 
-def _mean_keys(seq_len: int, document_len: int, window: int, causal: bool) -> float:
+def _mean_keys(
+    seq_len: int, document_len: int, window: int, causal: bool, chunked: bool = False
+) -> float:
     """Mean keys per query over the documents of a sequence; for a window the exact mean."""
     if 0 < window < document_len:
+        if chunked:
+            return _mean_keys(seq_len, window, 0, causal)
         return packed_pairs(seq_len, document_len, window) / seq_len
     whole, rest = divmod(seq_len, document_len)
     keys = (whole * document_len * document_len + rest * rest) / seq_len

@@ -40,24 +40,24 @@ def shard(parameters: int, shards: int) -> int:
     return -(-parameters // shards)
 
 
-def sharded_parameters(parameters: int, layout: Layout, since_stage: int) -> int:
-    """Parameters on a rank of a state that ZeRO shards from stage `since_stage` on."""
-    return shard(parameters, layout.state_shards if layout.zero_stage >= since_stage else 1)
-
-
 def updated_parameters(parameters: int, layout: Layout) -> int:
     """Parameters that a rank's optimizer step updates."""
-    return sharded_parameters(parameters, layout, OPTIMIZER_STAGE)
+    return shard(parameters, layout.state_shards if layout.zero_stage >= OPTIMIZER_STAGE else 1)
 
 
-def state_bytes(parameters: int, layout: Layout, system: System) -> StateBytes:
-    """Resident bytes for `parameters` of one rank (after tensor and pipeline parallelism).
+def state_bytes(
+    parameters: int, layout: Layout, system: System, shards: int | None = None
+) -> StateBytes:
+    """Resident bytes for `parameters` of one rank (after tensor, pipeline and expert parallelism),
+    which ZeRO shards over `shards` ranks (None: the data- and context-parallel peers).
 
     Transient gathered copies (ZeRO-3 layers, FSDP units) are not counted here.
     """
-    held = sharded_parameters(parameters, layout, PARAMETER_STAGE)
-    reduced = sharded_parameters(parameters, layout, GRADIENT_STAGE)
-    updated = updated_parameters(parameters, layout)
+    among = layout.state_shards if shards is None else shards
+    held, reduced, updated = (
+        shard(parameters, among if layout.zero_stage >= stage else 1)
+        for stage in (PARAMETER_STAGE, GRADIENT_STAGE, OPTIMIZER_STAGE)
+    )
     return StateBytes(
         parameter=held * system.param_bytes,
         gradient=reduced * system.grad_bytes,
@@ -235,13 +235,13 @@ def non_torch_bytes(
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     gpu, common = calibration.gpu(cluster.generation), calibration.common
-    inside, between = communicators(layout, cluster.gpus_per_node, system.rank_order)
+    inside, between = communicators(layout, cluster.domain(layout.gpus), system.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
     return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
 
 
-def communicators(layout: Layout, gpus_per_node: int, order: tuple[str, ...]) -> tuple[int, int]:
-    """Numbers of a rank's communicators: (within a node, over several nodes).
+def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:
+    """Numbers of a rank's communicators: (within an NVLink domain, over several).
 
     A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
     ranks; the first and the last stage share one more group for the embedding.  Groups with equal
@@ -255,7 +255,7 @@ def communicators(layout: Layout, gpus_per_node: int, order: tuple[str, ...]) ->
     for group in groups - {()}:
         reach = max(group_stride(layout, name, order) * sizes[name] for name in group)
         count = 2 if group == ("pp",) else 1
-        if reach <= gpus_per_node:
+        if reach <= domain:
             inside += count
         else:
             between += count

@@ -21,6 +21,16 @@ class Windows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     switch: str = ""
 
 
+class Sparse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which layers have experts: all but the first ones (their number is the value of the key
+    `after`) and those that the key `but` lists, and of these each whose number, from 1, is a
+    multiple of the value of the key `every`."""
+
+    after: str = ""
+    but: str = ""
+    every: str = ""
+
+
 class When(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of a Model that hold if keys of the config have the values of `condition`."""
 
@@ -48,6 +58,8 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     when: tuple[When, ...] = ()
     only: dict[str, Only] = {}
     windows: Windows | None = None
+    sparse: Sparse | None = None
+    dequantised: tuple[str, ...] = ()
     rotary: Literal["", "sliding", "no_rope_layers"] = ""
     ffn_per_hidden: int = 0
     times: dict[str, float] = {}
@@ -82,6 +94,16 @@ def _extended(base: Architecture, own: Architecture) -> Architecture:
         "defaults": base.defaults | own.defaults,
         "gated": base.gated if own.gated is None else own.gated,
     }
-    for name in ("when", "only", "windows", "rotary", "ffn_per_hidden", "times", "plus"):
+    for name in (
+        "when",
+        "only",
+        "windows",
+        "sparse",
+        "dequantised",
+        "rotary",
+        "ffn_per_hidden",
+        "times",
+        "plus",
+    ):
         parts[name] = getattr(own, name) or getattr(base, name)
     return msgspec.structs.replace(own, **parts)

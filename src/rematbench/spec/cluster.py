@@ -16,6 +16,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
 
     `host_bytes`: host memory of one node.
+    `nvlink_domain`: GPUs that one NVLink fabric connects (None: those of a node).  Host memory,
+    NICs and PCIe stay those of a node.
     `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which are outside
     torch's allocator (None: computed from the layout by costs/states.py).
     `pcie_gpus_per_link`: GPUs that share one host link; a single rank on a link gets its full rate.
@@ -40,6 +42,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hbm_bytes_per_s: Rate
     non_torch_bytes: NonNegativeInt | None = None
     gpus_per_node: Count
+    nvlink_domain: Count | None = None
     nvlink_bytes_per_s: Rate
     nics_per_node: Count
     nic_bytes_per_s: Rate
@@ -64,6 +67,16 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def node_network_bytes_per_s(self) -> float:
         """The rate of all NICs of one node together, per direction."""
         return self.nics_per_node * self.nic_bytes_per_s
+
+    def domain(self, gpus: int) -> int:
+        """The GPUs of a job of `gpus` GPUs in one NVLink domain.
+
+        A job that does not fill whole domains has equal parts in all of its domains: as many whole
+        nodes in each as divide the job (Slurm's `--segment` of topology/block)."""
+        node, most = self.gpus_per_node, self.nvlink_domain or self.gpus_per_node
+        if gpus <= most or gpus % most == 0:
+            return most
+        return max((n for n in range(node, most + 1, node) if gpus % n == 0), default=node)
 
     def host_link_bytes_per_s(self, ranks: int) -> float:
         """One GPU's share of the host link, per direction, with `ranks` ranks on a node."""

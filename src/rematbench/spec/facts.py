@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError, closest
 from rematbench.spec.system import System
-from rematbench.workload import Model
+from rematbench.workload import Experts, Model
 
 FEATURES = (
     "activation_offload",
@@ -71,6 +71,8 @@ def check_model(model: Model, label: str) -> None:
             f"KV heads ({model.num_kv_heads})"
         )
         raise ConfigError(label, "num_kv_heads", problem)
+    if model.experts is not None:
+        _check_experts(model, model.experts, label)
     contradictions = {
         "pre_norm": (
             not model.pre_norm and (not model.post_norm or model.block != "sequential"),
@@ -92,6 +94,26 @@ def check_model(model: Model, label: str) -> None:
         raise ConfigError(label, "attention_window", problem)
 
 
+def _check_experts(model: Model, experts: Experts, label: str) -> None:
+    """ConfigError for experts that no layer can have."""
+    layers = experts.dense_layers
+    contradictions = {
+        f"{experts.active} active experts of {experts.count}": experts.active > experts.count,
+        f"{experts.count} experts do not form {experts.groups} groups": (
+            experts.count % experts.groups != 0
+        ),
+        "shared_gate: true without shared_ffn": experts.shared_gate and not experts.shared_ffn,
+        f"dense_layers {max(layers, default=0)} of {model.num_layers} layers": (
+            max(layers, default=-1) >= model.num_layers or len({*layers}) < len(layers)
+        ),
+        "every layer is dense": len(layers) >= model.num_layers,
+        f"experts with block {model.block} are not modelled": model.block != "sequential",
+    }
+    for problem, wrong in contradictions.items():
+        if wrong:
+            raise ConfigError(label, "experts", problem)
+
+
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
     """ConfigError for an unknown generation, and for facts of a cluster that contradict each other
     or are not plausible."""
@@ -111,6 +133,9 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
     if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
         problem = f"must not exceed the {cluster.gpus_per_node} GPUs of a node"
         raise ConfigError(label, "pcie_gpus_per_link", problem)
+    if cluster.nvlink_domain is not None and cluster.nvlink_domain % cluster.gpus_per_node:
+        problem = f"{cluster.nvlink_domain} GPUs are not whole nodes of {cluster.gpus_per_node}"
+        raise ConfigError(label, "nvlink_domain", problem)
 
 
 def check_system(system: System, label: str) -> None:

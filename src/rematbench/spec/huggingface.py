@@ -71,7 +71,7 @@ _ROTARY = (
     "rope_pct",
 )
 _RATIO = ("expansion_ratio", "mlp_ratio")
-_WINDOW = ("sliding_window", "window_size")
+_WINDOW = ("sliding_window", "window_size", "attention_chunk_size")
 _TEXT = ("text_config", "llm_config", "language_config")
 """Keys of the text part of a model that reads more than text."""
 _ENCODERS = {
@@ -104,6 +104,7 @@ _STEPS = {"gelu_new": 3.0, "gelu_fast": 3.0, "xielu": 3.5}
 GPT-2 and Apertus (Transformers 5.23.0) in bf16."""
 _SLIDES = {
     "sliding_attention": True,
+    "chunked_attention": True,
     "local": True,
     "L": True,
     "full_attention": False,
@@ -139,8 +140,8 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
             left_out += f": {' and '.join(others)} {'is' if len(others) == 1 else 'are'} left out"
         tied = {key: data[key] for key in OPTIONAL["tied_embeddings"] if key in data}
         data, kind = {**tied, **text}, text["model_type"]
-    _checked(data, label)
     known = architectures().get(str(kind))
+    _checked(data, label, known)
     if known is None or str(kind).startswith("."):
         raise ConfigError(label, "model_type", _unmodelled(str(kind), data))
     try:
@@ -150,10 +151,21 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     except Unmodelled as error:
         problem = f"{error.reason}, which is not modelled{OWN_FILE}"
         raise ConfigError(label, error.key, problem) from error
-    if left_out:
-        fields["left_out"] = left_out
+    more = [left_out, fields.get("left_out", ""), *_left_out(data, known)]
+    if any(more):
+        fields["left_out"] = "; ".join(filter(None, more))
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
     return convert({"name": name, "source": f"Hugging Face config {label}", **fields}, Model, label)
+
+
+def _left_out(data: Config, known: Architecture) -> list[str]:
+    """What a file of a known architecture asks for that its model is read without."""
+    words = []
+    if data.get("num_nextn_predict_layers"):
+        words.append("layers that predict more than one token are left out")
+    if data.get("quantization_config") and known.dequantised:
+        words.append("the quantised weights of the checkpoint are read as the run's precision")
+    return words
 
 
 def _typed() -> dict[str, Any]:
@@ -179,22 +191,24 @@ def _typed() -> dict[str, Any]:
 _Known = msgspec.defstruct("_Known", [(key, kind, None) for key, kind in _typed().items()])
 
 
-def _checked(data: Config, label: str) -> None:
-    """ConfigError for a value of a wrong type, for mixture of experts and for quantised (also FP8)
-    checkpoints, in any architecture."""
+def _checked(data: Config, label: str, known: Architecture | None) -> None:
+    """ConfigError for a value of a wrong type, for experts in an architecture that is read without
+    them, and for quantised (also FP8) checkpoints that are not read as dequantised ones."""
     try:
         msgspec.convert({key: value for key, value in data.items() if value is not None}, _Known)
     except msgspec.ValidationError as error:
         raise ConfigError(label, *validation_problem(str(error), _Known)) from error
-    for key in _EXPERTS:
+    for key in _EXPERTS if known is None or "experts.count" not in known.keys else ():
         if isinstance(data.get(key), int) and data[key] > 1:
-            problem = f"mixture of experts ({data[key]} experts) is not modelled{OWN_FILE}"
-            raise ConfigError(label, key, problem)
+            kind = data.get("model_type")
+            problem = f"mixture of experts ({data[key]} experts) of {kind!r} is not modelled"
+            raise ConfigError(label, key, f"{problem}{OWN_FILE}")
     quantization = data.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "quantised")
-        problem = f"{method} weights are not modelled (without this key the file is read)"
-        raise ConfigError(label, "quantization_config", problem)
+        if known is None or method not in known.dequantised:
+            problem = f"{method} weights are not modelled (without this key the file is read)"
+            raise ConfigError(label, "quantization_config", problem)
 
 
 class Unmodelled(Exception):
@@ -254,11 +268,36 @@ class _Reader:
         for rule in known.when:
             if all(self._is(key, value) for key, value in rule.condition.items()):
                 found |= rule.facts
+        if "experts.count" in known.keys:
+            found = self._with_experts(found)
         windows = self._windows(found["num_layers"])
         found["attention_window"] = windows if any(windows) else []
         if found["position"] == "rope" and "rotary_share" not in known.facts:
             found["rotary_share"] = self._rotary(found, windows)
         return found
+
+    def _with_experts(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The fields with those of experts (`experts.count`) as one; none for a single expert, or
+        where no layer has experts."""
+        mark = "experts."
+        experts = {k.removeprefix(mark): v for k, v in found.items() if k.startswith(mark)}
+        rest = {k: v for k, v in found.items() if not k.startswith(mark)}
+        layers = range(found["num_layers"])
+        dense = [layer for layer in layers if not self._is_sparse(layer)]
+        if experts.get("count", 0) <= 1 or len(dense) == len(layers):
+            return rest
+        if "shared_units" in experts:  # a number of experts that every token passes
+            experts["shared_ffn"] = experts.pop("shared_units") * experts["ffn"]
+        return {**rest, "experts": {**experts, "dense_layers": dense}}
+
+    def _is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        rule = self.known.sparse
+        if rule is None:
+            return True
+        every = self.data.get(rule.every, 1)
+        after, but = self.data.get(rule.after) or 0, self.data.get(rule.but) or ()
+        return layer >= after and layer not in but and every > 0 and (layer + 1) % every == 0
 
     def _get(self, key: str, data: Config | None = None) -> Any:
         return _at(self.data if data is None else data, key)

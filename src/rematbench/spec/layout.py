@@ -28,7 +28,12 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence parallelism, which takes ranks from dp; `shard_degree` is the number of ranks that
     share sharded states, whose replicas all-reduce their gradients (0: all data- and
     context-parallel peers share them); `sp` is Megatron's sequence parallelism (no
-    effect at tp = 1); `micro_batch` and `global_batch` count sequences."""
+    effect at tp = 1); `micro_batch` and `global_batch` count sequences.
+
+    `ep` is the degree of expert parallelism, `etp` the tensor parallelism inside an expert (None:
+    tp, as in Megatron-LM).  Experts fold onto the ranks of a pipeline stage: tp x cp x dp ranks are
+    etp x ep x `expert_dp`.
+    """
 
     tp: PositiveInt = 1
     sp: bool = True
@@ -39,6 +44,8 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero_stage: ZeroStage = 1
     ulysses: PositiveInt = 1
     shard_degree: NonNegativeInt = 0
+    ep: PositiveInt = 1
+    etp: PositiveInt | None = None
     micro_batch: PositiveInt = 1
     global_batch: PositiveInt = 1
 
@@ -73,6 +80,17 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Ranks over which ZeRO shards states: data- and context-parallel peers together, or
         `shard_degree` of them."""
         return self.shard_degree or self.dp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks over which the matrices of an expert are split."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks that hold the same part of the same experts, over which ZeRO shards their
+        states."""
+        return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
 
     @property
     def num_chunks(self) -> int:
@@ -133,6 +151,7 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
             f"seq_len {work.seq_len} must be a multiple of cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
         *_ulysses_rules(lay, work, system),
+        *_expert_rules(lay, work, system),
         *_stack_rules(lay, system),
         (
             lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
@@ -222,6 +241,47 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
     ]
 
 
+def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of experts, as Megatron-LM has them (megatron/training/arguments.py,
+    core/transformer/transformer_config.py, core/parallel_state.py)."""
+    experts, etp = work.model.experts, lay.expert_tp
+    if experts is None:
+        given = lay.ep > 1 or lay.etp is not None
+        return [(given, f"ep = {lay.ep} and etp = {etp} need a model with experts")]
+    ranks = lay.tp * lay.cp * lay.dp
+    return [
+        (
+            lay.ep > 1 and "ep" not in system.model_parallel,
+            f"system {system.name} has no expert parallelism, but ep = {lay.ep}",
+        ),
+        (
+            ranks % (etp * lay.ep) != 0,
+            f"tp x cp x dp = {ranks} must be a multiple of etp x ep = {etp} x {lay.ep}",
+        ),
+        (
+            experts.count % lay.ep != 0,
+            f"{experts.count} experts must be a multiple of ep = {lay.ep}",
+        ),
+        (
+            experts.ffn % etp != 0,
+            f"ffn {experts.ffn} of an expert must be a multiple of etp = {etp}",
+        ),
+        (
+            experts.shared_ffn % lay.tp != 0,
+            f"ffn {experts.shared_ffn} of the shared expert must be a multiple of tp = {lay.tp}",
+        ),
+        (
+            lay.tp > 1 and not lay.sp,
+            f"experts with tp = {lay.tp} need sequence parallelism (sp)",
+        ),
+        (lay.ulysses > 1, f"experts with ulysses = {lay.ulysses} are not modelled"),
+        (
+            lay.shard_degree > 0,
+            f"experts with shard_degree = {lay.shard_degree} are not modelled",
+        ),
+    ]
+
+
 def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
     per_pass = lay.replicas * lay.micro_batch
     micro_batches = lay.num_micro_batches
@@ -282,5 +342,8 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             max(model.num_kv_heads, lay.tp) % min(model.num_kv_heads, lay.tp) != 0,
             f"{model.num_kv_heads} KV heads and tp = {lay.tp}: one must divide the other",
         ),
-        (model.ffn % lay.tp != 0, f"ffn {model.ffn} must be a multiple of tp = {lay.tp}"),
+        (
+            model.expert_layers < model.num_layers and model.ffn % lay.tp != 0,
+            f"ffn {model.ffn} must be a multiple of tp = {lay.tp}",
+        ),
     ]

@@ -81,7 +81,12 @@ def _model(path: Path) -> Model:
     if is_huggingface(data):
         model = model_from_huggingface(data, path)
     else:
-        values, sources = flatten(data, label)
+        experts = data.get("experts")
+        nested = isinstance(experts, dict) and "value" not in experts
+        plain = {key: value for key, value in data.items() if not nested or key != "experts"}
+        values, sources = flatten(plain, label)
+        if nested:
+            values["experts"] = experts
         values["source"] = _joined_source(data.get("source", ""), sources)
         values["attention_window"] = _windows(values, label)
         model = convert(values, Model, label)

@@ -43,6 +43,7 @@ class ProblemSpec(
     is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device memory;
     `optimizer` and `parameters` replace the stack's choice of memory for the optimizer states and
     for the parameters.  `document_len` is the mean length of packed documents (0: not packed).
+    `etp` None: equal to tp.
     """
 
     model: str | Model
@@ -66,6 +67,8 @@ class ProblemSpec(
     optimizer: Home | None = None
     document_len: NonNegativeInt = 0
     parameters: Home | None = None
+    ep: PositiveInt = 1
+    etp: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""

@@ -14,7 +14,7 @@ P2pOverlap = Literal["none", "interleaved", "always"]
 TpOverlap = Literal["none", "backward", "gemm"]
 OverlapLinks = Literal["nvlink", "all"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
-ModelParallel = Literal["tp", "pp", "vpp"]
+ModelParallel = Literal["tp", "pp", "vpp", "ep"]
 ZeroStage = Literal[0, 1, 2, 3]
 DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
@@ -176,7 +176,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_scratch_bytes: StateBytes = 0
     flat_step: bool = False
     cp_kind: CpKind = "none"
-    model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp")
+    model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp", "ep")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False

@@ -272,7 +272,7 @@ class Facts(NamedTuple):
 def placed_alike(problem: Problem) -> bool:
     """Whether tensor- and context-parallel groups lie on nodes in the same way in every layout:
     their ranks are neighbours, and a group's size divides a node or is a number of whole nodes."""
-    lay, node = problem.layout, problem.cluster.gpus_per_node
+    lay, node = problem.layout, problem.cost.domain
     sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
     return whole and problem.system.rank_order[:2] == ("tp", "cp")

@@ -175,17 +175,18 @@ ProbePrograms = dict[bytes, Plans]
 """Cached results for small problems, by the encoded problem without its cluster."""
 
 
-def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
+def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
-    and enough copies of the model to fill whole nodes, each with the micro-batches of a probe."""
+    and enough copies of the model to fill whole nodes and NVLink domains (or a part of one), each
+    with the micro-batches of a probe."""
     micro_batches = MICRO_BATCHES if pp > 1 else 2
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count)
-    for models in range(1, gpus_per_node + 1):
+    for models in range(1, domain + 1):
         dp = layout.ulysses * models
         gpus = layout.tp * layout.cp * pp * dp
-        if gpus <= gpus_per_node or gpus % gpus_per_node == 0:
+        if all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain)):
             break
     return replace(
         layout,
@@ -262,13 +263,15 @@ than a layout's groups, or a longer chunk gathers further ahead: a bound may not
 
 def _same_copies(problem: Problem) -> Cluster:
     """The cluster, on which copies run at the problem's rates with any number of ranks: a probe has
-    other ranks on a node, which would share links and DRAM otherwise."""
+    other ranks on a node, which would share links and DRAM otherwise.  Its NVLink domains are as
+    large as the problem's."""
     alone, both = problem.cost.copy_bytes_per_s(), NO_TRAFFIC._replace(two_way_share=1.0)
     return replace(
         problem.cluster,
         pcie_bytes_per_s=alone,
         pcie_gpus_per_link=1,
         dram_bytes_per_s=None,
+        nvlink_domain=problem.cost.domain,
         d2h_beside_h2d=problem.cost.copy_bytes_per_s("d2h", both) / alone,
         h2d_beside_d2h=problem.cost.copy_bytes_per_s("h2d", both) / alone,
     )
@@ -277,7 +280,7 @@ def _same_copies(problem: Problem) -> Cluster:
 def _leaves_nodes(problem: Problem) -> bool:
     """Whether tensor- or context-parallel groups lie on several nodes."""
     lay = problem.layout
-    return lay.tp * lay.cp * lay.ulysses > problem.cluster.gpus_per_node
+    return lay.tp * lay.cp * lay.ulysses > problem.cost.domain
 
 
 def _without_overlaps(system: System, layout: Layout) -> System:
@@ -313,7 +316,7 @@ def small_problem(problem: Problem, sizes: tuple[int, ...], programs: ProbeProgr
             model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)
         ),
     )
-    lay = alone(problem.layout, problem.cluster.gpus_per_node, len(sizes))
+    lay = alone(problem.layout, problem.cluster.gpus_per_node, problem.cost.domain, len(sizes))
     system = _without_overlaps(problem.system, lay)
     if not placed_alike(problem) or system.prefetch_elements or system.whole_buckets:
         scales = replace(system.scales, communication=NO_COMMUNICATION)

@@ -1,6 +1,7 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
 from rematbench.costs.operators.builder import Builder
+from rematbench.costs.operators.experts import add_experts
 from rematbench.costs.operators.kernels import Elementwise, Kernel, Named
 from rematbench.costs.operators.ops import Comm, Op, OpTable
 from rematbench.spec.layout import Layout
@@ -38,9 +39,16 @@ def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 def layer_table(
-    work: Workload, layout: Layout, system: System, *, fused_attention: bool, window: int
+    work: Workload,
+    layout: Layout,
+    system: System,
+    *,
+    fused_attention: bool,
+    window: int,
+    dense: bool = True,
 ) -> OpTable:
-    """One decoder layer, from `layer_input` to `layer_output`.
+    """One decoder layer, from `layer_input` to `layer_output`.  `dense`: with one MLP, not with
+    the model's experts.
 
     A parallel block has its norms first and its residual additions last.  So the backward reads the
     gradient of the output in both branches before it adds to the gradient of the input.
@@ -52,7 +60,12 @@ def layer_table(
         _attention(b, mixed, window)
         attended = _post_norm(b, "post_attn_norm", "proj_out")
         b.residual("attn_add", attended, "layer_input", "attn_residual")
-        _mlp(b, _pre_norm(b, "mlp_norm", "attn_residual"))
+        experts = None if dense else b.model.experts
+        if experts is None:
+            _mlp(b, _pre_norm(b, "mlp_norm", "attn_residual"))
+        else:
+            x = _pre_norm(b, "mlp_norm", "attn_residual")
+            add_experts(b, layout, experts, x, "fc2_out")
         b.residual(
             "mlp_add", _post_norm(b, "post_mlp_norm", "fc2_out"), "attn_residual", "layer_output"
         )

@@ -277,7 +277,10 @@ class Builder:
     def _attention(self, window: int, out: str) -> None:
         fused = self.fused_attention
         s = self.s
-        pairs = packed_pairs(s.seq_len, s.document_len, window) // s.cp
+        length = s.document_len
+        if self.model.attention_chunked and window:
+            length, window = min(window, length), 0
+        pairs = packed_pairs(s.seq_len, length, window) // s.cp
         if not fused:
             pairs = s.seq_len * s.seq_len // s.cp
         kernel = Attention(
@@ -310,6 +313,7 @@ class Builder:
                 grad_reduce=comms.grad_reduce,
                 scratch_forward_bytes=inside[0],
                 scratch_backward_bytes=inside[1],
+                parameters=s.heads * self.model.attention_sinks,
             )
         )
 

@@ -14,8 +14,9 @@ from msgspec import Struct
 from rematbench.costs.operators.kernels import Elementwise, Kernel
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal["tp", "cp", "dp", "pp", "replica"]
-"""`dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards."""
+Group = Literal["tp", "cp", "dp", "pp", "replica", "ep", "etp"]
+"""`dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`: the
+ranks over which a layer's experts are spread; `etp`: those that split an expert."""
 Part = Literal["embedding", "layer", "head"]
 
 
@@ -59,6 +60,8 @@ class Op(Struct, frozen=True, kw_only=True):
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
     another order, and `grad_gather` brings its gradient back.
 
+    `of_experts`: the weights are those of the experts that the rank holds.
+
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
     moves no bytes. `scratch_*` are bytes that exist only during the kernel.
@@ -81,6 +84,7 @@ class Op(Struct, frozen=True, kw_only=True):
     row_local: bool = True
     alias_inputs: tuple[str, ...] = ()
     parameters: int = 0
+    of_experts: bool = False
     scratch_forward_bytes: int = 0
     scratch_backward_bytes: int = 0
 
@@ -117,6 +121,11 @@ class OpTable(Struct, frozen=True, kw_only=True, dict=True):
     def parameters(self) -> int:
         """The number of weights of one rank (after tensor parallelism)."""
         return sum(op.parameters for op in self.ops)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of these, the weights of the experts that the rank holds."""
+        return sum(op.parameters for op in self.ops if op.of_experts)
 
     def op(self, name: str) -> Op:
         """The operator with this name; StopIteration if the table has no such operator."""
@@ -184,12 +193,33 @@ _BLOCK = (
     "fc2_out",
     "layer_output",
 )
+_EXPERTS = (
+    "router_scores",
+    "permutation",
+    "permuted",
+    "permuted_probs",
+    "dispatched",
+    "dispatched_probs",
+    "expert_in",
+    "expert_probs",
+    "expert_fc1_out",
+    "expert_fc2_in",
+    "expert_out",
+    "unsorted",
+    "combined",
+    "routed_out",
+    "shared_gate_out",
+    "shared_up_out",
+    "shared_fc2_in",
+    "shared_out",
+)
 _SCORES = ("probs", "softmax", "capped", "probs_mask", "probs_dropped")
 _ENDS = ("logits", "logits_capped", "logits_held", "loss_saved")
 
 ACTIVATIONS = frozenset(
     {
         *_BLOCK,
+        *_EXPERTS,
         *_ENDS,
         *_HEADS,
         *(f"{name}_rows" for name in _HEADS),

@@ -64,6 +64,7 @@ def fujii_refusal(problem: Problem) -> str:
             f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
         ),
         (lay.ulysses > 1, "has no term for ulysses"),
+        (model.experts is not None, "has no term for experts"),
         (model.drops, "assumes no dropout"),
     )
     return next((text for broken, text in rules if broken), "")
@@ -115,6 +116,7 @@ def atc24_refusal(problem: Problem, plan: Plan) -> str:
         ),
         (lay.tp > 1 and not lay.sp, "assumes sequence parallelism with tp"),
         (lay.ulysses > 1, "has no term for ulysses"),
+        (model.experts is not None, "has no term for experts"),
         (whole, "has no term for layers run again whole (the peak is then inside one layer)"),
         (moved or len(alphas) > 1, "assumes one share alpha for all chunks, as in pp_offload"),
         (bool(plan.mini_sequences), "has no term for mini-sequences"),

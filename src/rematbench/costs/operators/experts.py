@@ -1,0 +1,241 @@
+"""The operators of a mixture of experts, as Megatron-core's alltoall dispatcher runs them.
+
+Every expert receives as many tokens as every other ("balanced").  Router probabilities scale the
+activation inside an expert, so the second GEMM's output is not saved.
+Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
+experts.py; saved bytes from traces of its layers on fake tensors.
+"""
+
+from rematbench.costs.operators.builder import FP32, Builder
+from rematbench.costs.operators.kernels import Elementwise, Gemm
+from rematbench.costs.operators.ops import Comm, Op, memory_kernel
+from rematbench.spec.layout import Layout
+from rematbench.workload import Experts
+
+INDEX = 8
+"""Bytes of an index (int64)."""
+
+
+def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
+    """Add the mixture of experts from the tensor `x` to `out`, both in the sequence-parallel
+    region."""
+    routed = out if not experts.shared_ffn else "routed_out"
+    _route(b, experts, x)
+    _permute(b, experts, x)
+    rows = _dispatch(b, layout, experts)
+    _grouped(b, layout, experts, rows)
+    _combine(b, layout, experts, routed)
+    if experts.shared_ffn:
+        _shared(b, experts, x)
+        _sum(b, experts, (routed, "shared_out"), out)
+
+
+def router_bytes(experts: Experts) -> int:
+    """Bytes of a token that a router saves: probabilities of all experts in fp32, indices and
+    probabilities of the active ones, with a sigmoid the logits' own, and with groups their masks
+    and choices."""
+    count, active = experts.count, experts.active
+    nbytes = FP32 * count + (2 * INDEX + FP32) * active
+    if experts.router == "sigmoid":
+        nbytes += FP32 * count + INDEX
+    if experts.groups > 1:
+        nbytes += count + 20 * experts.groups
+    return nbytes
+
+
+def _route(b: Builder, experts: Experts, x: str) -> None:
+    """The router: a linear on a rank's tokens, replicated over tensor-parallel ranks."""
+    rows, h, count = b.s.shard_tokens, b.model.hidden, experts.count
+    scores = b.add("router_scores", rows, router_bytes(experts))
+    wide = FP32 * rows * count
+    b.ops.append(
+        Op(
+            name="router",
+            inputs=(x,),
+            outputs=(scores,),
+            saves=(x, scores),
+            forward=(Gemm(rows, count, h), Elementwise(6 * wide, 6)),
+            backward_input=(Elementwise(6 * wide, 6), Gemm(rows, h, count)),
+            backward_weight=(Gemm(h, count, rows),),
+            parameters=count * (h + experts.router_bias),
+        )
+    )
+
+
+def _permute(b: Builder, experts: Experts, x: str) -> None:
+    """Copy each token once for each of its experts, in the order of experts.  Saved are the map of
+    tokens to experts, the probabilities by expert, and the order."""
+    rows = b.s.shard_tokens
+    saved = b.add("permutation", rows, (1 + FP32) * experts.count + INDEX * experts.active, False)
+    tokens = b.add("permuted", rows * experts.active, b.model.hidden * b.e)
+    probs = b.add("permuted_probs", rows * experts.active, FP32)
+    moved = b.nbytes(tokens)
+    b.ops.append(
+        Op(
+            name="permute",
+            inputs=(x, "router_scores"),
+            outputs=(tokens, probs, saved),
+            saves=(saved,),
+            forward=(Elementwise(2 * moved + b.nbytes(saved), 4),),
+            backward_input=(Elementwise(2 * moved + b.nbytes(saved), 2),),
+        )
+    )
+
+
+def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
+    """Send the copies to the ranks of their experts and sort them by expert; returns the rows that
+    a rank's experts receive."""
+    rows = b.s.shard_tokens * experts.active
+    names: tuple[str, ...] = ("permuted", "permuted_probs")
+    if layout.ep > 1:
+        b.add("dispatched", rows, b.model.hidden * b.e)
+        b.add("dispatched_probs", rows, FP32)
+        names = _all_to_all(b, "dispatch", names, ("dispatched", "dispatched_probs"))
+    rows *= layout.expert_tp
+    tokens = b.add("expert_in", rows, b.model.hidden * b.e)
+    probs = b.add("expert_probs", rows, FP32)
+    gathered = b.nbytes(tokens, probs)
+    split = layout.expert_tp > 1
+    b.ops.append(
+        Op(
+            name="sort",
+            inputs=names,
+            outputs=(tokens, probs),
+            forward=(Elementwise(2 * gathered, 2),),
+            backward_input=(Elementwise(2 * gathered, 2),),
+            gather=Comm("all_gather", "etp", gathered) if split else None,
+            grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
+            gathered_bytes=gathered if split else 0,
+        )
+    )
+    return rows
+
+
+def _all_to_all(
+    b: Builder, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Add an all-to-all over the expert-parallel ranks; the backward moves the same bytes."""
+    comm = Comm("all_to_all", "ep", b.nbytes(*outputs))
+    b.ops.append(Op(name=name, inputs=inputs, outputs=outputs, reduce=comm, grad_gather=comm))
+    return outputs
+
+
+def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
+    """The experts of a rank: two grouped GEMMs with the weighted activation between them."""
+    model, h, e = b.model, b.model.hidden, b.e
+    count, width = experts.count // layout.ep, experts.ffn // layout.expert_tp
+    columns = width * (2 if model.gated else 1)
+    each = rows // count
+    b.add("expert_fc1_out", rows, columns * e)
+    b.ops.append(
+        Op(
+            name="expert_fc1",
+            inputs=("expert_in",),
+            outputs=("expert_fc1_out",),
+            saves=("expert_in",),
+            forward=(Gemm(each, columns, h, count),),
+            backward_input=(Gemm(each, h, columns, count),),
+            backward_weight=(Gemm(h, columns, each, count),),
+            parameters=count * columns * (h + model.mlp_bias),
+            of_experts=True,
+        )
+    )
+    b.add("expert_fc2_in", rows, width * e)
+    moved = b.nbytes("expert_fc1_out", "expert_probs", "expert_fc2_in")
+    b.ops.append(
+        Op(
+            name="expert_act",
+            inputs=("expert_fc1_out", "expert_probs"),
+            outputs=("expert_fc2_in",),
+            saves=("expert_fc1_out", "expert_probs"),
+            forward=memory_kernel(moved),
+            backward_input=memory_kernel(moved, b.nbytes("expert_fc1_out", "expert_probs")),
+        )
+    )
+    b.add("expert_out", rows, h * e)
+    b.ops.append(
+        Op(
+            name="expert_fc2",
+            inputs=("expert_fc2_in",),
+            outputs=("expert_out",),
+            saves=("expert_fc2_in",),
+            forward=(Gemm(each, h, width, count),),
+            backward_input=(Gemm(each, width, h, count),),
+            backward_weight=(Gemm(width, h, each, count),),
+            parameters=count * h * (width + model.mlp_bias),
+            of_experts=True,
+        )
+    )
+
+
+def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
+    """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
+    ranks, and sum each token's copies."""
+    rows, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
+    whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
+    back = b.add("unsorted", rows, hidden)
+    b.ops.append(
+        Op(
+            name="unsort",
+            inputs=("expert_out",),
+            outputs=(back,),
+            forward=(Elementwise(2 * whole),),
+            backward_input=(Elementwise(2 * whole),),
+            reduce=Comm("reduce_scatter", "etp", whole) if split else None,
+            grad_gather=Comm("all_gather", "etp", whole) if split else None,
+            unreduced_bytes=whole if split else 0,
+        )
+    )
+    if layout.ep > 1:
+        b.add("combined", rows, hidden)
+        (back,) = _all_to_all(b, "combine", (back,), ("combined",))
+    b.shard(out)
+    moved = b.nbytes(back, out)
+    b.ops.append(
+        Op(
+            name="unpermute",
+            inputs=(back,),
+            outputs=(out,),
+            saves=("permutation",),
+            forward=memory_kernel(moved),
+            backward_input=memory_kernel(moved),
+        )
+    )
+
+
+def _shared(b: Builder, experts: Experts, x: str) -> None:
+    """The MLP that every token passes, split over tensor-parallel ranks."""
+    model, width = b.model, experts.shared_ffn // b.s.tp
+    names = ("shared_gate_out", "shared_up_out") if model.gated else ("shared_up_out",)
+    b.column("shared_fc1", x, dict.fromkeys(names, width), bias=model.mlp_bias)
+    b.add("shared_fc2_in", b.s.tokens, width * b.e)
+    moved = b.nbytes(*names, "shared_fc2_in")
+    b.ops.append(
+        Op(
+            name="shared_act",
+            inputs=names,
+            outputs=("shared_fc2_in",),
+            saves=names,
+            forward=memory_kernel(moved),
+            backward_input=memory_kernel(moved, b.nbytes(*names)),
+        )
+    )
+    b.row("shared_fc2", "shared_fc2_in", "shared_out", width, bias=model.mlp_bias)
+
+
+def _sum(b: Builder, experts: Experts, inputs: tuple[str, str], out: str) -> None:
+    """Add the shared expert's output, scaled by its gate if it has one."""
+    b.shard(out)
+    gate = b.model.hidden if experts.shared_gate else 0
+    b.ops.append(
+        Op(
+            name="shared_add",
+            inputs=inputs,
+            outputs=(out,),
+            saves=("shared_out",) if gate else (),
+            forward=memory_kernel(3 * b.nbytes(out)),
+            backward_input=memory_kernel(3 * b.nbytes(out)) if gate else (),
+            alias_inputs=() if gate else inputs,
+            parameters=gate,
+        )
+    )

@@ -1,0 +1,190 @@
+"""Experts: parameters and states of a rank, refused layouts, and the bytes that a layer saves.
+
+Saved bytes: one layer of Megatron-core 0.16.1, traced on fake tensors on a CPU, with EP 8 and
+balanced experts, in bytes per token.
+"""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.costs.operators.block import layer_table
+from rematbench.costs.operators.ops import OpTable
+from rematbench.costs.states import state_bytes
+from rematbench.evaluate.problems import make_problem
+from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import Experts, Model, Workload
+
+MEGATRON = load_system("megatron-core")
+TOKENS = 4096
+QWEN = Model(
+    name="qwen3-30b-a3b",
+    num_layers=48,
+    hidden=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn=6144,
+    vocab=151936,
+    mlp="swiglu",
+    norm="rmsnorm",
+    position="rope",
+    tied_embeddings=False,
+    qk_norm=True,
+    experts=Experts(count=128, active=8, ffn=768),
+)
+SIGMOID = Experts(
+    count=256, active=8, ffn=2048, shared_ffn=2048, router="sigmoid", groups=8, dense_layers=(0,)
+)
+
+
+def table(model: Model = QWEN, tokens: int = TOKENS, **layout: int) -> OpTable:
+    return layer_table(
+        Workload(model=model, seq_len=tokens),
+        Layout(**layout),
+        MEGATRON,
+        fused_attention=True,
+        window=0,
+        dense=False,
+    )
+
+
+def per_token(found: OpTable, *names: str) -> float:
+    return sum(found.activations[name].nbytes for name in names) / TOKENS
+
+
+STATISTICS = 4 * (2 + QWEN.num_heads + QWEN.num_kv_heads)
+"""Reciprocal root mean squares in fp32 of the two norms, of each query head and each key head."""
+VIEWS = 2 * (QWEN.q_width + QWEN.kv_width)
+"""The norm of keys reads a view, which keeps the projection's whole output: of it queries (copied
+for their norm) and values (copied for the kernel) are kept once more."""
+COUNTS = 8 * 128 / TOKENS
+"""The tokens of each expert (int64)."""
+TRACED: dict[str, tuple[float, tuple[str, ...]]] = {
+    "none": (124_568.25, ()),
+    "moe_act": (112_280.25, ("expert_fc2_in",)),
+    "core_attn": (124_440.25, ("lse",)),
+    "moe": (
+        53_528.0,
+        (
+            "router_scores",
+            "permutation",
+            "expert_in",
+            "expert_fc1_out",
+            "expert_probs",
+            "expert_fc2_in",
+        ),
+    ),
+    "layernorm": (116_368.25, ("attn_norm_out", "mlp_norm_out")),
+}
+
+
+@pytest.mark.parametrize("module", TRACED)
+def test_a_layer_saves_what_megatron_core_saves(module: str) -> None:
+    traced, dropped = TRACED[module]
+    found = table(ep=8, dp=8)
+    assert set(dropped) <= set(found.saved)
+    kept = [name for name in found.saved if name not in dropped]
+    more: float = STATISTICS + VIEWS
+    more += 0 if module == "moe" else COUNTS
+    more -= 8 if module == "layernorm" else 0  # the statistics of both norms
+    assert per_token(found, *kept) + more == traced
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8, 64])
+def test_saved_bytes_do_not_depend_on_expert_parallelism(ep: int) -> None:
+    assert table(ep=ep, dp=64).saved_bytes == table(dp=64).saved_bytes
+
+
+def test_a_shared_expert_and_a_sigmoid_router_with_groups() -> None:
+    """The terms of DeepSeek-V3's experts in its traced layer (459,832.5 bytes a token)."""
+    found = table(replace(QWEN, hidden=7168, experts=SIGMOID), ep=8, dp=8)
+    router = per_token(found, "router_scores")
+    assert router == 2 * 4 * 256 + 256 + 8 * 8 * 2 + 32 + 2 * 64 + 32 + 8
+    assert per_token(found, "permutation") == 256 + 4 * 256 + 64
+    experts = per_token(found, "expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
+    assert experts == 114_688 + 98_336
+    shared = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
+    assert set(shared) <= set(found.saved)
+    assert per_token(found, *shared) == 12_288
+
+
+def test_tensor_parallel_experts_receive_the_tokens_of_their_group() -> None:
+    """Of a local token ETP 2 keeps 2hK + 4K more than ETP 1, at TP 2 (traced: 158,392 and 125,592
+    bytes)."""
+    one, two = (table(tp=2, dp=8, ep=4, etp=etp) for etp in (1, 2))
+    assert (two.saved_bytes - one.saved_bytes) / (TOKENS // 2) == 158_392 - 125_592
+    assert one.expert_parameters == 2 * two.expert_parameters
+    assert two.op("sort").gather is not None
+    assert one.op("sort").gather is None
+
+
+@pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 1, 1), (1, 8, 1), (2, 4, 2), (4, 2, 1)])
+def test_ranks_hold_all_weights(tp: int, ep: int, etp: int) -> None:
+    found = table(tp=tp, dp=8, ep=ep, etp=etp)
+    assert found.expert_parameters * ep * etp == 128 * 3 * 2048 * 768
+    split = 2048 * (2 * QWEN.q_width + 2 * QWEN.kv_width) // tp
+    rest = 2 * 2048 + 2 * 128 + 128 * 2048
+    assert found.parameters - found.expert_parameters == split + rest
+
+
+def test_states_of_experts_are_sharded_over_expert_data_parallelism() -> None:
+    """At EP = DP the states of experts are not sharded at all: 18 bytes a parameter."""
+    count = 1_000_000
+    whole, part = Layout(dp=8, ep=8), Layout(dp=8, ep=2)
+    assert (whole.expert_dp, part.expert_dp) == (1, 4)
+    assert state_bytes(count, whole, MEGATRON, whole.expert_dp).total == 18 * count
+    assert state_bytes(count, part, MEGATRON, part.expert_dp).total == (6 + 12 / 4) * count
+    assert Layout(tp=2, cp=2, dp=8, ep=4, etp=2).expert_dp == 4
+    assert Layout(tp=2, dp=8, ep=4).expert_dp == 2  # etp is tp
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dp": 8, "ep": 3}, r"tp x cp x dp = 8 must be a multiple of etp x ep = 1 x 3"),
+    ({"dp": 256, "ep": 256}, r"128 experts must be a multiple of ep = 256"),
+    ({"tp": 2, "dp": 4, "ep": 8}, r"= 8 must be a multiple of etp x ep = 2 x 8"),
+    ({"dp": 512, "etp": 512}, r"ffn 768 of an expert must be a multiple of etp = 512"),
+    ({"tp": 2, "dp": 4, "ep": 2, "sp": False}, r"experts with tp = 2 need sequence parallelism"),
+]
+
+
+@pytest.mark.parametrize(("layout", "line"), REFUSED)
+def test_layouts_that_megatron_refuses(layout: dict[str, Any], line: str) -> None:
+    given = Layout(**layout, global_batch=512)
+    work = Workload(model=QWEN, seq_len=TOKENS)
+    with pytest.raises(LayoutError, match=line):
+        check_layout(given, work, load_cluster("h100-80gb"), MEGATRON)
+
+
+def test_expert_parallelism_needs_experts_and_a_stack_with_it() -> None:
+    work = Workload(model=replace(QWEN, experts=None), seq_len=TOKENS)
+    cluster, layout = load_cluster("h100-80gb"), Layout(dp=8, ep=2, global_batch=8)
+    with pytest.raises(LayoutError, match="ep = 2 and etp = 1 need a model with experts"):
+        check_layout(layout, work, cluster, MEGATRON)
+    with pytest.raises(LayoutError, match="system huggingface has no expert parallelism"):
+        check_layout(layout, replace(work, model=QWEN), cluster, load_system("huggingface"))
+
+
+def test_a_step_is_refused_with_parameters_states_and_saved_bytes() -> None:
+    spec = ProblemSpec(
+        model=QWEN,
+        cluster="h100-80gb",
+        system="megatron-core",
+        gpus=16,
+        seq_len=TOKENS,
+        global_batch=16,
+        pp=2,
+        ep=8,
+    )
+    with pytest.raises(LayoutError) as error:
+        make_problem(spec)
+    line = str(error.value)
+    assert "30.53 B parameters (3.35 B active)" in line
+    experts = 24 * 128 * 3 * 2048 * 768 // 8
+    rest = 24 * (2048 * 9216 + 2 * 2048 + 256 + 128 * 2048) + 151_936 * 2048 + 2048
+    held = 18 * experts + (6 + 12 / 8) * rest
+    assert f"states of a rank {held / 2**30:.2f} GiB" in line
+    assert "experts balanced" in line
