@@ -66,7 +66,8 @@ def checked(filled: bool, rows: Sequence[Row]) -> str:
         if abs(step_s - told) > ROUNDING * told:
             return (
                 f"{row['name']} for {row['model']} on {row['gpus']} GPUs takes {step_s:.6g} s now, "
-                f"not {told:.6g} s: the cost model has changed; search again (./bench reproduce --full)"
+                f"not {told:.6g} s: the cost model has changed; search again "
+                "(./bench reproduce --full)"
             )
     return ""
 
