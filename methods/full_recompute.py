@@ -60,7 +60,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.num_layers > 1 and self.method == "uniform" and _rebuilds_early(base):
             return Unsupported(
                 "the base rebuilds tensors of some layers before their backward, when a group's "
-                "inputs do not exist yet: set num_layers=1, not {self.num_layers}"
+                f"inputs do not exist yet: set num_layers=1, not {self.num_layers}"
             )
         return _inputs_on_host(made) if self.inputs == "host" else made
 

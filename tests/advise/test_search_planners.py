@@ -130,7 +130,7 @@ def test_who_asks_for_none_gets_none() -> None:
 
 def test_a_planner_alone_is_no_search() -> None:
     """Its layouts are those of other plans."""
-    with pytest.raises(MethodError, match="lynx_heu: a planner enters at the layouts of other"):
+    with pytest.raises(MethodError, match="lynx_heu: a planner starts from the plans of other"):
         SearchJob(replace(asked(), only=("lynx_heu",)))
     told = RUN.invoke(app, [*shlex.split(WORDS), "--method", "lynx_opt", "--find", "memory"])
     assert isinstance(told.exception, CommandError)

@@ -205,7 +205,7 @@ def test_a_host_without_a_rate_is_refused_at_once() -> None:
 def test_no_search_moves_parameters_to_the_host() -> None:
     homes = {"optimizer": "host", "parameters": "host", "system": "deepspeed"}
     spec = ProblemSpec(**{**JOB, **homes, "cluster": "h100-80gb-dos", "gpus": 1, "global_batch": 4})
-    with pytest.raises(ConfigError, match="parameters: 'host': no search places parameters"):
+    with pytest.raises(ConfigError, match="parameters: 'host': search does not support parameters"):
         SearchJob(SearchRequest(spec=spec))
 
 
@@ -254,7 +254,7 @@ def test_a_sheet_without_its_columns_is_one_line(
     suite = str(data_dir("config") / "paper.yaml")
     told = RUN.invoke(app, [suite if word == "config/paper.yaml" else word for word in words])
     assert told.exit_code != 0
-    assert "has no column" in str(told.exception)
+    assert "lacks the columns" in str(told.exception)
     assert lacks in str(told.exception)
 
 

@@ -153,7 +153,7 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     assert done.exit_code == 1
     assert done.output == "UNSUPPORTED: megatron_core: --x is not known\n"
     for text, why in (
-        (b"\xff\xfe", "not a text file; give the output of `flags`"),
+        (b"\xff\xfe", "not a text file; it must hold the output of `flags`"),
         (b" \n", "is empty"),
     ):
         printed.write_bytes(text)
@@ -228,7 +228,7 @@ def test_a_prediction_has_seconds_where_the_node_has_a_rate(cluster: str, *, tim
     size = ["--seq-len", "2048", "--global-batch", "4", "--set", "offload_optimizer=true"]
     done = RUN.invoke(APP, ["baseline", "predict", *words, *size])
     assert ("  step 1." in done.output) == timed
-    assert ("time not modelled: an optimizer in host memory" in done.output) != timed
+    assert ("step time not modelled: the optimizer is in host memory" in done.output) != timed
     assert "stage 0: peak" in done.output
 
 
@@ -256,7 +256,7 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
     assert traced < reserved < 1.4 * traced
     if name == "llama2-7b-4k-offload":  # its node has no rate for an update on the host
         assert (record.status, record.repeats) == ("unsupported", ())
-        assert record.reason.startswith("time not modelled: an optimizer in host memory")
+        assert record.reason.startswith("step time not modelled: the optimizer is in host memory")
     else:
         assert record.status == ("ok" if reserved <= usable else "oom")
         assert record.repeats[0].peak_device_bytes == record.ranks[0].device_peak

@@ -129,7 +129,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         ),
         (["simulate", "keep_all", *DEMO, "--pp", "4", "--system", "llm-foundry"], "no pipeline"),
         (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
-        (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha of all chunks"),
+        (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha for all chunks"),
         (["simulate", "keep_all", *DEMO, "--estimator", "atc24"], "3 stages or more, not 1"),
         (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
         (["compare"], "missing option: --model, --cluster, --gpus"),
@@ -189,7 +189,7 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
     assert verdict < speed
     assert "MFU, causal" in ran.out
     assert "MFU, dense" in ran.out
-    assert "no-op here" in ran.out
+    assert "has no effect on this problem" in ran.out
     assert "world: simulated" in ran.out
     assert ran.out.isascii()
 

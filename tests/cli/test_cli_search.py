@@ -36,7 +36,7 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     target = tmp_path / "found.csv"
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
     assert answer.exit_code == 0, answer.output
-    assert "proved gap: no plan of the space is faster" in answer.output
+    assert "proved gap: no plan in the search space is more than" in answer.output
     kernels = "attention fa2, norm fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a800-80gb, stack default"
     assert f"assumes: {told}" in " ".join(answer.output.split())
@@ -282,7 +282,7 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
         assert float(row["gap"]) <= 0.005
         assert row["decides"] in PARTS
     wrong = RUN.invoke(app, [*words, "Figure 99"])
-    assert "no row of table 'Figure 99'" in str(wrong.exception)
+    assert "has no row for table 'Figure 99'" in str(wrong.exception)
 
 
 def test_the_default_stack_of_an_engine_is_its_own() -> None:

@@ -159,7 +159,7 @@ variants:
 def test_names_of_hubs_are_not_looked_up() -> None:
     ran = typed("simulate", "keep_all", *WORDS, "--model", "meta-llama/Llama-3.1-70B")
     assert ran.code == 2
-    assert "hub names are not looked up" in ran.err
+    assert "names on the Hugging Face hub are not looked up" in ran.err
     assert "config.json" in ran.err
     assert "did you mean 'llama-3.1-70b'?" in ran.err
     for path in ("models/mine.yaml", "./a/b", "a/b/c"):

@@ -80,10 +80,10 @@ def config(**more: object) -> Input:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        (run(seq_len="100000000000"), "more tokens a step than"),
-        (run(seq_len="17179869184"), "more tokens a step than"),
-        (run(gpus="1000000"), "more than the limit of 65536"),
-        (run(global_batch="10000000"), "more passes than"),
+        (run(seq_len="100000000000"), "exceed the limit of 1073741824 tokens"),
+        (run(seq_len="17179869184"), "exceed the limit of 1073741824 tokens"),
+        (run(gpus="1000000"), "exceed the limit of 65536"),
+        (run(global_batch="10000000"), "exceed the limit of"),
         (run(ulysses="4"), "dp 1 must be a multiple of ulysses = 4"),
         (config(num_attention_heads=0), "num_attention_heads: expected int >= 1"),
         (config(num_hidden_layers=10**18), "num_hidden_layers: expected int <= 4096"),

@@ -164,12 +164,12 @@ def test_illegal_rules(case: str, rules: tuple[Rule, ...], message: str) -> None
 @pytest.mark.parametrize(
     ("partition", "message"),
     [
-        ((((0, 1),), ((2,),)), "hold every layer once, in order"),
-        ((((0, 1),), ((2, 2, 3),)), "hold every layer once, in order"),
-        ((((2, 3),), ((0, 1),)), "hold every layer once, in order"),
+        ((((0, 1),), ((2,),)), "contain every layer once, in order"),
+        ((((0, 1),), ((2, 2, 3),)), "contain every layer once, in order"),
+        ((((2, 3),), ((0, 1),)), "contain every layer once, in order"),
         ((((0, 1, 2, 3),), ((),)), "empty chunk"),
-        ((((0, 1, 2, 3),),), r"chunks per rank \[1\], the layout needs \[1, 1\]"),
-        ((((0, 1), (2, 3)), ((), ())), r"chunks per rank \[2, 2\], the layout needs \[1, 1\]"),
+        ((((0, 1, 2, 3),),), r"\[1\] chunks per rank, but the layout needs \[1, 1\]"),
+        ((((0, 1), (2, 3)), ((), ())), r"\[2, 2\] chunks per rank, but the layout needs \[1, 1\]"),
     ],
 )
 def test_illegal_partitions(partition: Any, message: str) -> None:

@@ -173,5 +173,5 @@ def test_a_plan_is_timed_once_and_not_where_it_is_only_weighed() -> None:
     assert given.cost.step_s(given.base_plan) == keep.step_s
     assert given.cost.peak_bytes(given.base_plan) == max(keep.peak_device_bytes)
     assert (len(timed), len(weighed)) == (1, 1)
-    with pytest.raises(RuntimeError, match="built without an evaluator"):
+    with pytest.raises(RuntimeError, match="has no evaluator"):
         base.cost.evaluate(plan)

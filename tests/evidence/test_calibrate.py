@@ -80,7 +80,7 @@ def test_a_line_is_of_the_row_that_was_predicted() -> None:
     assert log_error(joined(line, {"runs.csv": rows})) == pytest.approx(
         math.log(3000 / float(rows[1]["tokens_per_s_per_gpu"]))
     )
-    with pytest.raises(ConfigError, match="row 2: another row was predicted"):
+    with pytest.raises(ConfigError, match="row 2: the prediction is for another row"):
         joined(line, {"runs.csv": rows[::-1]})
 
 

@@ -378,10 +378,10 @@ NEEDED = "model, cluster, system, seq_len, global_batch, tp, pp"
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", f"it has no column {NEEDED}"),
-        ("a,b\n1,2\n", f"it has no column {NEEDED}"),
-        ("{\n  'not': 'a sheet'\n}\n", f"it has no column {NEEDED}"),
-        (",".join(without("tp", "dp")) + "\n", "it has no column tp"),
+        ("", f"the sheet lacks the columns {NEEDED}"),
+        ("a,b\n1,2\n", f"the sheet lacks the columns {NEEDED}"),
+        ("{\n  'not': 'a sheet'\n}\n", f"the sheet lacks the columns {NEEDED}"),
+        (",".join(without("tp", "dp")) + "\n", "the sheet lacks the columns tp"),
         (",".join([*ROW, "model"]) + "\n", "columns: name 'model' appears twice"),
         (",".join(ROW) + "\n" + ",".join([*ROW.values(), "more"]) + "\n", "line 2: "),
     ],

@@ -247,7 +247,7 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     band = band_of(problem, "full_recompute")
     assert "stack" not in band.outside
     assert band.half_width == found.scales.half_width
-    assert "its own calibrating rows" in trust(band)[0]
+    assert "the stack's calibration rows" in trust(band)[0]
 
 
 def test_the_stack_file_carries_the_band_of_its_rows(
@@ -270,7 +270,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
         ratio = float(row["pred_high"]) / float(row[f"pred_{SPEED}"])
         assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": 1e12}])
-    with pytest.raises(CommandError, match="no stack file has such scales"):
+    with pytest.raises(CommandError, match="the fitted scales are outside the range"):
         calibrate_user_stack(mine, tmp_path / "none.yaml", 1)
     assert not (tmp_path / "none.yaml").exists()
     assert "WARNING: row 1 is suspect" in capsys.readouterr().out
@@ -310,9 +310,9 @@ def test_a_stack_file_works_from_any_folder(
     assert yaml.safe_load(Path("first.yaml").read_text())["base"] == "nemo-24.12"
     write_sheet(Path("mine.csv"), [{**logged, "cluster": "h800-80gb", "system": "first.yaml"}])
     calibrate_user_stack(Path("mine.csv"), Path("second.yaml"), 1)
-    with pytest.raises(CommandError, match="this is the stack of the rows"):
+    with pytest.raises(CommandError, match="the rows use this stack file"):
         calibrate_user_stack(Path("mine.csv"), Path("first.yaml"), 1)
-    with pytest.raises(CommandError, match=r"ends in \.yaml"):
+    with pytest.raises(CommandError, match=r"end in \.yaml"):
         calibrate_user_stack(Path("mine.csv"), Path("first"), 1)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")

@@ -84,7 +84,7 @@ def test_a_suite_runs_its_methods_and_variants_and_names_its_references(
     ]
     path = tmp_path / "suite.yaml"
     path.write_text(path.read_text().replace('"long": "full_recompute.0"', '"long": "mst.0"'))
-    with pytest.raises(ConfigError, match="references: long: names no cell"):
+    with pytest.raises(ConfigError, match="references: long: is not the name of a cell"):
         layer_suite.load_layers(path)
     path.write_text(path.read_text().replace('["keep_all"', '["kep_all"'))
     with pytest.raises(ConfigError, match="did you mean 'keep_all'"):
@@ -117,7 +117,7 @@ def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
     nearly = [replace(lines[0], step_s=lines[0].step_s * (1 + 1e-12)), *lines[1:]]
     assert "as before" in predicted_steps.write_predictions(nearly, path, anew=False)
     other = [replace(lines[0], step_s=1.0), *lines[1:]]
-    with pytest.raises(CommandError, match=f"something else of {lines[0].cell}"):
+    with pytest.raises(CommandError, match=f"the prediction of {lines[0].cell} has changed"):
         predicted_steps.write_predictions(other, path, anew=False)
     with pytest.raises(CommandError, match=r"long\.keep_all\.0"):
         predicted_steps.write_predictions(lines[:-1], path, anew=False)
@@ -176,7 +176,7 @@ def test_rounds_mix_the_cells_until_ratios_are_known_and_go_on_after_a_break(
     assert again.rounds == taken.rounds + 1  # settled: one round more, and done
     assert rounds(suite, tmp_path, steps, until_s=-1.0).rounds == again.rounds
     Machine.name, kept = "another", Machine.name
-    with pytest.raises(CommandError, match="not of this run"):
+    with pytest.raises(CommandError, match="not from this run"):
         rounds(suite, tmp_path, steps)
     Machine.name = kept
 
@@ -238,7 +238,7 @@ def test_tables_set_the_measured_beside_the_predicted(suite: LayerSuite, tmp_pat
     shown = layers_table(rows)
     assert "time 10.00 % of 2 (expected: at most 5 %), allocated bytes 100.00 % of 2" in shown.note
     assert "refused: predicted oom: 1 GiB short" in shown.markdown()
-    assert not shown.note.startswith("Run on a CPU")
+    assert not shown.note.startswith("This was a trial run on a CPU")
     assert "NOT every prediction" in shown.note  # predicted today, measured in January 2026
     assert len(ratios_table(rows).rows) == 2
 

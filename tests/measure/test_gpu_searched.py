@@ -60,7 +60,7 @@ def test_cells_are_those_that_were_predicted(lines: list[Searched], tmp_path: Pa
     assert [cell.name for cell in cells] == [line.cell for line in lines]
     assert predicted_steps.read_predictions(path, cells)[cells[0].name] == lines[0]
     assert [c.name for c in part.searched_cells(path, [lines[1].cell])] == [lines[1].cell]
-    with pytest.raises(CommandError, match="no cell of --only nothing"):
+    with pytest.raises(CommandError, match="has no cell named nothing"):
         part.searched_cells(path, ["nothing"])
     path.unlink()
     append_line(path, replace(lines[0], method="no_such_method"))

@@ -109,7 +109,7 @@ def test_verdicts_say_which_step_a_bound_is_of_and_how_steps_were_timed() -> Non
         first_gradient_error=2e-3,
         first_only=True,
     )
-    assert "yes (largest norm-wise gradient error at the first step 0.002, at any 0.03" in verdict(
+    assert "yes (largest norm-wise gradient error 0.002 at the first step, at most 0.03" in verdict(
         found
     )
     assert timing([0.3, 0.1, 0.2]).startswith("step 0.2 s (median of 3 steps")

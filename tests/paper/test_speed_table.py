@@ -110,7 +110,7 @@ def test_the_markdown_has_times_errors_and_gains(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(
-        ConfigError, match="it has no column problem, engine, method, status, record_key"
+        ConfigError, match="the sheet lacks the columns problem, engine, method, status, record_key"
     ):
         build(tmp_path / "other.csv")
     with pytest.raises(ConfigError, match="cannot be read"):

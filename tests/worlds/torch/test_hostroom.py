@@ -119,7 +119,7 @@ def test_a_weight_that_is_drawn_whole_counts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rank_processes, "free_bytes", lambda: need)
     assert rank_processes.memory_shortage(case) == ""
     monkeypatch.setattr(rank_processes, "free_bytes", lambda: need - 1)
-    assert "of weights as they are drawn" in rank_processes.memory_shortage(case)
+    assert "of initial weights" in rank_processes.memory_shortage(case)
 
 
 @pytest.mark.parametrize("words", [("--gpus", "1000", "--tp", "2"), ("--seq-len", "100000000")])

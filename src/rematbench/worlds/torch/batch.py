@@ -72,9 +72,7 @@ def loss_scale(counted: int) -> float:
     in which no label counts: it has no mean (torch's cross_entropy gives NaN), and the case ends as
     `nan`."""
     if counted == 0:
-        raise NotFinite(
-            "the loss mask excludes every label of the batch, so the mean loss is undefined"
-        )
+        raise NotFinite("every label of the batch is ignored, so the mean loss is undefined")
     return 1.0 / counted
 
 
