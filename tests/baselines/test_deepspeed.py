@@ -3,9 +3,12 @@
 import pytest
 
 from baselines.deepspeed.plan import DeepSpeed
+from rematbench.worlds.torch.case import Case, Result
+from rematbench.worlds.torch.rank_processes import execute_cases
 from tests.baselines.cases import (
     GPT,
     SEQ,
+    STEPS,
     TINY,
     Asked,
     Ran,
@@ -16,6 +19,7 @@ from tests.baselines.cases import (
     run_together,
 )
 from tests.installed import needs
+from tests.worlds.torch.cases import in_host_memory
 
 needs("deepspeed")
 
@@ -40,9 +44,16 @@ MORE = [
     Asked("dp2-zero0"),
     Asked("dp2"),
     Asked("dp2-zero3"),
+    Asked("dp2-zero3", {"offload_optimizer": True}),
     Asked("dp2-zero3", {"checkpointing": "plain"}),
     Asked("ulysses2-zero3"),
 ]
+ON_HOST = [
+    (Asked("dp2-zero3"), ()),
+    (MORE[3], ("optimizer", "gradient")),
+    (FAST[9], ("optimizer", "gradient", "parameter")),
+]
+"""ZeRO 3 and the kinds of states that the package then has in host memory."""
 SLOW = [
     Asked("one", precision="bf16"),
     Asked("dp2", precision="bf16"),
@@ -106,6 +117,25 @@ def more(together: list[Ran]) -> list[Ran]:
 @pytest.mark.parametrize("number", range(len(MORE)), ids=[str(asked) for asked in MORE])
 def test_more_layouts_equal_the_executors(more: list[Ran], number: int) -> None:
     assert_equal(MORE[number], more[number], FP32)
+
+
+@pytest.fixture(scope="module")
+def zero3() -> list[Result]:
+    """The executor's own ZeRO 3, with the same states in host memory."""
+    given = asked_problem(Asked("dp2-zero3"))
+    options = {"problem": given, "steps": STEPS, "gradients": True, "measure": False}
+    base = Case(name="zero 3", plan=given.base_plan, **options)
+    return execute_cases([in_host_memory(base, *kinds) for _, kinds in ON_HOST])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(len(ON_HOST)), ids=[str(asked) for asked, _ in ON_HOST])
+def test_zero_3_equals_the_executors_zero_3(
+    together: list[Ran], zero3: list[Result], number: int
+) -> None:
+    asked, executed = ON_HOST[number][0], zero3[number]
+    assert executed.status == "ok", executed.reason
+    assert_equal(asked, together[[*FAST, *MORE].index(asked)], FP32, executed)
 
 
 @pytest.fixture(scope="module")
