@@ -68,7 +68,10 @@ def refused(*on_host: str, layout: str = "one", **changes: Any) -> Case:
 
 REFUSED: dict[str, Callable[[], Case]] = {
     "ring attention": lambda: refused(layout="cp2", system_changes={"cp_kind": "ring"}),
-    "parameters gathered per layer": lambda: refused(dp=2, zero_stage=3),
+    "parameters gathered per layer": lambda: refused(dp=2, zero_stage=3, system_changes=OVERLAP),
+    "parameters gathered matrix by matrix": lambda: refused(
+        dp=2, zero_stage=3, system_changes={"prefetch_elements": 1, "live_elements": 1}
+    ),
     "ZeRO stages 2 and 3": lambda: refused(dp=2, zero_stage=2),
     "gradient states on the host": lambda: refused("optimizer", "gradient", layout="dp2"),
     "parameter states on the host": lambda: refused("optimizer", "parameter", dp=2, zero_stage=3),

@@ -96,7 +96,7 @@ CHANGES_NOTHING = {
     ("tp2 windows beside", "emit_op.emit_op: w.wait (2) on compute"): (
         "the end of a gather beside its kernel: the runtime's kernel has waited for all of it"
     ),
-    ("dp2 windows beside", "emit_states.GradReducer.after: w.wait on dp"): (
+    ("dp2 windows beside", "emit_states.GradReducer._record_end: w.wait on dp"): (
         "the last reduction, just before, waits for the same; only its event is needed"
     ),
     ("cp2 rows", "step_blocks.gather_block: w.wait on compute"): (
@@ -108,16 +108,25 @@ CHANGES_NOTHING = {
 }
 NOT_EXECUTED = {
     "emit_backward.BackwardEmitter._regather: self.w.wait on compute": "ring attention",
-    "emit_states.ParameterGatherer._gather: w.wait on dp": "parameters gathered per layer",
-    "emit_states.ParameterGatherer._gather: w.wait (1) on dp": "parameter states on the host",
+    "emit_fetches.MatrixGatherer.read: w.wait on compute": "parameters gathered matrix by matrix",
+    "emit_states.ParameterGatherer._issue: w.wait on dp": "parameter states on the host",
+    "emit_states.ParameterGatherer._issue: w.wait (1) on dp": "parameters gathered per layer",
+    "emit_states.ParameterGatherer._issue: w.wait (2) on dp": "parameter states on the host",
     "emit_states.ParameterGatherer._shard_up: w.state_copy on h2d": "parameter states on the host",
-    "emit_states.GradReducer._reduce: w.state_copy on d2h": "gradient states on the host",
-    "emit_states.GradReducer._drain: w.wait on compute": "ZeRO stages 2 and 3",
+    "emit_states.GradReducer._exchange: w.wait (1) on compute": "ZeRO stages 2 and 3",
+    "emit_states.GradReducer._reduce_storages: w.state_copy on d2h": "gradient states on the host",
+    "emit_states.GradReducer._drain: w.wait on compute": "parameters gathered per layer",
 }
 """Edges by what the runtime refuses to execute (edge_cases.REFUSED)."""
 OUTSIDE_CHECK = {
-    "emit_states.ParameterGatherer._gather: w.wait on dp": (
+    "emit_states.ParameterGatherer._issue: w.wait on dp": (
+        "a stack gathers without overlap: to `check`, a gather's memory is its own"
+    ),
+    "emit_states.ParameterGatherer._issue: w.wait (1) on dp": (
         "it bounds how many gathered units are alive: to `check`, a gather's memory is its own"
+    ),
+    "emit_states.GradReducer._exchange: w.wait (1) on compute": (
+        "a stack reduces without overlap; before the buffer is freed, compute waits again"
     ),
 }
 """Those of them that `check` does not find missing either."""
