@@ -172,6 +172,10 @@ def _job(setup: Setup) -> list[Reason]:
         (lay.tp > 1, "tensor parallelism (this baseline's model has none)"),
         (lay.cp > 1, "context parallelism (DeepSpeed has Ulysses: set ulysses)"),
         (lay.pp > 1, "pipeline parallelism (PipelineModule is not run here)"),
+        (
+            lay.state_shards < lay.dp * lay.cp,
+            "hybrid sharding (0.19.8 has no MiCS; hpZ only shards a second copy of parameters)",
+        ),
         (model.drops, "dropout has no common stream of random numbers to compare"),
         (model.position == "alibi", "ALiBi positions (this baseline's model has none)"),
         (model.qk_norm, "norms over heads (this baseline's model has none)"),

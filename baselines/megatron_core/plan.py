@@ -262,6 +262,10 @@ def _layout(setup: Setup) -> list[Reason]:
     lay, model = setup.layout, setup.model
     return [
         (lay.zero_stage > 1, f"zero_stage {lay.zero_stage} is Megatron-FSDP, not run here"),
+        (
+            lay.state_shards < lay.dp * lay.cp,
+            "hybrid sharding (num_distributed_optimizer_instances is not run here)",
+        ),
         (lay.ulysses > 1, "Ulysses needs TransformerEngine (cp_comm_type a2a)"),
         (model.num_kv_heads % lay.tp != 0, "KV heads replicated over tp"),
         (

@@ -33,7 +33,8 @@ AMOUNTS = ("recompute_flop", "offload_bytes")
 ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
 
 
-WORDS = tuple(name for name in Layout.__struct_fields__ if name != "sp")
+WORDS = tuple(name for name in Layout.__struct_fields__ if name not in ("sp", "shard_degree"))
+"""The numbers of a layout in every table; a sharding degree only where one is given."""
 
 
 class Band(Struct, frozen=True, kw_only=True):
@@ -102,6 +103,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "seq_len": work.seq_len,
             **({"document_len": work.document_len} if work.packed else {}),
             **{name: getattr(lay, name) for name in WORDS},
+            **({"shard_degree": lay.shard_degree} if lay.shard_degree else {}),
             "sp": lay.sequence_parallel,
             "precision": work.precision,
             "attention": problem.attention,

@@ -69,6 +69,12 @@ REFUSED: dict[str, Callable[[], Case]] = {
     "ring attention": lambda: cases.case(
         "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
     ),
+    "parameters gathered matrix by matrix": lambda: cases.case(
+        "dp2-zero3",
+        "keep",
+        precision="bf16",
+        system_changes={"prefetch_elements": 1, "live_elements": 1},
+    ),
 }
 """Cases by what the runtime refuses of them, in its own words."""
 MADE: dict[str, Callable[[], Case]] = {
@@ -79,6 +85,7 @@ MADE: dict[str, Callable[[], Case]] = {
     "dp2 hosted": lambda: hosted("dp2"),
     "dp2-zero3 gradients leave": lambda: leaving("dp2-zero3", "optimizer", "gradient"),
     "dp2-zero3 all leave": lambda: leaving("dp2-zero3", "optimizer", "gradient", "parameter"),
+    "dp2-zero3 weights leave": lambda: leaving("dp2-zero3", "parameter"),
     "pp2 held": held,
     "pp2 late copies": late_copies,
 }

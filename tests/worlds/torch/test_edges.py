@@ -68,11 +68,15 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "emit_states.GradReducer._apply: w.collective (1) on tp",
         "emit_states.GradReducer._apply: w.wait (1) on compute",
     ),
-    "dp2-zero2 keep": ("emit_states.GradReducer._drain: w.wait on compute",),
-    "dp2-zero3 gradients leave": ("emit_states.GradReducer._reduce: w.state_copy on d2h",),
+    "dp2-zero2 keep beside": ("emit_states.GradReducer._drain: w.wait on compute",),
+    "dp2-zero3 gradients leave": ("emit_states.GradReducer._reduce_storages: w.state_copy on d2h",),
     "dp2-zero3 all leave": (
-        "emit_states.ParameterGatherer._gather: w.wait (1) on dp",
+        "emit_states.ParameterGatherer._issue: w.wait (2) on dp",
         "emit_states.ParameterGatherer._shard_up: w.state_copy on h2d",
+    ),
+    "dp2-zero3 weights leave": (
+        "step_blocks.optimizer_block: w.wait on compute",
+        "step_blocks.optimizer_block: w.state_copy on d2h",
     ),
     "one offload": (
         "step_blocks.d2h_block: w.wait on d2h",
@@ -102,10 +106,17 @@ CHANGES_NOTHING = {
     ("tp2 windows beside", "emit_op.emit_op: w.wait (2) on compute"): (
         "the end of a gather beside its kernel: the runtime's kernel has waited for all of it"
     ),
-    ("dp2 windows beside", "emit_states.GradReducer.after: w.wait on dp"): (
+    ("dp2 windows beside", "emit_states.GradReducer._record_end: w.wait on dp"): (
         "the last reduction, just before, waits for the same; only its event is needed"
     ),
-    ("dp2-zero3 keep", "emit_states.ParameterGatherer._gather: w.wait on dp"): (
+    ("dp2-zero2 keep", "emit_states.GradReducer._exchange: w.wait (1) on compute"): (
+        "a stack reduces without overlap; before the buffer is freed, compute waits again"
+    ),
+    ("dp2-zero3 keep", "emit_states.ParameterGatherer._issue: w.wait on dp"): (
+        "a stack gathers without overlap; the runtime's gather waits for more, because its memory "
+        "is compute's"
+    ),
+    ("dp2-zero3 keep beside", "emit_states.ParameterGatherer._issue: w.wait (1) on dp"): (
         "it bounds how many gathered units are alive; the runtime's gather waits for more, because "
         "its memory is compute's"
     ),
@@ -118,8 +129,17 @@ CHANGES_NOTHING = {
 }
 NOT_EXECUTED = {
     "emit_backward.BackwardEmitter._regather: self.w.wait on compute": "ring attention",
+    "emit_fetches.MatrixGatherer.read: w.wait on compute": "parameters gathered matrix by matrix",
 }
 """Edges by what the runtime refuses to execute (edge_cases.REFUSED)."""
+
+
+OUTSIDE_CHECK = {
+    "step_blocks.optimizer_block: w.wait on compute": (
+        "updated weights are on the host before the next step, which `check` does not see"
+    ),
+}
+"""Those of them that `check` does not find missing."""
 
 
 def test_every_wait_of_the_lowering_is_in_a_table() -> None:
@@ -158,7 +178,7 @@ def found_by_check(case: str, name: str) -> bool:
 def test_check_finds_all_of_them_too() -> None:
     """Also those that only order gradients and parameters that stay where they are."""
     every = [(case, name) for case, names in PROGRAM.items() for name in names]
-    assert [each for each in every if not found_by_check(*each)] == []
+    assert {name for case, name in every if not found_by_check(case, name)} == set(OUTSIDE_CHECK)
 
 
 @pytest.mark.parametrize("name", NOT_EXECUTED)

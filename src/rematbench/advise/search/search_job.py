@@ -399,8 +399,8 @@ def with_engines(result: Result) -> Result:
 
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Result:
     """Plan, lower and simulate the plan of a table line again."""
-    names = [name for name in ("gpus", "seq_len", *WORDS) if name != "dp" and row.get(name)]
-    numbers = {name: int(row[name]) for name in names}
+    named = ("gpus", "seq_len", *WORDS, *(["shard_degree"] if row.get("shard_degree") else []))
+    numbers = {name: int(row[name]) for name in named if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
     spec = convert({**numbers, **words}, ProblemSpec)
