@@ -18,6 +18,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 COLORS = 256
 COLUMN_IN = 3.5
@@ -89,9 +90,12 @@ def apply() -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure as PDF and PNG.  The files have no dates, so equal data give equal bytes.  A
-    palette reduces the PNG, which the page embeds, to a quarter of its size."""
+    palette reduces the PNG, which the page embeds, to a quarter of its size.  The PNG's Description
+    is the titles of its panels, so that a test can compare the numbers in a committed picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
+    words = PngInfo()
+    words.add_text("Description", "\n".join(axis.get_title(loc="left") for axis in figure.axes))
     figure.set_layout_engine("none")  # the layout of the PDF holds
     made = BytesIO()
     figure.savefig(made, format="png", dpi=200, metadata={"Software": None})
@@ -100,7 +104,7 @@ def save(figure: Figure, path: Path) -> None:
         few = picture.convert("RGB").quantize(
             COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
         )
-    few.save(path.with_suffix(".png"))
+    few.save(path.with_suffix(".png"), pnginfo=words)
 
 
 def context_axis(axis: Axes, lengths: Sequence[float]) -> None:

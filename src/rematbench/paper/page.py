@@ -5,6 +5,7 @@ missing file is not an error.
 """
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
+DEVICE = re.compile(r'"device": ?"NVIDIA (\w+)')
+"""The GPU of a record, by the name that its driver gives."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,13 +180,18 @@ def _rows(path: Path) -> Sequence[Mapping[str, str]]:
     return read_sheet(path) if path.is_file() else ()
 
 
-def no_gpu_sentence(results: Path) -> str:
-    """One sentence that says which of the papers' GPUs have an executed record here."""
+def gpus_used(results: Path) -> set[str]:
+    """The papers' GPUs that are the device of a committed record or summary of a measurement."""
     used = set()
-    for path in sorted((results / "measured").rglob("*.json")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if '"executed"' in text:
-            used |= {gpu for gpu in GPUS if f"NVIDIA {gpu}" in text}
+    for path in sorted((results / "measured").rglob("*.json*")):
+        named = DEVICE.findall(path.read_text(encoding="utf-8", errors="replace"))
+        used |= {gpu for gpu in GPUS if gpu in named}
+    return used
+
+
+def no_gpu_sentence(results: Path) -> str:
+    """One sentence that says which of the papers' GPUs have a record here."""
+    used = gpus_used(results)
     unused = [gpu for gpu in GPUS if gpu not in used]
     if used:
         return f"GPUs used: {', '.join(sorted(used))}; no {', '.join(unused)} was used."

@@ -1,0 +1,147 @@
+"""Sentences, pictures and samples of the documents say what tables, records and commands say."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import fields
+from PIL import Image
+
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.paper.page import GPUS, gpus_used, load_report
+from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
+from rematbench.workload import Workload
+from tests.problems import make_problem, plan_of
+from tests.typed import typed
+from tests.workflow.checkout import ROOT
+
+EXPECTED = ROOT / "results" / "expected"
+
+
+def words(name: str) -> str:
+    """A document on one line."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (EXPECTED / f"{name}.csv").open(newline="", encoding="utf-8") as sheet:
+        return list(csv.DictReader(sheet))
+
+
+# -- numbers of docs/claims.md --------------------------------------------------------------------
+
+
+def test_best_against_best_is_what_the_searched_spaces_say() -> None:
+    spaces = {row["space"]: row for row in rows("searched_spaces") if row["mfu_causal"]}
+    megatron, every = spaces["megatron_core"], spaces["all"]
+    told = (
+        f"of all {int(every['layouts']):,} layouts, which counts for no claim: "
+        f"{100 * float(megatron['mfu_causal']):.1f} % with the options of Megatron-core and "
+        f"{100 * float(every['mfu_causal']):.1f} % with all methods"
+    )
+    assert told in words("docs/claims.md")
+
+
+def test_the_one_problem_where_lynxs_heuristic_is_slower_is_what_the_table_says() -> None:
+    steps: dict[str, dict[str, float]] = {}
+    for row in rows("methods"):
+        if row["status"] == "ok" and row["label"] in ("lynx_heu", "lynx_opt"):
+            steps.setdefault(row["problem"], {})[row["label"]] = float(row["step_s"])
+    gaps = sorted(100 * (s["lynx_heu"] / s["lynx_opt"] - 1) for s in steps.values() if len(s) == 2)
+    assert len(gaps) > 2
+    assert gaps[-2] <= 0.3
+    told = f"agree within 0.3 % on all problems but one ({gaps[-1]:.1f} %)"
+    assert told in words("docs/claims.md")
+
+
+# -- GPUs, and what is not modelled ----------------------------------------------------------------
+
+
+def test_the_readme_names_the_gpus_of_the_records() -> None:
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if "ed, GPU" in line)
+    used = gpus_used(ROOT / "results")
+    assert used
+    assert {gpu for gpu in GPUS if gpu in row} == used
+
+
+INPUTS = {
+    "CUDA graphs": (System, "cuda_graphs"),
+    "packed": (Workload, "document_len"),
+    "context parallel": (System, "cp_kind"),
+    "parameters in host memory": (System, "parameters_on_host"),
+    "expandable": (System, "expandable_segments"),
+}
+"""Words for what a job can say, each with its field."""
+
+
+def test_nothing_that_a_job_can_say_is_said_to_be_refused() -> None:
+    refused = " ".join(load_report().not_modelled)
+    for word, (kind, name) in INPUTS.items():
+        assert name in {field.name for field in fields(kind)}
+        assert word.lower() not in refused.lower()
+
+
+# -- the picture and the sample of the README and of docs/compare.md -------------------------------
+
+STEP = re.compile(r"step ([\d.]+) s, exposed waits ([\d.]+) %")
+OFFLOAD = "balanced_checkpointing+pp_offload:alpha={}"
+PICTURE = {"model": "llama-7b", "cluster": "a800-80gb", "system": "megatron-kwai"}
+ALPHAS = (0.1, 1.0)
+"""The offloaded share of the upper and of the lower half."""
+
+
+def pictured() -> Problem:
+    return make_problem(**PICTURE, seq_len=12288, layout=Layout(pp=4, vpp=8, dp=1, global_batch=16))
+
+
+def described(path: Path) -> list[tuple[str, str]]:
+    """The step and the exposed waits of each half of a timeline, as its titles say them."""
+    with Image.open(path) as picture:
+        return STEP.findall(str(picture.info["Description"]))
+
+
+def test_the_picture_has_the_steps_that_the_simulator_gives() -> None:
+    problem = pictured()
+    steps = [evaluate(problem, plan_of(problem, OFFLOAD.format(a))).step_s for a in ALPHAS]
+    told = [step for step, _ in described(ROOT / "docs" / "timeline.png")]
+    assert told == [f"{step:.2f}" for step in steps]
+
+
+@pytest.mark.full
+def test_the_picture_has_the_waits_that_its_script_draws(tmp_path: Path) -> None:
+    """`snakemake picture` makes docs/timeline.png again."""
+    words = [word for key, value in PICTURE.items() for word in (f"--{key}", value)]
+    words += ["--gpus", "4", "--seq-len", "12288", "--global-batch", "16", "--pp", "4", "--vpp"]
+    traces = []
+    for alpha in ALPHAS:
+        run, trace = tmp_path / f"{alpha}.json", tmp_path / f"trace{alpha}.json"
+        assert typed("simulate", OFFLOAD.format(alpha), *words, "8", "--out", str(run)).code == 0
+        assert typed("timeline", str(run), "-o", str(trace)).code == 0
+        traces.append(str(trace))
+    script = ROOT / "figures" / "timeline.py"
+    drawn = tmp_path / "timeline.pdf"
+    subprocess.run([sys.executable, str(script), *traces, str(drawn)], check=True, timeout=120)
+    assert described(drawn.with_suffix(".png")) == described(ROOT / "docs" / "timeline.png")
+
+
+@pytest.mark.full
+def test_the_sample_of_compare_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of docs/compare.md, of the methods that it shows."""
+    guide = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    command, sample = re.findall(r"```\w+\n(.*?)```", guide, re.DOTALL)[:2]
+    lines = [" ".join(line.split()) for line in sample.splitlines() if line.strip()]
+    shown = [line.split()[0] for line in lines if re.search(r" (yes|no|tight) +-?\d", line)]
+    assert len(shown) == 5
+    options = command.replace("\\\n", " ").split()
+    options = options[options.index("compare") + 1 : options.index("-o")]
+    monkeypatch.setenv("COLUMNS", "170")
+    only = [word for name in shown for word in ("--only", name)]
+    printed = [
+        " ".join(line.split()) for line in typed("compare", *options, *only).out.splitlines()
+    ]
+    assert [line for line in lines if line not in printed] == []
