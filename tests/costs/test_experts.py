@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.costs.collectives import group_ranks, worst_group
 from rematbench.costs.operators.block import layer_table
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import state_bytes
@@ -166,6 +167,25 @@ def test_expert_parallelism_needs_experts_and_a_stack_with_it() -> None:
         check_layout(layout, work, cluster, MEGATRON)
     with pytest.raises(LayoutError, match="system huggingface has no expert parallelism"):
         check_layout(layout, replace(work, model=QWEN), cluster, load_system("huggingface"))
+
+
+def test_experts_fold_onto_the_ranks_of_a_stage() -> None:
+    """Eight ranks a stage: experts split over neighbours, spread over pairs of them, twice."""
+    layout = Layout(tp=2, dp=4, pp=2, ep=2, etp=2)
+    order = ("tp", "cp", "dp", "pp")
+    groups = {kind: group_ranks(layout, kind, 1, order) for kind in ("etp", "ep", "edp")}
+    assert groups["etp"] == [(8, 9), (10, 11), (12, 13), (14, 15)]
+    assert groups["ep"] == [(8, 10), (9, 11), (12, 14), (13, 15)]
+    assert groups["edp"] == [(8, 12), (9, 13), (10, 14), (11, 15)]
+    for members in groups.values():
+        assert sorted(rank for group in members for rank in group) == list(range(8, 16))
+
+
+@pytest.mark.parametrize(("etp", "nodes"), [(1, 1), (2, 2), (8, 8)])
+def test_experts_leave_a_node_where_their_groups_do(etp: int, nodes: int) -> None:
+    layout = Layout(tp=8, dp=8, ep=8, etp=etp)
+    shape = worst_group(layout, "ep", 0, 8, ("tp", "cp", "dp", "pp"))
+    assert (shape.ranks, shape.nodes) == (8, nodes)
 
 
 def test_a_step_is_refused_with_parameters_states_and_saved_bytes() -> None:

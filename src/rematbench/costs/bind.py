@@ -113,6 +113,8 @@ class CostModel(KernelCosts):
             pp=lay.pp,
             dp=lay.dp,
             ulysses=lay.ulysses,
+            ep=lay.ep,
+            etp=lay.etp,
             shard_degree=lay.shard_degree,
         )
 

@@ -50,12 +50,17 @@ def group_ranks(
 
     The data- and context-parallel peers are cut into groups `state` of neighbours, over which ZeRO
     shards states (`Layout.state_shards`); the ranks of equal place in them form groups `replica`.
+    Experts fold onto the ranks of a stage: neighbours form the groups `etp`, the ranks of equal
+    place in neighbouring groups `ep`, and all ranks of equal place in those `edp` (Megatron-core's
+    parallel_state.py, expert_decoder_rank_generator).
     """
     return [tuple(row) for row in _ranks(layout, group, stage, order).tolist()]
 
 
 def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
     """`group_ranks` as an array: groups by ranks."""
+    if group in EXPERT_AXES:
+        return _expert_ranks(layout, group, stage, order)
     sizes = degrees(layout)
     members = ("cp", "dp") if group in ("state", "replica") else (group,)
     shape = [sizes[name] for name in order]
@@ -75,6 +80,25 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     if group == "replica":
         cut = cut.transpose(0, 2, 1)
     return cut.reshape(-1, cut.shape[2])
+
+
+EXPERT_AXES = ("edp", "ep", "etp")
+"""The groups of experts, the slowest first."""
+
+
+def _expert_ranks(
+    layout: Layout, group: str, stage: int, order: tuple[str, ...]
+) -> NDArray[np.int64]:
+    """The groups of experts of a kind at a pipeline stage: groups by ranks."""
+    everyone = np.sort(_stage_ranks(layout, stage, order))
+    grid = everyone.reshape(layout.expert_dp, layout.ep, layout.expert_tp)
+    axis = EXPERT_AXES.index(group)
+    return np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
+
+
+def _stage_ranks(layout: Layout, stage: int, order: tuple[str, ...]) -> NDArray[np.int64]:
+    """All ranks of a pipeline stage."""
+    return _ranks(layout, "pp", 0, order)[:, stage]
 
 
 @lru_cache(maxsize=4096)
