@@ -30,9 +30,7 @@ COMPILED = "norm_keeps_steps: true with compiled: true: only an eager norm keeps
 CLUSTERS = {
     "generation: ampere": "generation: ampere, but the gpu 'H100-SXM5-80GB' is hopper",
     "gpu: B200-SXM6": "generation: hopper, but the gpu 'B200-SXM6' is blackwell",
-    "generation: hoper": (
-        "generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, blackwell, cpu)"
-    ),
+    "generation: hoper": ("generation: 'hoper'; did you mean 'hopper'?"),
     "non_torch_bytes: 90000000000": "non_torch_bytes: leaves no device memory to the framework",
     "peak_flop_per_s: 1979": (
         "peak_flop_per_s: 1979: expected FLOP/s of a GPU, from 1e+13 to 1e+17"
