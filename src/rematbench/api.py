@@ -15,7 +15,7 @@ from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest, search_row
 from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Job, Result, evaluate_method
+from rematbench.evaluate.result import Job, Result, evaluate_method, told_fragmented
 from rematbench.evidence.bands import leaving_reserve, with_band
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
@@ -65,9 +65,10 @@ def simulate(
     else:
         found = method if isinstance(method, Composition) else Composition((method,))
         named = found.text
-    return with_band(
-        evaluate_method(job.problem, found, job.base, checked=checked, words=job.words, text=named)
+    result = evaluate_method(
+        job.problem, found, job.base, checked=checked, words=job.words, text=named
     )
+    return with_band(told_fragmented(result))
 
 
 def compare(

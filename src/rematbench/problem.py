@@ -25,11 +25,15 @@ from rematbench.costs.states import (
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
+from rematbench.spec.facts import CPU
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.precision import WIDE, attention_problem, peak_flop_per_s
 from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
+NOT_TIMED = "time not modelled: "
 
 
 class Evaluation(Protocol):
@@ -85,9 +89,53 @@ class Problem:
         if self.kernel == "unfused":
             object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
-            self.calibration.kernels.attention(self.cluster.generation, self.kernel)
+            self._check_attention()
         check_layout(self.layout, self.workload, self.cluster, self.system)
         _refuse_experts(self)
+
+    def _check_attention(self) -> None:
+        """RateError if no kernel of the stack runs fused attention on the GPUs in the precision."""
+        generation, work = self.cluster.generation, self.workload
+        problem = self.calibration.kernels.refusal(generation, self.kernel)
+        if not problem and generation != CPU:
+            problem = attention_problem(self.system, work.model, work.precision, self.backend)
+            problem = problem and f"{problem} (--attention unfused has a kernel)"
+        if problem:
+            raise RateError(problem)
+
+    @cached_property
+    def untimed(self) -> str:
+        """Why no kernel of this problem has seconds, in one line; empty if all have."""
+        generation, precision = self.cluster.generation, self.workload.precision
+        rates, missing = self.calibration.kernels, ""
+        if not self.calibration.has_rates(generation):
+            known = ", ".join(sorted(set(self.calibration.gpus) & set(rates.generations) - {CPU}))
+            missing = (
+                f"no kernel rates of {generation} (there are rates of {known}; a cluster's file "
+                "that names one of these as its generation is timed with its shares of the peaks)"
+            )
+        elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
+            missing = lacks
+        elif precision in WIDE and generation != CPU:
+            missing = self._untimed_precision()
+        return f"{NOT_TIMED}{missing}" if missing else ""
+
+    def _untimed_precision(self) -> str:
+        precision = self.workload.precision
+        if self.kernel != "unfused":
+            return (
+                f"no published rate of fused attention in {precision} (--attention unfused has one)"
+            )
+        if not self.peak_flop_per_s:
+            key = "tf32" if precision == "fp32" and self.system.tf32 else precision
+            return f"no {key} peak of {self.cluster.name} (its file may give {key}_flop_per_s)"
+        return ""
+
+    @cached_property
+    def peak_flop_per_s(self) -> float:
+        """The GPU's dense peak of matrix products in the problem's precision; 0 if not declared."""
+        precision, tf32 = self.workload.precision, self.system.tf32
+        return peak_flop_per_s(self.cluster, self.calibration, precision, tf32)
 
     def __getstate__(self) -> dict[str, object]:
         """The state to pickle for another process: the problem without cached chunks, costs and
@@ -153,6 +201,7 @@ class Problem:
                 workload=self.workload,
                 calibration=self.calibration,
                 attention=self.kernel,
+                untimed=self.untimed,
             )
         )
 
@@ -454,7 +503,8 @@ class CostFacade(CostModel):
         return pipeline_offload_estimator(self.workload.model, self.layout, chunk_bytes)
 
     def step_s(self, plan: Plan) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds of one optimizer step; RateError if kernels have none."""
+        self.require_rates()
         return self.evaluate(plan).step_s
 
     def rebuild_ops(

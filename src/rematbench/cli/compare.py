@@ -292,9 +292,13 @@ def verdict(results: Sequence[Result]) -> str:
     best = results[0] if results else None
     if best is None or best.verdict is None:
         return "NOTHING FITS: no method could plan this problem"
-    if best.status == "oom":
+    if not best.fits:
         return f"NOTHING FITS: the closest method is {best.method}, {best.reason}"
-    return f"FASTEST: {_summary(best)}"
+    return (
+        f"FITS: {_summary(best)} ({best.not_timed})"
+        if best.not_timed
+        else (f"FASTEST: {_summary(best)}")
+    )
 
 
 def safest(results: Sequence[Result]) -> str:
@@ -312,11 +316,10 @@ def runnable(results: Sequence[Result]) -> str:
     if none runs."""
     fitting = _distinct(results)
     first = next((result for result in fitting if result.runs_on), None)
-    return (
-        ""
-        if first is None or first is fitting[0]
-        else f"FASTEST that an engine can run: {_summary(first)}"
-    )
+    if first is None or first is fitting[0]:
+        return ""
+    word = "FITS and an engine can run it" if first.not_timed else "FASTEST that an engine can run"
+    return f"{word}: {_summary(first)}"
 
 
 def _distinct(results: Sequence[Result]) -> list[Result]:
@@ -325,11 +328,13 @@ def _distinct(results: Sequence[Result]) -> list[Result]:
 
 
 def _summary(result: Result) -> str:
+    room = f"{gib(result.headroom_bytes or 0)} GiB left{', tight' if result.fit == 'tight' else ''}"
+    if result.not_timed:
+        return f"{result.method}, {room}"
     low, high = result.band or (0.0, 0.0)
     return (
         f"{result.method}, {rounded(result.tokens_per_s_per_gpu or 0.0)} tokens/s/GPU "
-        f"({rounded(low)} to {rounded(high)}), {gib(result.headroom_bytes or 0)} GiB left"
-        f"{', tight' if result.fit == 'tight' else ''}"
+        f"({rounded(low)} to {rounded(high)}), {room}"
     )
 
 
@@ -349,7 +354,7 @@ def cells(result: Result, order: Order, share: float, *, folded: bool) -> list[s
     if result.same_as:
         where = f"plan of {result.same_as}"
         return [name, fit, free, *["-"] * 4, pinned, *["-"] * (1 + totals), where, "-", "-"]
-    if not result.fits:
+    if not result.fits or result.not_timed:
         return [name, fit, free, *["-"] * 4, pinned, *["-"] * (4 + totals)]
     return [
         name,
@@ -390,10 +395,10 @@ def parts(result: Result, share: float, between: str = ", ") -> str:
 
 def notes(results: Sequence[Result]) -> list[str]:
     """Lines that explain the table: ties, parts of the step, bands and their evidence."""
-    fitting = [result for result in results if result.fits]
+    fitting = [result for result in results if result.fits and result.timed]
+    lines = untimed_lines(results)
     if not fitting:
-        return []
-    lines = []
+        return [*lines, *retry_lines([result for result in results if result.fits])]
     if any(result.tied and not result.same_as for result in fitting):
         error = percent(ratio_band())
         lines.append(f"= tied: within {error}, our error when comparing two methods")
@@ -409,6 +414,19 @@ def notes(results: Sequence[Result]) -> list[str]:
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())
     lines += [f"outside of the published range: {'; '.join(outside)}"] if outside else []
     return [*lines, tight_line(), *retry_lines(fitting)]
+
+
+def untimed_lines(results: Sequence[Result]) -> list[str]:
+    """Lines that name the rows that fit and have no time, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.fits and result.not_timed:
+            reasons.setdefault(result.not_timed, []).append(result.method)
+    every = sum(result.fits for result in results)
+    return [
+        reason if len(methods) == every else f"{reason}: {'; '.join(methods)}"
+        for reason, methods in reasons.items()
+    ]
 
 
 def retry_lines(fitting: Sequence[Result]) -> list[str]:

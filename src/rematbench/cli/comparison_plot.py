@@ -20,13 +20,14 @@ Row = Mapping[str, Any]
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows of a comparison that fit. Each row is a point with its band as error bar
-    (hollow where the job lies outside of what was published), and a stacked bar of its step's
-    seconds."""
+    """Draw the rows of a comparison that fit and have a time. Each row is a point with its band as
+    error bar (hollow where the job lies outside of what was published), and a stacked bar of its
+    step's seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to load)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    fitting = [row for row in rows if row["status"] == "ok" and not row["same_as"]]
+    timed = [row for row in rows if row["status"] == "ok" and row["step_s"] is not None]
+    fitting = [row for row in timed if not row["same_as"]]
     height = 2.4 + 0.32 * min(len(fitting), MOST_BARS)
     figure = Figure(figsize=(12, height), layout="constrained")
     FigureCanvasAgg(figure)

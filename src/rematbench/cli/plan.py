@@ -20,7 +20,7 @@ from rematbench.engine.lowering.fates import Resolved, resolve
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.perfetto import write_timeline
-from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.closed_forms import ClosedForm, EstimatorName, closed_form
@@ -84,8 +84,9 @@ def simulate(
 
 
 def _with_errors(result: Result) -> Result:
-    """The result with its band and its allocator retries."""
-    result, plan, evaluation = with_band(result), result.plan, result.evaluation
+    """The result with its band, its allocator retries, and what expandable segments change."""
+    result = with_band(told_fragmented(result))
+    plan, evaluation = result.plan, result.evaluation
     if plan is None or evaluation is None:
         return result
     return replace(result, retries=retries(result.problem, plan, evaluation))

@@ -32,6 +32,7 @@ FRAGMENTS = (
 )
 BANNERS = {
     "ok": "FITS",
+    "fragmented": "FITS, FRAGMENTED",
     "oom": "OUT OF MEMORY",
     "unsupported": "UNSUPPORTED",
     "failed": "FAILED",
@@ -54,7 +55,7 @@ def show(
         return
     if not evaluation.not_timed:
         out.print()
-        if result.status == "oom":
+        if not result.fits:
             out.print(plain("speed with enough memory:"))
         out.print(speeds(result, evaluation))
     out.print()
@@ -68,8 +69,8 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     """The JSON of a run: a result with its band and retries.  Values are null where there is no
     plan to evaluate."""
     evaluation, verdict = result.evaluation, result.verdict
-    timed = None if evaluation is None or evaluation.not_timed else evaluation
-    values: dict[str, Any] = {key: getattr(timed, key, None) for key in SPEEDS}
+    values: dict[str, Any] = {key: getattr(result.timed, key, None) for key in SPEEDS}
+    values["not_timed"] = result.not_timed or None
     peaks = evaluation.peak_device_bytes if evaluation else None
     values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
     values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
@@ -81,7 +82,7 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     }
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["fits"] = result.fit if verdict else None
-    values["band"] = _band_values(result) if timed else None
+    values["band"] = _band_values(result)
     values["binds"] = verdict.binds if verdict else None
     values["allocator_retries"] = asdict(result.retries) if result.retries else None
     values["job"] = {"method": request.method.name, **result.job.facts()}
@@ -136,7 +137,7 @@ def heading(problem: Problem) -> list[str]:
 
 def untiled_of(problem: Problem) -> tuple[str, ...]:
     """What the problem's kernels round up, a sentence each; none for a CPU."""
-    if nominal(problem):
+    if nominal(problem) or problem.untimed:
         return ()
     fused = problem.attention == "flash"
     return untiled(problem.workload, problem.layout, problem.system, fused_attention=fused)
@@ -172,15 +173,15 @@ def method_line(request: Request) -> str:
 
 
 def banner(result: Result) -> str:
-    """The run's verdict in one line."""
-    word = BANNERS[result.status]
-    if result.status != "ok" or result.verdict is None or result.evaluation is None:
-        return f"{word}: {result.reason}"
+    """The run's verdict in one line, with the reason if its time is not modelled."""
+    word, why = BANNERS[result.status], f" ({result.not_timed})" if result.not_timed else ""
+    if not result.fits or result.verdict is None or result.evaluation is None:
+        return f"{word}: {result.reason}{why}"
     peaks = result.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
     spare = gib(result.verdict.headroom_bytes)
     tight = "FITS, TIGHT" if result.fit == "tight" else word
-    return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank})"
+    return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
 
 
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:

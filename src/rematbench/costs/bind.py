@@ -242,6 +242,9 @@ class CostModel(KernelCosts):
         """Slowdown (a factor) of compute that overlaps with work on `stream`.
 
         NCCL's kernels take SMs and HBM rate from compute.  The factor is 1 for point-to-point
-        transfers and copies, which run on copy engines."""
+        transfers and copies, which run on copy engines, and if launches block, so that nothing
+        overlaps."""
+        if self.system.launch_blocking:
+            return 1.0
         stalls = {"tp": self.stack.tp_stall, "cp": self.stack.tp_stall, "dp": self.stack.dp_stall}
         return 1.0 + stalls.get(stream, 0.0)

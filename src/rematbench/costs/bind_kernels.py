@@ -17,9 +17,10 @@ from rematbench.spec.constants import (
     NetworkConstants,
     SystemConstants,
 )
-from rematbench.spec.kernel_rates import AttentionRates, Device, Quantity
+from rematbench.spec.kernel_rates import AttentionRates, Device, Quantity, RateError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import shipped_balances
+from rematbench.spec.precision import peak_flop_per_s
 from rematbench.spec.system import AttentionBackend, System
 from rematbench.workload import Workload
 
@@ -27,7 +28,8 @@ Direction = Literal["forward", "backward_input", "backward_weight"]
 
 
 class KernelCosts:
-    """Seconds of one rank's kernels.  Results are memoised, so that repeated calls are cheap."""
+    """Seconds of one rank's kernels.  Results are memoised, so that repeated calls are cheap.
+    `untimed`: why kernels have no seconds ("": they have)."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class KernelCosts:
         workload: Workload,
         calibration: Calibration,
         attention: AttentionBackend,
+        untimed: str = "",
     ) -> None:
         self.cluster = cluster
         self.system = system
@@ -45,12 +48,25 @@ class KernelCosts:
         self.workload = workload
         self.calibration = calibration
         self.attention = attention
+        self.untimed = untimed
         self._kernels: dict[tuple[Kernel, Direction], float] = {}
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
 
+    def require_rates(self) -> None:
+        """RateError, with the reason, if kernels have no seconds."""
+        if self.untimed:
+            raise RateError(self.untimed)
+
+    @cached_property
+    def peak_flop_per_s(self) -> float:
+        """The GPU's dense peak of matrix products in the workload's precision."""
+        precision, tf32 = self.workload.precision, self.system.tf32
+        return peak_flop_per_s(self.cluster, self.calibration, precision, tf32)
+
     @cached_property
     def gpu(self) -> GpuConstants:
-        """Constants of the cluster's GPU generation."""
+        """Constants of the cluster's GPU generation; RateError if kernels have no seconds."""
+        self.require_rates()
         return self.calibration.gpu(self.cluster.generation)
 
     @cached_property
@@ -93,6 +109,7 @@ class KernelCosts:
 
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
         """Seconds of one kernel: busy seconds x the stack's scale + the device's gaps."""
+        self.require_rates()
         key = (kernel, direction)
         if key not in self._kernels:
             match kernel:
@@ -186,7 +203,7 @@ class KernelCosts:
         """The GPU with the rates of config/kernels: HBM at its published share."""
         rates = self.calibration.kernels.generation(self.cluster.generation)
         return Device(
-            peak_flop_per_s=self.cluster.peak_flop_per_s,
+            peak_flop_per_s=self.peak_flop_per_s,
             hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * rates.hbm.value,
             sm_count=rates.sm_count,
             balance=self.balance,

@@ -234,10 +234,10 @@ def non_torch_bytes(
     NCCL's buffers for each communicator of the layout; or the cluster file's measured bytes."""
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
-    gpu, common = calibration.gpu(cluster.generation), calibration.common
+    common = calibration.common
     inside, between = communicators(layout, cluster.domain(layout.gpus), system.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
-    return int(gpu.withheld_bytes + gpu.context_bytes + buffers)
+    return int(calibration.outside_torch_bytes(cluster.generation) + buffers)
 
 
 def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:

@@ -3,6 +3,7 @@ never a method."""
 
 from collections import Counter
 from collections.abc import Sequence
+from math import nan
 
 from msgspec import Struct
 
@@ -18,11 +19,17 @@ from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Plan
 from rematbench.problem import (
+    NOT_TIMED,
     Problem,
     gathers_by_layer,
     has_exact_pins,
     host_states,
     rank_parameters,
+)
+
+HOST_RATE = (
+    "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
+    "CPU Adam's step, all ranks together; declare it in a file of your own with base:)"
 )
 
 
@@ -74,7 +81,7 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
     that the fullest rank's allocator reserves, or its ledger peak if the allocator was not
     modelled.  `pressed`: whether the allocator gave cached segments back (None: not modelled).
     `not_timed`: why the seconds leave out a part of the step and must not be printed; empty if they
-    are complete.
+    are complete.  If no kernel has seconds, speeds are NaN and nothing is simulated.
     """
 
     step_s: float
@@ -103,8 +110,10 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
 
 
 class Speed(Struct, frozen=True, kw_only=True):
-    """The speed of a step: tokens/s per GPU, and MFU as fractions of the cluster's peak FLOP/s."""
+    """The speed of a step: tokens/s per GPU, and MFU as fractions of the GPU's peak FLOP/s in the
+    problem's precision (of that in 16 bits, if the cluster's file gives no other)."""
 
+    peak_flop_per_s: float
     tokens_per_s_per_gpu: float
     mfu_causal: float
     mfu_dense: float
@@ -112,9 +121,11 @@ class Speed(Struct, frozen=True, kw_only=True):
 
 def speed(problem: Problem, step_s: float) -> Speed:
     """Return the speed of a simulated or measured step of `step_s` seconds."""
-    lay, work, peak = problem.layout, problem.workload, problem.cluster.peak_flop_per_s
+    lay, work = problem.layout, problem.workload
+    peak = problem.peak_flop_per_s or problem.cluster.peak_flop_per_s
     rate = lay.global_batch * work.seq_len / step_s / lay.gpus
     return Speed(
+        peak_flop_per_s=peak,
         tokens_per_s_per_gpu=rate,
         mfu_causal=mfu(rate, work.model, work.seq_len, peak, document_len=work.document_len),
         mfu_dense=mfu(
@@ -140,11 +151,7 @@ def evaluate_program(
     """Evaluate a lowered plan.  `op_level`: simulate every action instead of chunks.  `record`:
     keep the timeline, which needs the op level.  `ranks`: the plan's `program_bytes`, if they are
     known."""
-    seconds = action_seconds(problem, program)
-    if op_level or record:
-        simulation = simulate(program, seconds, record=record)
-    else:
-        simulation = simulate_chunks(program, seconds)
+    simulation = _simulated(problem, program, op_level=op_level, record=record)
     lay, work = problem.layout, problem.workload
     tokens = lay.global_batch * work.seq_len
     found = speed(problem, simulation.step_s)
@@ -152,7 +159,7 @@ def evaluate_program(
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
     replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
-    peak = problem.cluster.peak_flop_per_s
+    peak = found.peak_flop_per_s
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,
@@ -176,19 +183,33 @@ def evaluate_program(
     )
 
 
+NOTHING = Simulation(step_s=nan, rank_end_s=(), stream_busy_s=())
+"""The simulation of a problem whose kernels have no seconds."""
+
+
+def _simulated(problem: Problem, program: Program, *, op_level: bool, record: bool) -> Simulation:
+    if problem.untimed and not (op_level or record):
+        return NOTHING
+    problem.cost.require_rates()
+    seconds = action_seconds(problem, program)
+    if op_level or record:
+        return simulate(program, seconds, record=record)
+    return simulate_chunks(program, seconds)
+
+
 def not_timed(problem: Problem, plan: Plan) -> str:
-    """Return the part of a plan whose seconds are not modelled, in words; empty if there is
-    none."""
+    """Return the part of a plan whose seconds are not modelled, and how to declare what is missing,
+    in words; empty if there is none."""
+    if problem.untimed:
+        return problem.untimed
     cluster, parameter = problem.cluster, plan.state("parameter")
     if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
         return (
-            "step time not modelled: the optimizer is in host memory, and the file of cluster "
-            f"{cluster.name} has no host_update_parameters_per_s"
+            f"{NOT_TIMED}an optimizer in host memory on cluster {cluster.name}, whose file has no "
+            f"{HOST_RATE}"
         )
     if parameter.home == "host" and not gathers_by_layer(parameter, problem.layout):
-        return (
-            "step time not modelled: parameters are in host memory but are not gathered per layer"
-        )
+        return f"{NOT_TIMED}parameters are in host memory but are not gathered per layer"
     return ""
 
 

@@ -10,6 +10,7 @@ from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
+from rematbench.spec.precision import in_precision
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import Home, System
 from rematbench.workload import Model
@@ -21,16 +22,17 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     """Load names and files, and return a problem with the chunk-level evaluator.  `attention` is
     flash (the stack's kernel), unfused, or a kernel by name.  Raise, each with a clear message of
     one line: ConfigError for names, LayoutError for layouts, RateError for a kernel that the GPUs
-    cannot run."""
+    cannot run, or that does not exist in the precision."""
     layout = spec.layout
     model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
     cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
     if spec.hbm_bytes is not None:
         cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
+    system = hosting(spec.system, spec.optimizer, spec.parameters)
     return Problem(
         workload=spec.workload(model),
         cluster=cluster,
-        system=hosting(spec.system, spec.optimizer, spec.parameters),
+        system=in_precision(system, spec.precision, layout.zero_stage),
         layout=layout,
         calibration=constants or calibration(),
         attention="unfused" if spec.attention == "unfused" else "flash",

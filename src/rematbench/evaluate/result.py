@@ -15,18 +15,21 @@ from rematbench.evaluate.evaluation import PlanEvaluation, host_node_bytes
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, Evaluator, timed, weighed
 from rematbench.evaluate.proof import Proof, check
 from rematbench.evaluate.unread import unread
-from rematbench.evaluate.verdict import Retries, Verdict, judge, judged
+from rematbench.evaluate.verdict import Retries, Verdict, judge, judged, only_fragmented
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.system import System
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
-Fit = Literal["yes", "tight", "no"]
+Status = Literal["ok", "fragmented", "oom", "unsupported", "failed", "timed out"]
+"""`fragmented`: out of memory by the allocator's fragmentation alone (`told_fragmented`)."""
+Fit = Literal["yes", "tight", "expandable", "no"]
+FRAGMENTED = "fits with expandable segments, else retries or fails"
 
 SPEEDS = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
 AMOUNTS = ("recompute_flop", "offload_bytes")
@@ -128,13 +131,13 @@ class Result(Struct, frozen=True, kw_only=True):
     """The result of a method on a problem.
 
     `method` is the text that `simulate` takes; `family` has the names of its methods without their
-    parameters, joined by `+`; `origin` says why a table has the row (`compare`'s candidates).  An
-    unsupported plan may have an evaluation: its bytes hold, but its seconds do not (`not_timed` is
-    the reason).  The fields after `proof` are filled in if a table asks for them: `error_band` is
-    the error of the speed, `fit` a word for the headroom, `tied` whether the fastest result is
-    faster by less than the error of ratios of speeds, `parts_s` the seconds of the step by part,
-    `runs_on` the engines that can run the plan, `same_as` an earlier result with an equal plan,
-    `bound_s` a lower bound of the step.
+    parameters, joined by `+`; `origin` says why a table has the row (`compare`'s candidates).  A
+    plan may fit without a modelled time: its status is ok, its bytes hold, it has no speeds, and
+    the reason says why (`not_timed`).  The fields after `proof` are filled in if a table asks for
+    them: `error_band` is the error of the speed, `fit` a word for the headroom, `tied` whether the
+    result cannot be told from the fastest given the error of ratios of speeds, `parts_s` the
+    seconds of the step by part, `runs_on` the engines that can run the plan, `same_as` an earlier
+    result with an equal plan, `bound_s` a lower bound of the step.
     """
 
     job: Job
@@ -175,23 +178,33 @@ class Result(Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits device and host memory, and its step is modelled."""
+        """Whether the plan fits device and host memory."""
         return self.status == "ok"
+
+    @property
+    def not_timed(self) -> str:
+        """Why the plan's step has no seconds, in words; empty if it has, or without a plan."""
+        return self.evaluation.not_timed if self.evaluation else ""
+
+    @property
+    def timed(self) -> PlanEvaluation | None:
+        """The evaluation, if its seconds are modelled."""
+        return None if self.not_timed else self.evaluation
 
     @property
     def step_s(self) -> float | None:
         """Seconds of the step.  If the plan does not fit, the seconds that it would take."""
-        return self.evaluation.step_s if self.evaluation else None
+        return self.timed.step_s if self.timed else None
 
     @property
     def fitting_s(self) -> float:
-        """Seconds of the step; infinite if the plan does not fit."""
-        return self.evaluation.step_s if self.fits and self.evaluation else float("inf")
+        """Seconds of the step; infinite if the plan does not fit or its time is not modelled."""
+        return self.timed.step_s if self.fits and self.timed else float("inf")
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
         """Training tokens per second and GPU."""
-        return self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
+        return self.timed.tokens_per_s_per_gpu if self.timed else None
 
     @property
     def gpu_hours_per_1e9_tokens(self) -> float | None:
@@ -260,7 +273,7 @@ class Result(Struct, frozen=True, kw_only=True):
             "name": self.method,
             "status": self.status,
             "reason": self.reason,
-            **{key: getattr(evaluation, key, None) for key in SPEEDS},
+            **{key: getattr(self.timed, key, None) for key in SPEEDS},
             "gpu_hours_per_1e9_tokens": self.gpu_hours_per_1e9_tokens,
             "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else None,
             **{key: getattr(evaluation, key, None) for key in AMOUNTS},
@@ -315,8 +328,15 @@ def evaluate_method(
         return of_plan(blank, plan, checked=checked)
     except (PlanError, LayoutError) as error:
         return replace(blank, reason=f"{method.name}: {error}")
+    except RateError as error:
+        return replace(blank, status="unsupported", reason=needs_seconds(method.name, error))
     except MethodError as error:
         return replace(blank, reason=str(error))
+
+
+def needs_seconds(name: str, error: RateError) -> str:
+    """Return why a method has no plan on a problem whose kernels have no seconds."""
+    return f"{name}: plans by seconds; {error}"
 
 
 def _weighed(problem: Problem, plan: Plan, shared: Evaluator) -> Verdict:
@@ -345,19 +365,29 @@ def of_plan(blank: Result, plan: Plan, *, checked: bool = False) -> Result:
         assert isinstance(numbers, PlanEvaluation)
         evaluation = numbers
     verdict = judge(problem, evaluation)
-    status: Status = "ok" if verdict.fits else "oom"
-    reason = verdict.binds if not verdict.fits else evaluation.not_timed
-    if verdict.fits and evaluation.not_timed:
-        status = "unsupported"
     return replace(
         blank,
-        status=status,
-        reason="" if status == "ok" else reason,
+        status="ok" if verdict.fits else "oom",
+        reason=evaluation.not_timed if verdict.fits else verdict.binds,
         plan=plan,
         evaluation=evaluation,
         verdict=verdict,
         proof=proof,
     )
+
+
+def told_fragmented(result: Result) -> Result:
+    """Return a result that is out of memory, with another status and reason if only the allocator's
+    fragmentation exceeds the device."""
+    plan, evaluation, verdict = result.plan, result.evaluation, result.verdict
+    if result.status != "oom" or plan is None or evaluation is None or verdict is None:
+        return result
+    problem = result.problem
+    if verdict.host_headroom_bytes < 0 or not only_fragmented(problem, plan, evaluation):
+        return result
+    binds = f"{FRAGMENTED}: {verdict.binds} with the stack's segments"
+    verdict = replace(verdict, binds=binds, expandable=True)
+    return replace(result, status="fragmented", reason=binds, verdict=verdict)
 
 
 # -- what a job assumes --------------------------------------------------------------------------
@@ -384,7 +414,7 @@ def assumed(problem: Problem) -> str:
 def faster_attention(problem: Problem) -> str:
     """Return the attention kernels of the GPU generation with higher published rates than the
     kernel in use, in one line; empty if there are none."""
-    if problem.kernel == "unfused":
+    if problem.kernel == "unfused" or problem.untimed:
         return ""
     rates = problem.calibration.kernels.generation(problem.cluster.generation).attention
     used = rates[problem.kernel]

@@ -1,10 +1,11 @@
 """The verdict on memory: whether a plan fits a device and a node's host memory."""
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_rank
-from rematbench.evaluate.evaluator import replayed
+from rematbench.evaluate.evaluator import SINGLE_EVALUATOR, replayed
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 
@@ -12,12 +13,14 @@ from rematbench.problem import Problem
 class Verdict(Struct, frozen=True, kw_only=True):
     """Whether a plan fits.  `headroom_bytes` is usable minus needed device bytes on the rank with
     the least headroom (negative: out of memory).  `binds` names the memory that is short, otherwise
-    "nothing"."""
+    "nothing".  `expandable`: the plan would fit with expandable segments, because its allocated
+    bytes do, but not with those of its stack (False: it would not, or this was not examined)."""
 
     fits: bool
     headroom_bytes: int
     host_headroom_bytes: int
     binds: str
+    expandable: bool = False
 
     @property
     def short_bytes(self) -> dict[str, int]:
@@ -40,12 +43,26 @@ def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries
     seconds of a retry are not modelled."""
     if evaluation.pressed is None:
         return None
-    if not evaluation.pressed:
+    if not evaluation.pressed and not only_fragmented(problem, plan, evaluation):
         return Retries()
     rank, program = fullest_rank(evaluation.ranks), lower(plan, problem)
     held = evaluation.ranks[rank]
     found = replayed(program, rank, held, problem.usable_bytes, whole=True)
     return Retries(per_step=found.retries, fails=found.oom_at is not None)
+
+
+def only_fragmented(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> bool:
+    """Return whether a plan exceeds the device by its allocator's fragmentation alone: the fullest
+    rank's allocated bytes fit, and so do those that expandable segments reserve."""
+    usable, rank = problem.usable_bytes, fullest_rank(evaluation.ranks)
+    held = evaluation.ranks[rank]
+    if evaluation.pressed is None or not evaluation.reserved_bytes > usable >= held.device_peak:
+        return False
+    lowered = SINGLE_EVALUATOR.lowered(problem, plan)
+    if lowered.program.expandable or lowered.placed_bytes or lowered.ranks[rank] != held:
+        return False
+    expandable = replace(lowered.program, expandable=True)
+    return replayed(expandable, rank, held, usable).oom_at is None
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:

@@ -332,17 +332,23 @@ def with_band(result: Result, family: str = "") -> Result:
     fit: Fit = "no"
     if verdict is not None and verdict.fits:
         fit = fits_word(verdict.headroom_bytes, problem.usable_bytes)
-    return replace(result, error_band=band_of(problem, family), fit=fit)
+    elif verdict is not None and verdict.expandable:
+        fit = "expandable"
+    band = None if result.not_timed else band_of(problem, family)
+    return replace(result, error_band=band, fit=fit)
 
 
 def with_ties(results: Sequence[Result], half_width: float) -> list[Result]:
     """The results, with ties marked: results that fit and are slower than the first fitting result
     by less than `half_width`, the error (a logarithm) of comparing two methods."""
-    first = next((result for result in results if result.fits), None)
+    first = next((result for result in results if result.fits and result.timed), None)
     lowest = (first.tokens_per_s_per_gpu or 0.0) * math.exp(-half_width) if first else 0.0
     return [
         replace(result, tied=True)
-        if result.fits and result is not first and (result.tokens_per_s_per_gpu or 0.0) >= lowest
+        if result.fits
+        and result.timed
+        and result is not first
+        and (result.tokens_per_s_per_gpu or 0.0) >= lowest
         else result
         for result in results
     ]

@@ -41,6 +41,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration
 from rematbench.spec.load import claim_of_row, load_cluster, load_system, names
 from rematbench.spec.paths import data_dir
+from rematbench.spec.precision import WIDE, in_precision
 from rematbench.spec.system import System
 
 NAME = "left_out.csv"
@@ -127,9 +128,10 @@ def left_out_by_source(rows: Sequence[Row]) -> dict[str, float]:
 class JobProperties(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
     shipped stack with the same facts ("": none); `cluster` describes the differences from the
-    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if no
-    shipped GPU is like it; `shape` a head dimension whose rows are not aligned (both otherwise "");
-    `document_len`: 0 if no documents are packed, as in published rows."""
+    nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
+    like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
+    are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `document_len`:
+    0 where no documents are packed, as in published rows."""
 
     stack: str
     generation: str
@@ -140,6 +142,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     document_len: int = 0
     device: str = ""
     shape: str = ""
+    precision: str = ""
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
@@ -194,6 +197,8 @@ class Range(Struct, frozen=True):
             found["context"] = f"{length} (published: whole sequences)"
         if job.shape:
             found["shape"] = job.shape
+        if job.precision:
+            found["precision"] = f"precision {job.precision} (published: 16 bits)"
         if strange := job.methods - self.methods:
             found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
         return found
@@ -246,6 +251,7 @@ def job_of(problem: Problem, family: str) -> JobProperties:
         document_len=problem.workload.document_len if problem.workload.packed else 0,
         device=unlike_devices(problem.cluster),
         shape=unaligned_heads(problem),
+        precision=problem.workload.precision if problem.workload.precision in WIDE else "",
     )
 
 
@@ -266,7 +272,7 @@ def methods_of(family: str) -> frozenset[str]:
 NO_SPEED = frozenset(
     (
         *("name", "version", "sources", "constants", "non_torch_bytes", "scales"),
-        *("model_parallel", "zero_stages", "pinned_blocks"),
+        *("model_parallel", "zero_stages", "pinned_blocks", "wide_attention"),
     )
 )
 """Fields of a stack that are not compared: they do not change the seconds of a step, except
@@ -280,10 +286,12 @@ def published_stack(problem: Problem) -> str:
     mine, entry = problem.system, problem.calibration.system_entry
     if problem.attention == "flash":
         mine = replace(mine, attention=problem.kernel)
+    precision, stage = problem.workload.precision, problem.layout.zero_stage
     alike = [
         other.name
         for other in _stacks()
-        if entry(other.constants) == entry(mine.constants) and _speed(other) == _speed(mine)
+        if entry(other.constants) == entry(mine.constants)
+        and _speed(in_precision(other, precision, stage)) == _speed(mine)
     ]
     rows = {cell.job.stack for cell in left_out_cells()}
     return min(alike, key=lambda name: (name not in rows, name != mine.name), default="")

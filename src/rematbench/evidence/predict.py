@@ -7,12 +7,14 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from rematbench.costs.states import state_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
 from rematbench.evaluate.evaluation import PlanEvaluation
-from rematbench.evaluate.result import Result, evaluate_method
+from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.unread import unread
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
@@ -132,6 +134,7 @@ def predict_case(
     are learnt for the shipped constants."""
     try:
         result = run_case(case, case.problem(constants), registry)
+        result = replace(told_fragmented(result), status=result.status)
         if result.evaluation is not None and constants is None:
             result = with_band(result, result.family)
     except RowError as error:
@@ -167,7 +170,7 @@ def _columns(result: Result, assumed: str) -> Cells:
     peaks."""
     evaluation, plan, problem = result.evaluation, result.plan, result.problem
     reason = "; ".join(text for text in (result.reason, assumed, unread(problem)) if text)
-    if evaluation is None or plan is None or evaluation.not_timed:
+    if evaluation is None or plan is None:
         return _nothing(result.status, reason)
     row = result.row()
     cells = {f"pred_{key}": row[key] for key in PICKED} | {

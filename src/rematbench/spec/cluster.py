@@ -30,6 +30,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
     if AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with an
     optimizer in host memory then have bytes but no time).
+    `fp32_flop_per_s`, `tf32_flop_per_s`, `fp64_flop_per_s`: dense peak of matrix products in these
+    precisions (None: the generation's share of `peak_flop_per_s`, which is that of 16 bits).
     `constants`: names of entries of config/calibration.yaml for this cluster, of which the first
     existing entry applies (load.py sets the field).
     """
@@ -38,6 +40,9 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpu: str
     generation: str
     peak_flop_per_s: Rate
+    fp32_flop_per_s: Rate | None = None
+    tf32_flop_per_s: Rate | None = None
+    fp64_flop_per_s: Rate | None = None
     hbm_bytes: Bytes
     hbm_bytes_per_s: Rate
     non_torch_bytes: NonNegativeInt | None = None

@@ -37,6 +37,8 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
     half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  `withheld_bytes` is
     the device memory that the driver keeps, `context_bytes` the device memory of a CUDA context.
+    `*_peak_share`: the dense peak of matrix products in fp32, TF32 and fp64 over that of 16 bits
+    (0: not declared).
     """
 
     sm_count: float
@@ -48,6 +50,9 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hbm_efficiency: float
     withheld_bytes: float
     context_bytes: float
+    fp32_peak_share: float = 0.0
+    tf32_peak_share: float = 0.0
+    fp64_peak_share: float = 0.0
 
 
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,6 +183,16 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             known = ", ".join(sorted(self.gpus))
             raise KeyError(f"no calibration for GPU generation {generation!r} (known: {known})")
         return self.gpus[generation]
+
+    def has_rates(self, generation: str) -> bool:
+        """Whether kernels of a GPU generation have rates."""
+        return generation in self.gpus and generation in self.kernels.generations
+
+    def outside_torch_bytes(self, generation: str) -> float:
+        """Device bytes of the driver and of a CUDA context on a GPU generation; for one without
+        constants, the most of any generation."""
+        named = [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())
+        return max(gpu.withheld_bytes + gpu.context_bytes for gpu in named)
 
     def network_entry(self, names: Sequence[str]) -> str:
         """The first of a cluster's entries (Cluster.constants) in the file, or `default`."""

@@ -4,6 +4,7 @@ Only impossible or contradictory facts are errors.  A fact without an effect is 
 `repeats_kv` with unfused attention, because a run may choose fused attention.
 """
 
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -36,8 +37,14 @@ GENERATIONS = {
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
 }
 """GPU names in a cluster's `gpu` that determine the generation."""
+TPU = re.compile(r"\btpu", re.IGNORECASE)
+SPELLING = 0.8
+"""Similarity (difflib's ratio) from which a generation's name counts as misspelt."""
 PLAUSIBLE: dict[str, tuple[float, float, str]] = {
     "peak_flop_per_s": (1e13, 1e17, "FLOP/s of a GPU"),
+    "fp32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
+    "tf32_flop_per_s": (1e11, 1e17, "FLOP/s of a GPU"),
+    "fp64_flop_per_s": (1e10, 1e17, "FLOP/s of a GPU"),
     "hbm_bytes": (2**32, 2**41, "bytes of a GPU"),
     "hbm_bytes_per_s": (1e11, 1e14, "bytes/s of a GPU's memory"),
     "nvlink_bytes_per_s": (1e9, 1e13, "bytes/s between GPUs, one direction"),
@@ -115,10 +122,16 @@ def _check_experts(model: Model, experts: Experts, label: str) -> None:
 
 
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
-    """ConfigError for an unknown generation, and for facts of a cluster that contradict each other
-    or are not plausible."""
-    require_allowed(cluster.generation, tuple(generations), label, "generation")
-    declared = cluster.generation
+    """ConfigError for facts of a cluster that contradict each other or are not plausible, and for a
+    generation that is nearly the name of one with constants (`generations`).  Other names are
+    allowed: such a GPU has bytes, but no time."""
+    declared, named = cluster.generation, tuple(generations)
+    near = difflib.get_close_matches(declared, named, n=1, cutoff=SPELLING)
+    if near and declared not in named:
+        raise ConfigError(label, "generation", f"{declared!r}; did you mean {near[0]!r}?")
+    if TPU.search(cluster.gpu) or TPU.search(declared):
+        problem = f"{cluster.gpu!r}: a TPU, on which none of these stacks runs (PyTorch on GPUs)"
+        raise ConfigError(label, "gpu", problem)
     for generation, gpus in GENERATIONS.items():
         if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
             problem = f"{declared}, but the GPU {cluster.gpu!r} is of generation {generation}"

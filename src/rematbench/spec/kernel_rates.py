@@ -111,13 +111,15 @@ class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class GenerationRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """config/kernels/GENERATION.yaml.  `half_waves`: by direction, for every backend; `refused`:
-    backends that the generation cannot run or that have no published rate, with the reason."""
+    backends that the generation cannot run, `unrated`: those that it runs but that have no
+    published rate, each with the reason."""
 
     sm_count: int
     source: str
     half_waves: dict[str, Share]
     attention: dict[str, AttentionRates]
     refused: dict[str, str]
+    unrated: dict[str, str] = {}
     gemm: GemmRates
     hbm: Share
     copies: dict[str, Share]
@@ -178,13 +180,31 @@ class KernelRates(Struct, frozen=True, kw_only=True):
     def attention(self, generation: str, backend: str) -> AttentionRates:
         """Rates of a fused backend; RateError names the generation's backends."""
         rates = self.generation(generation)
-        known = ", ".join(["unfused", *rates.attention])
-        if backend in rates.refused:
-            why = rates.refused[backend]
-            raise RateError(f"attention {backend!r} on {generation}: {why} (known: {known})")
-        if backend not in rates.attention:
-            raise RateError(f"no attention {backend!r} on {generation} (known: {known})")
+        if why := self.refusal(generation, backend) or self.lacks(generation, backend):
+            raise RateError(why)
         return rates.attention[backend]
+
+    def refusal(self, generation: str, backend: str) -> str:
+        """The reason why a generation cannot run a fused backend; empty if it can, or if the
+        generation has no rates."""
+        if generation not in self.generations:
+            return ""
+        return self._worded(generation, backend, self.generations[generation].refused)
+
+    def lacks(self, generation: str, backend: str) -> str:
+        """The reason why a fused backend has no rate on a generation; empty if it has."""
+        rates = self.generation(generation)
+        if backend in rates.attention:
+            return ""
+        told = self._worded(generation, backend, rates.unrated)
+        known = ", ".join(["unfused", *rates.attention])
+        return told or f"no attention {backend!r} on {generation} (known: {known})"
+
+    def _worded(self, generation: str, backend: str, reasons: dict[str, str]) -> str:
+        if backend not in reasons:
+            return ""
+        known = ", ".join(["unfused", *self.generations[generation].attention])
+        return f"attention {backend!r} on {generation}: {reasons[backend]} (known: {known})"
 
 
 def load_kernel_rates(folder: Path) -> KernelRates:

@@ -98,6 +98,11 @@ def _cluster(path: Path) -> Cluster:
     label = _label(path)
     values, sources, bases = _inherited("cluster", path)
     cluster = convert({**values, "sources": sources}, Cluster, label)
+    if bases and "pcie_gpus_per_link" not in read_mapping(path, label):
+        shared = min(
+            cluster.pcie_gpus_per_link, cluster.gpus_per_node
+        )  # the base's nodes may be larger
+        cluster = replace(cluster, pcie_gpus_per_link=shared)
     entries = calibration().networks
     cluster = replace(cluster, constants=_constants(path, cluster.name, bases, entries))
     check_cluster(cluster, label, calibration().gpus)

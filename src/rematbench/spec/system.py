@@ -24,6 +24,7 @@ AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
+WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 """Attention kernels that a run may request: `flash` (the stack's fused kernel), `unfused` (scores
 in memory), or a fused kernel by its name."""
@@ -84,6 +85,12 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     LayerNorm is `fused` in every stack; `compiled` fuses both).
     `attention`: the kernel that runs when a run requests `flash`, by its name in config/kernels
     (`unfused`: the stack has no fused kernel).
+    `wide_attention`: the precisions above 16 bits in which the stack's fused attention has a kernel
+    on a GPU: none (flash attention takes 16 bits), fp32, fp64 (and fp32), or equal_heads (fp32 if
+    queries and keys have as many heads, as for torch's SDPA with enable_gqa).
+    `tf32`: fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
+    highest, is full fp32).
+    `keeps_fp32_copy`: if ZeRO shards states, the optimizer copies parameters that are fp32 already.
     `constants`: names of entries of config/calibration.yaml, of which the first existing entry
     applies: the name of a shipped stack, then those of its bases (load.py sets the field).
     `norm_keeps_steps`: an eager RMSNorm does not save its input but the input in fp32, the
@@ -124,6 +131,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     buffer on the host (0: all of a rank).
     `optimizer_on_host`, `parameters_on_host`: the optimizer states, and with ZeRO 3 each rank's
     shard of the parameters too, are in host memory unless a run says otherwise.
+    `launch_blocking`: the host waits for the end of each kernel, collective and copy before it
+    issues the next (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps on a rank.
     `cuda_graphs`: each layer's forward and each layer's backward is a captured CUDA graph that the
     host issues with one launch (Megatron-core's cuda_graph_impl local); embedding and head are not
     captured.
@@ -181,6 +190,10 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
     cuda_graphs: bool = False
+    launch_blocking: bool = False
+    tf32: bool = False
+    wide_attention: WideAttention = "none"
+    keeps_fp32_copy: bool = False
     optimizer_on_host: bool = False
     parameters_on_host: bool = False
     late_state_bytes: StateBytes = 0

@@ -42,7 +42,7 @@ COLUMNS = (
 )
 """The columns of a comparison in order; the facts of the job and `run_with` follow."""
 
-STATUSES = ("ok", "oom", "unsupported", "timed out", "failed")
+STATUSES = ("ok", "fragmented", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
 
 
@@ -186,7 +186,8 @@ class Comparison:
     def _without_parts(self) -> list[Pair]:
         """The rows that fit and whose step has not been broken into parts yet."""
         names = [candidate.name for candidate, result in self._rows()[0] if result.fits]
-        return [pair for name in names if not (pair := self.pairs[name])[1].parts_s]
+        pairs = [self.pairs[name] for name in names]
+        return [pair for pair in pairs if not (pair[1].parts_s or pair[1].retries)]
 
     def _evaluate(self, candidates: Sequence[Candidate]) -> list[Pair]:
         """Candidates with their results, in order; without those that overrule their base."""
@@ -272,7 +273,8 @@ def _repeats(result: Result, before: Sequence[Pair]) -> bool:
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Rank the results: plans that fit by tokens/s, then the others by missing bytes. Each result
+    """Rank the results: plans that fit by tokens/s (those without a modelled time by free bytes),
+    then the others by missing bytes. Each result
     gets the band of its speed (from the earlier result if their plans are equal), a word for its
     headroom, and a mark if it ties with the fastest."""
     families = {result.method: result.family for result in results}
@@ -283,14 +285,14 @@ def ranked(results: Sequence[Result]) -> list[Result]:
     return with_ties(banded, ratio_band())
 
 
-def _rank(result: Result) -> tuple[int, float, bool]:
+def _rank(result: Result) -> tuple[int, bool, float, bool]:
     place, verdict = STATUSES.index(result.status), result.verdict
+    if verdict is None:
+        return place, True, 0.0, False
     amount = result.tokens_per_s_per_gpu
-    if verdict is None or amount is None:
-        return place, 0.0, False
-    if result.status == "oom":
+    if amount is None or not result.fits:
         amount = min(verdict.headroom_bytes, verdict.host_headroom_bytes)
-    return place, -amount, bool(result.same_as)
+    return place, result.step_s is None, -amount, bool(result.same_as)
 
 
 def table(results: Sequence[Result], order: Order) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.advise.compare.compositions import Candidate
 from rematbench.evaluate.evaluator import SINGLE_EVALUATOR
-from rematbench.evaluate.result import Job, Result, of_plan
+from rematbench.evaluate.result import Job, Result, needs_seconds, of_plan, told_fragmented
 from rematbench.evaluate.verdict import retries
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -17,6 +17,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.policies import applicable_settings
 from rematbench.plugins.registry import MethodError, make_plan, method_text
 from rematbench.solve.search import smallest_feasible
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import LayoutError
 
 Pair = tuple[Candidate, Result]
@@ -49,6 +50,9 @@ class Tuning:
             return self._evaluated(task)
         except (PlanError, LayoutError, MethodError) as error:
             return replace(blank(self.job, task), reason=str(error))
+        except RateError as error:
+            reason = needs_seconds(task.name, error)
+            return replace(blank(self.job, task), status="unsupported", reason=reason)
         except Exception as error:  # an error of one method must not end the comparison
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return replace(blank(self.job, task), reason=reason)
@@ -64,18 +68,18 @@ class Tuning:
         plan = self._plan(candidate, settings)
         if isinstance(plan, Unsupported):
             return replace(unplanned, status="unsupported", reason=plan.reason)
-        result = of_plan(unplanned, plan)
-        if result.status == "unsupported":
-            return replace(unplanned, status="unsupported", reason=result.reason)
-        return result
+        return told_fragmented(of_plan(unplanned, plan))
 
     def _with_parts(self, result: Result) -> Result:
         plan, evaluation = result.plan, result.evaluation
         assert plan is not None
         assert evaluation is not None
+        timed = not evaluation.not_timed
         return replace(
             result,
-            parts_s=SINGLE_EVALUATOR.parts_s(self.problem, plan, evaluation.step_s),
+            parts_s=SINGLE_EVALUATOR.parts_s(self.problem, plan, evaluation.step_s)
+            if timed
+            else {},
             retries=retries(self.problem, plan, evaluation),
         )
 

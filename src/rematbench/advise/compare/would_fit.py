@@ -11,10 +11,14 @@ from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError
 
 NEAREST = 4
 """How many results, nearest to fitting first, are tried on twice the GPUs."""
+
+SHORT = ("fragmented", "oom")
+"""Statuses of plans that need more memory than there is."""
 
 MIB = 2**20
 GIB = 2**30
@@ -27,7 +31,7 @@ def would_fit(problem: Problem, results: Sequence[Result], registry: Registry) -
     """Return the changes with which some method would fit, one line of words each; empty if none
     helps. It tries more bytes where they are short, optimizer states on the host, and twice the
     GPUs."""
-    near = sorted((one for one in results if one.status == "oom" and one.plan), key=_missing_bytes)
+    near = sorted((one for one in results if one.status in SHORT and one.plan), key=_missing_bytes)
     lines: list[str] = []
     for change in (_more_bytes, _states_on_host):
         lines += next(((line,) for result in near if (line := change(problem, result))), ())
@@ -89,7 +93,8 @@ def _states_on_host(problem: Problem, result: Result) -> str:
 
 
 def _twice_the_gpus(problem: Problem, near: Sequence[Result], registry: Registry) -> list[str]:
-    """The fastest method and layout on twice the GPUs, with one parallel degree doubled."""
+    """The fastest method and layout on twice the GPUs, with one parallel degree doubled (without a
+    modelled time: the one with most free bytes)."""
     best: tuple[float, str] | None = None
     for layout in _doubled(problem.layout):
         try:
@@ -98,14 +103,16 @@ def _twice_the_gpus(problem: Problem, near: Sequence[Result], registry: Registry
             continue
         for result in near:
             again = _again(larger, result, registry)
-            rate = again.tokens_per_s_per_gpu if again and again.fits else None
-            if rate is None:
+            if again is None or not again.fits:
                 continue
+            rate, free = again.tokens_per_s_per_gpu, again.headroom_bytes or 0
+            value = f"{free / GIB:.2f} GiB left" if rate is None else f"{rate:.4g} tokens/s/GPU"
             text = (
                 f"on {layout.gpus} GPUs at tp {layout.tp} cp {layout.cp} pp {layout.pp} dp "
-                f"{layout.dp} ({result.method}, {rate:.4g} tokens/s/GPU)"
+                f"{layout.dp} ({result.method}, {value})"
             )
-            best = max(best or (rate, text), (rate, text))
+            amount = float(free) if rate is None else rate
+            best = max(best or (amount, text), (amount, text))
     return [best[1]] if best else []
 
 
@@ -129,7 +136,7 @@ def _again(problem: Problem, result: Result, registry: Registry) -> Result | Non
     """The result of a result's methods and settings on another problem; None without a plan."""
     try:
         plan = registry.resolve(result.method, None, problem).plan(problem)
-    except (MethodError, PlanError, LayoutError):
+    except (MethodError, PlanError, LayoutError, RateError):
         return None
     return None if isinstance(plan, Unsupported) else _run(problem, plan)
 

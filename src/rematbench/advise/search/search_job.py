@@ -44,6 +44,7 @@ from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
@@ -323,9 +324,11 @@ class SearchJob:
 
     def problem(self, choice: Choice) -> Problem:
         """Return the Problem at one layout, with its reserve.  Raises ConfigError if the reserve is
-        as large as the device."""
+        as large as the device, and RateError if no kernel has seconds."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         problem = make_problem(replace(self.spec(choice), **loaded))
+        if problem.untimed:
+            raise RateError(f"a search ranks plans by seconds; {problem.untimed}")
         if self.evaluator:  # a problem and its costs hold each other, but no programs
             weigher = partial(Evaluator.weigh, proxy(self.evaluator))
             problem = replaced(problem, weigher=weigher)

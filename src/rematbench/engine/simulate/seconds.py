@@ -38,8 +38,9 @@ class ActionCosts:
         begins = _graph_begins if system.cuda_graphs else _region_begins
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
-        self._holds = self._waits_for_messages or system.blocking_copies
-        if program is not None:
+        self._blocks = system.launch_blocking
+        self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
+        if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
@@ -107,7 +108,10 @@ class ActionCosts:
 
     def held(self, action: Action) -> bool:
         """Whether the host waits for the action: for a message to arrive if the stack makes
-        messages synchronous, or for a copy of activations to end if its copies block."""
+        messages synchronous, for a copy of activations to end if its copies block, or for each
+        action to end if launches block."""
+        if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
+            return True
         if action.kind in (Kind.D2H, Kind.H2D):
             return self.problem.system.blocking_copies and action.op not in STATE_COPIES
         return self._waits_for_messages and action.wait.startswith("recv_")

@@ -124,6 +124,7 @@ def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
         half_waves=waves,
         attention=attention,
         refused=facts.refused,
+        unrated=facts.unrated,
         gemm=fit_gemm(sources, picked(sources, name, facts.gemm, rows), facts.sm_count),
         hbm=fit_share(sources, name, facts.hbm, rows),
         copies=shares(facts.copies),

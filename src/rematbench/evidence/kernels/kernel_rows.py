@@ -296,13 +296,15 @@ class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rows behind the file of one GPU generation; `waves`: attention rows whose number of heads
-    varies; `refused`: attention backends without rates, with the reason."""
+    varies; `refused` and `unrated`: attention backends that the generation cannot run, and those
+    without rates, with the reason."""
 
     sm_count: int
     source: str
     waves: Match
     attention: dict[str, AttentionRows]
     refused: dict[str, str]
+    unrated: dict[str, str] = {}
     gemm: Match
     hbm: ShareRows
     copies: dict[str, ShareRows]
