@@ -28,7 +28,7 @@ from rematbench.spec.constants import Calibration
 from rematbench.spec.facts import CPU
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError, check_layout
-from rematbench.spec.precision import WIDE, attention_problem, peak_flop_per_s
+from rematbench.spec.precision import attention_problem, peak_flop_per_s
 from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
 
@@ -116,20 +116,10 @@ class Problem:
             )
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
-        elif precision in WIDE and generation != CPU:
-            missing = self._untimed_precision()
-        return f"{NOT_TIMED}{missing}" if missing else ""
-
-    def _untimed_precision(self) -> str:
-        precision = self.workload.precision
-        if self.kernel != "unfused":
-            return (
-                f"no published rate of fused attention in {precision} (--attention unfused has one)"
-            )
-        if not self.peak_flop_per_s:
+        elif not self.peak_flop_per_s:
             key = "tf32" if precision == "fp32" and self.system.tf32 else precision
-            return f"no {key} peak of {self.cluster.name} (its file may give {key}_flop_per_s)"
-        return ""
+            missing = f"no {key} peak of {self.cluster.name} (its file may give {key}_flop_per_s)"
+        return f"{NOT_TIMED}{missing}" if missing else ""
 
     @cached_property
     def peak_flop_per_s(self) -> float:

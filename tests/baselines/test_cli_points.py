@@ -255,8 +255,8 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
     reserved = usable - (record.headroom_bytes or 0)
     assert traced < reserved < 1.4 * traced
     if name == "llama2-7b-4k-offload":  # its node has no rate for an update on the host
-        assert (record.status, record.repeats) == ("unsupported", ())
-        assert record.reason.startswith("step time not modelled: the optimizer is in host memory")
+        assert (record.status, record.repeats) == ("ok", ())
+        assert record.reason.startswith("time not modelled: an optimizer in host memory")
     else:
         assert record.status == ("ok" if reserved <= usable else "oom")
         assert record.repeats[0].peak_device_bytes == record.ranks[0].device_peak

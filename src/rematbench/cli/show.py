@@ -70,7 +70,6 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     plan to evaluate."""
     evaluation, verdict = result.evaluation, result.verdict
     values: dict[str, Any] = {key: getattr(result.timed, key, None) for key in SPEEDS}
-    values["not_timed"] = result.not_timed or None
     peaks = evaluation.peak_device_bytes if evaluation else None
     values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
     values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
@@ -89,6 +88,8 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
     values["run_with"] = request.run_with
     if lines := untiled_of(request.problem):
         values["does_not_tile"] = list(lines)
+    if result.not_timed:
+        values["not_timed"] = result.not_timed
     if result.proof is not None:
         values["proof"] = asdict(result.proof)
     return {**values, "status": result.status, "reason": result.reason}

@@ -9,6 +9,7 @@ from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
+from rematbench.spec.facts import CPU
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
 from rematbench.spec.precision import in_precision
 from rematbench.spec.problemspec import ProblemSpec
@@ -29,10 +30,12 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     if spec.hbm_bytes is not None:
         cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
     system = hosting(spec.system, spec.optimizer, spec.parameters)
+    if cluster.generation != CPU:  # the executor's CPU problems keep the bytes of bf16 training
+        system = in_precision(system, spec.precision, layout.zero_stage)
     return Problem(
         workload=spec.workload(model),
         cluster=cluster,
-        system=in_precision(system, spec.precision, layout.zero_stage),
+        system=system,
         layout=layout,
         calibration=constants or calibration(),
         attention="unfused" if spec.attention == "unfused" else "flash",

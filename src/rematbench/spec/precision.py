@@ -22,7 +22,7 @@ def in_precision(system: System, precision: Precision, zero_stage: int) -> Syste
     """The stack with the bytes of training in a precision; in 16 bits the stack itself.
 
     Parameters, gradients and messages have the width of the precision.  Parameters that are fp32
-    already need no copy (`keeps_fp32_copy`: the stack makes one if ZeRO shards states), and Adam's
+    already need no copy (`fp32_copy`: a stack that makes one all the same), and Adam's
     moments stay fp32, or have the width of the parameters (as in torch.optim) if they had it in 16
     bits or are those of fp64.
     """
@@ -30,7 +30,8 @@ def in_precision(system: System, precision: Precision, zero_stage: int) -> Syste
         return system
     width = BYTES_PER_ELEMENT[precision]
     states, scratch, late = _states(system, width)
-    copy = width if system.keeps_fp32_copy and zero_stage > 0 and system.param_bytes < width else 0
+    copies = system.fp32_copy == "always" or (system.fp32_copy == "zero" and zero_stage > 0)
+    copy = width if copies and system.param_bytes < width else 0
     return replace(
         system,
         param_bytes=width,

@@ -24,6 +24,7 @@ AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
+Fp32Copy = Literal["none", "zero", "always"]
 WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 """Attention kernels that a run may request: `flash` (the stack's fused kernel), `unfused` (scores
@@ -90,7 +91,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queries and keys have as many heads, as for torch's SDPA with enable_gqa).
     `tf32`: fp32 matrix products run in TF32 (torch: set_float32_matmul_precision; its default,
     highest, is full fp32).
-    `keeps_fp32_copy`: if ZeRO shards states, the optimizer copies parameters that are fp32 already.
+    `fp32_copy`: whether the optimizer copies parameters that are fp32 or fp64 already: none (it
+    does not), zero (if ZeRO shards states), always.
     `constants`: names of entries of config/calibration.yaml, of which the first existing entry
     applies: the name of a shipped stack, then those of its bases (load.py sets the field).
     `norm_keeps_steps`: an eager RMSNorm does not save its input but the input in fp32, the
@@ -193,7 +195,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     launch_blocking: bool = False
     tf32: bool = False
     wide_attention: WideAttention = "none"
-    keeps_fp32_copy: bool = False
+    fp32_copy: Fp32Copy = "none"
     optimizer_on_host: bool = False
     parameters_on_host: bool = False
     late_state_bytes: StateBytes = 0

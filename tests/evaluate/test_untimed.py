@@ -1,0 +1,268 @@
+"""What has no time still has its bytes, its verdict, and the words that say what is missing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+import rematbench
+from rematbench.evaluate.problems import make_problem
+from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
+from rematbench.evidence.bands import with_band
+from rematbench.evidence.predict import predict_rows
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.kernel_rates import RateError
+from rematbench.spec.load import calibration, load_cluster, load_model, load_system, names
+from rematbench.spec.problemspec import ProblemSpec
+from tests.typed import typed
+
+GIB = 2**30
+GENERATIONS = ("volta", "turing", "ada", "cdna3", "rdna3", "xe-hpc", "ampere", "blackwell")
+OWN = {
+    "v100": """
+name: v100-32gb
+base: a100-40gb-abci
+gpu: {value: V100-SXM2-32GB, source: mine}
+generation: {value: volta, source: mine}
+peak_flop_per_s: {value: 1.25e14, source: mine}
+hbm_bytes: {value: 34089730048, source: mine}
+hbm_bytes_per_s: {value: 9.0e11, source: mine}
+""",
+    "rtx4090": """
+name: rtx4090
+base: a100-40gb-pcie
+gpu: {value: GeForce-RTX-4090, source: mine}
+generation: {value: ada, source: mine}
+peak_flop_per_s: {value: 1.65e14, source: mine}
+hbm_bytes: {value: 25769803776, source: mine}
+hbm_bytes_per_s: {value: 1.008e12, source: mine}
+gpus_per_node: {value: 1, source: mine}
+""",
+    "mi300x": """
+name: mi300x
+base: h100-80gb
+gpu: {value: MI300X, source: mine}
+generation: {value: cdna3, source: mine}
+peak_flop_per_s: {value: 1.307e15, source: mine}
+hbm_bytes: {value: 206158430208, source: mine}
+hbm_bytes_per_s: {value: 5.3e12, source: mine}
+""",
+}
+"""Files of GPUs whose kernels have no rates, with the numbers of their data sheets."""
+SMALL = ("--model", "llama-7b", "--gpus", "1", "--seq-len", "512", "--global-batch", "1")
+
+
+def cluster_file(folder: Path, name: str) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(OWN[name], encoding="utf-8")
+    return str(path)
+
+
+def simulated(method: str = "keep_all", **given: Any) -> Result:
+    """The result of a method, as `simulate` shows it."""
+    sizes = {
+        "model": "llama-7b",
+        "system": "megatron-core",
+        "gpus": 8,
+        "tp": 8,
+        "seq_len": 2048,
+        "global_batch": 8,
+    }
+    problem = make_problem(ProblemSpec(**{**sizes, **given}))
+    found = evaluate_method(problem, discover().resolve(method, None, problem))
+    return with_band(told_fragmented(found))
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "verdict"),
+    [
+        ("v100", "volta", "OUT OF MEMORY: device memory of pipeline rank 0: 20."),
+        ("rtx4090", "ada", "OUT OF MEMORY: device memory of pipeline rank 0: 27."),
+        ("mi300x", "cdna3", "FITS: 140."),
+    ],
+)
+def test_a_gpu_without_rates_has_a_verdict(
+    name: str, generation: str, verdict: str, tmp_path: Path
+) -> None:
+    words = ("simulate", "full_recompute", *SMALL, "--system", "huggingface-flash", "--zero", "0")
+    ran = typed(*words, "--cluster", cluster_file(tmp_path, name))
+    told = " ".join(ran.out.split())
+    assert (ran.code, ran.err) == (0, "")
+    assert verdict in told
+    assert f"time not modelled: no kernel rates of {generation} (there are rates of" in told
+    assert " 12.55 | 12.55 | 25.10 " in told
+    assert "tokens/s" not in told
+    assert "80 % band" not in told
+
+
+def test_the_json_says_the_same(tmp_path: Path) -> None:
+    words = ("simulate", "keep_all", *SMALL, "--cluster", cluster_file(tmp_path, "mi300x"))
+    found = json.loads(typed(*words, "--json").out)
+    assert (found["status"], found["fits"], found["binds"]) == ("ok", "yes", "nothing")
+    assert found["reason"] == found["not_timed"]
+    assert found["reason"].startswith("time not modelled: no kernel rates of cdna3")
+    assert {found[key] for key in ("step_s", "tokens_per_s_per_gpu", "hfu", "band")} == {None}
+    assert found["peak_device_bytes"]["max"] > 50 * GIB
+
+
+@pytest.mark.parametrize("name", names("system"))
+def test_every_generation_and_stack_has_a_verdict(name: str) -> None:
+    """The bytes are those of the same GPU with rates; a kernel that a GPU cannot run is refused by
+    name."""
+    base, system, rates = load_cluster("h100-80gb"), load_system(name), calibration().kernels
+    layout = {"tp": 8} if "tp" in system.model_parallel else {"tp": 1, "zero_stage": 3}
+    reference = simulated(cluster=replace(base, name="mine"), system=name, **layout)
+    for generation in GENERATIONS:
+        cluster = replace(base, name="mine", gpu="mine", generation=generation)
+        if rates.refusal(generation, system.attention):
+            with pytest.raises(RateError, match=f"attention '{system.attention}' on {generation}"):
+                simulated(cluster=cluster, system=name, **layout)
+            continue
+        found = simulated(cluster=cluster, system=name, **layout)
+        assert found.verdict is not None, (generation, found.reason)
+        assert found.evaluation.ranks == reference.evaluation.ranks
+        assert found.status in ("ok", "oom")
+        if not calibration().has_rates(generation):
+            assert found.not_timed.startswith(f"time not modelled: no kernel rates of {generation}")
+        timed = not found.not_timed
+        assert timed == (found.step_s is not None) == (found.error_band is not None)
+        assert timed or found.fitting_s == float("inf")
+
+
+def test_an_attention_without_a_published_rate_has_bytes() -> None:
+    found = simulated(cluster="a100-80gb-selene", system="nemo-24.12")
+    assert found.fits
+    assert found.step_s is None
+    assert "attention 'cudnn' on ampere: no published rate" in found.reason
+    assert simulated(cluster="a100-80gb-selene", system="nemo-24.12", attention="fa2").step_s
+
+
+@pytest.mark.parametrize("method", ["memo", "lynx_heu", "lynx_opt"])
+def test_a_method_that_plans_by_seconds_is_refused_in_one_line(method: str) -> None:
+    base = replace(load_cluster("h100-80gb"), gpu="mine", generation="volta")
+    found = simulated(method, cluster=base, hbm_bytes=20 * GIB)
+    assert found.status == "unsupported"
+    assert found.reason.startswith(
+        f"{method}: plans by seconds; time not modelled: no kernel rates"
+    )
+
+
+def test_compare_ranks_by_bytes(tmp_path: Path) -> None:
+    words = ("compare", *SMALL, "--cluster", cluster_file(tmp_path, "mi300x"))
+    only = ("--only", "keep_all", "--only", "full_recompute", "--only", "memo")
+    ran = typed(*words, *only, "--processes", "1")
+    told = " ".join(ran.out.split())
+    assert ran.code == 0, ran.err
+    assert "FITS: full_recompute," in told
+    assert "FASTEST" not in told
+    assert "unsupported: memo: plans by seconds; time not modelled" in told
+    rows = json.loads(typed(*words, *only, "--processes", "1", "--json").out)["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "unsupported"]
+    assert rows[0]["headroom_bytes"] > rows[1]["headroom_bytes"]
+    assert {row["step_s"] for row in rows} == {row["compute_s"] for row in rows} == {None}
+    assert not any(row["tied_with_best"] for row in rows)
+
+
+def test_what_needs_seconds_refuses_in_one_line(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, "mi300x")
+    for words in (
+        ("search", *SMALL, "--cluster", path),
+        ("timeline", "keep_all", *SMALL, "--cluster", path, "-o", str(tmp_path / "t.json")),
+    ):
+        ran = typed(*words)
+        assert ran.code not in (0, None)
+        assert ran.err.count("\n") == 1
+        assert "time not modelled: no kernel rates of cdna3" in ran.err
+    spec = rematbench.Problem(
+        model="llama-7b", cluster=path, system="megatron-core", gpus=1, seq_len=512, global_batch=1
+    )
+    with pytest.raises(ValueError, match="a search ranks plans by seconds; time not modelled"):
+        rematbench.search(spec)
+    assert rematbench.simulate(spec, "keep_all").fits
+    assert rematbench.compare(spec, only=["keep_all"])["step_s"].isna().all()
+
+
+def test_a_sheet_has_the_bytes(tmp_path: Path) -> None:
+    row = {
+        "model": "llama-7b", "cluster": cluster_file(tmp_path, "mi300x"), "gpus": "1", "tp": "1",
+        "pp": "1", "seq_len": "512", "micro_batch": "1", "global_batch": "1",
+        "system": "megatron-core", "recompute": "none", "offload_fraction": "0",
+    }  # fmt: skip
+    (found,) = predict_rows([row], processes=1)
+    assert (found["pred_status"], found["pred_step_s"], found["pred_low"]) == ("ok", "", "")
+    assert found["pred_reason"].startswith("time not modelled: no kernel rates of cdna3")
+    assert found["pred_peak_device_bytes"] > 50 * GIB
+
+
+def test_an_optimizer_on_a_node_without_a_rate_has_a_verdict_first() -> None:
+    """72 billion parameters on eight A100 (published: they run)."""
+    words = (
+        "simulate", "full_recompute", "--model", "qwen2-7b", "--cluster", "a100-80gb-roce1600",
+        "--gpus", "8", "--seq-len", "8192", "--global-batch", "16", "--tp", "4",
+    )  # fmt: skip
+    told = " ".join(typed(*words, "--optimizer", "host").out.split())
+    assert "FITS: " in told
+    assert "UNSUPPORTED" not in told
+    assert "(time not modelled: an optimizer in host memory on cluster a100-80gb-roce1600" in told
+    assert "host_update_parameters_per_s (measure: " in told
+
+
+@pytest.mark.parametrize("name", ["TPU-v5p", "tpu v4"])
+def test_a_tpu_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "tpu.yaml"
+    path.write_text(OWN["mi300x"].replace("MI300X,", f"{name},"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="a TPU, on which none of these stacks runs"):
+        load_cluster(path)
+
+
+# -- fragmentation -------------------------------------------------------------------------------
+
+YI = {
+    "hidden": 7168, "ffn": 20480, "num_heads": 56, "num_kv_heads": 8, "head_dim": 128,
+    "num_layers": 60, "vocab": 64000, "tied_embeddings": False,
+}  # fmt: skip
+"""Yi-34B, by its public config.json."""
+
+
+def test_allocated_bytes_that_fit_are_said_to_fit_with_expandable_segments() -> None:
+    """A published job of 32 A100 that trained, near the limit."""
+    model = replace(load_model("llama-7b"), name="yi-34b", **YI)
+    words = {
+        "model": model, "cluster": "a100-80gb-roce1600", "system": "huggingface-deepspeed",
+        "gpus": 32, "tp": 1, "seq_len": 262144, "global_batch": 32, "ulysses": 8, "zero_stage": 3,
+    }  # fmt: skip
+    found = rematbench.simulate(rematbench.Problem(**words), "full_recompute")
+    assert (found.status, found.fit, found.fits) == ("fragmented", "expandable", False)
+    assert found.reason.startswith("fits with expandable segments, else retries or fails: device")
+    assert found.verdict.binds == found.reason
+    system = replace(found.problem.system, name="mine", expandable_segments=True)
+    assert rematbench.simulate(
+        rematbench.Problem(**words | {"system": system}), "full_recompute"
+    ).fits
+
+
+def test_the_fields_of_the_verdict_agree() -> None:
+    """From too little memory for the allocated bytes to enough for the reserved ones."""
+    words = ("simulate", "keep_all", "--model", "qwen2-7b", "--seq-len", "16384")
+    words += ("--global-batch", "1", "--gpus", "1", "--cluster", "h200-141gb-single", "--json")
+    words += ("--system", "huggingface-flash", "--zero", "0")
+    seen = []
+    whole = json.loads(typed(*words, "--hbm-bytes", str(300 * GIB)).out)
+    held = 300 * GIB - whole["headroom_bytes"]
+    peak = whole["peak_device_bytes"]["max"]
+    for nbytes in (*range(peak - GIB, held + 2 * GIB, max(GIB // 4, (held - peak) // 6)),):
+        found = json.loads(typed(*words, "--hbm-bytes", str(nbytes)).out)
+        retries, fits = found["allocator_retries"], found["fits"]
+        seen.append(found["status"])
+        assert (found["status"] == "fragmented") == (fits == "expandable") == retries["fails"]
+        assert (found["status"] == "ok") == (fits in ("yes", "tight"))
+        if fits in ("yes", "tight"):
+            assert (found["reason"], found["binds"]) == ("", "nothing")
+        else:
+            assert found["reason"] == found["binds"]
+    order = [word for at, word in enumerate(seen) if word not in seen[:at]]
+    assert order == sorted(order, key=["oom", "fragmented", "ok"].index)
+    assert {"oom", "ok"} <= set(order)
