@@ -60,7 +60,9 @@ def test_only_a_tight_plan_is_said_to_be_tight() -> None:
     """Beside a plan with room the error of peaks would read as its verdict."""
     for length, tight in (("4096", False), ("11264", True)):
         told = typed("simulate", "keep_all", *DEMO, "--pp", "4", "--seq-len", length).out
-        assert ("FITS, TIGHT" in told) == tight == ("tight: fits, but with less headroom" in told)
+        assert (
+            ("FITS, TIGHT" in told) == tight == ("tight: fits, but the headroom is smaller" in told)
+        )
 
 
 def test_what_nobody_published_is_said_in_words() -> None:
