@@ -115,7 +115,7 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["table", "clams"], "unknown table 'clams'"),
         (["table", "pareto", "--input", "suit=x"], "pareto.py has suite"),
         (["simulate", "keep_all", *PIPE, "--gpipe"], "--gpipe needs --vpp 1, but --vpp is 2"),
-        (["simulate", "full_recompute:block", *DEMO], "give its num_layers"),
+        (["simulate", "full_recompute:block", *DEMO], "set its num_layers"),
         (["simulate", "full_recompute:block x", *DEMO], "put 'x' before the policy"),
         (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
         (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),

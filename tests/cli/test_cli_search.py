@@ -180,7 +180,7 @@ def test_price_tags_that_are_known_are_printed(monkeypatch: pytest.MonkeyPatch) 
     told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--price-tags"])
     assert told.exit_code == 130
     assert "50.0" in told.output
-    assert "stopped before" in told.output
+    assert "stopped: the remaining" in told.output
 
 
 @pytest.mark.full

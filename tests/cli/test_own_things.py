@@ -177,7 +177,7 @@ def test_a_missing_dp_follows_from_the_gpus() -> None:
     assert found[0]["pred_status"] == "ok"
     assert {**found[1], "dp": "2"} == found[0]
     assert found[2]["pred_reason"] == "gpus 12 is not a multiple of tp x cp x pp = 8"
-    assert "dp empty" in found[3]["pred_reason"]
+    assert "no value for dp" in found[3]["pred_reason"]
 
 
 def test_rows_without_a_prediction_are_named(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_problem_with_a_field_amiss_is_one_line() -> None:
     given = {f: getattr(PROBLEM, f) for f in PROBLEM.__struct_fields__}
     lacks = {f: value for f, value in given.items() if f not in ("system", "gpus")}
     for wrong, told in (
-        (lacks, "missing: system, gpus"),
+        (lacks, "missing arguments: system, gpus"),
         ({**given, "micro_bach": 2}, "no field 'micro_bach'; did you mean 'micro_batch'?"),
         ({**lacks, "systme": "x"}, "did you mean 'system'?"),
     ):

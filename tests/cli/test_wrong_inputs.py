@@ -80,8 +80,8 @@ def config(**more: object) -> Input:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        (run(seq_len="100000000000"), "exceed the limit of 1073741824 tokens"),
-        (run(seq_len="17179869184"), "exceed the limit of 1073741824 tokens"),
+        (run(seq_len="100000000000"), "exceed the limit of 68719476736 tokens"),
+        (run(seq_len="17179869184"), "exceed the limit of 68719476736 tokens"),
         (run(gpus="1000000"), "exceed the limit of 65536"),
         (run(global_batch="10000000"), "exceed the limit of"),
         (run(ulysses="4"), "dp 1 must be a multiple of ulysses = 4"),

@@ -181,7 +181,7 @@ def test_every_method_of_a_study_resolves() -> None:
 def test_a_claim_without_an_entry_says_so() -> None:
     row = dict.fromkeys(ROWS[0], "") | {"id": "new", "value": "1"}
     (line,) = claims_table([row], CLAIMS, []).rows
-    assert line["verdict"] == "not comparable: config/claims.yaml says nothing about it"
+    assert line["verdict"] == "not comparable: config/claims.yaml has no entry for it"
 
 
 def test_lines_of_one_claim_say_what_tells_them_apart() -> None:

@@ -158,14 +158,14 @@ def test_a_long_text_is_said_once_where_all_before_it_repeats(tmp_path: Path) ->
 
 
 def test_gpus_are_named_only_when_records_name_them(results: Path) -> None:
-    assert no_gpu_sentence(results).startswith("No H800/A100 was used")
+    assert no_gpu_sentence(results).startswith("We used no GPU (no H800 or A100)")
     folder = results / "measured" / "executed"
     folder.mkdir(parents=True)
     (folder / "x.json").write_text('{"world": "executed", "device": "NVIDIA H200"}')
     (folder / "x.txt").write_text('{"device": "NVIDIA A100"}')
-    assert no_gpu_sentence(results) == "GPUs used: H200; no H800, A800, A100, H100 was used."
+    assert no_gpu_sentence(results) == "GPUs used: H200. Not used: H800, A800, A100, H100."
     (folder / "y.jsonl").write_text('{"cell":"a","provenance":{"device":"NVIDIA H100 80GB HBM3"}}')
-    assert no_gpu_sentence(results) == "GPUs used: H100, H200; no H800, A800, A100 was used."
+    assert no_gpu_sentence(results) == "GPUs used: H100, H200. Not used: H800, A800, A100."
 
 
 def test_differences_are_numbers_beyond_tolerance_or_other_texts() -> None:

@@ -150,9 +150,10 @@ def whether_bands_hold(tables: Path) -> str:
         return ""
     pooled = found[-1]
     return (
-        f"A band is to hold {100 * LEVEL:.0f} % of speeds. Learnt from all sources but one, bands "
-        f"hold {100 * float(pooled['inside']):.0f} % of the left-out source's rows (every source "
-        f"weighs 1; {int(pooled['rows']):,} rows). A choice of layout is judged by its speed loss."
+        f"A band should contain {100 * LEVEL:.0f} % of the speeds. Bands learnt from all sources "
+        f"but one contain {100 * float(pooled['inside']):.0f} % of the rows of the left-out "
+        f"source (every source weighs 1; {int(pooled['rows']):,} rows). A choice of layout is "
+        "scored by the speed that it loses."
     )
 
 
@@ -163,12 +164,15 @@ def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)
     told = ", ".join(f"{word} in {count}" for word, count in counts.most_common())
-    strange = f"{len(outside)} of the {len(winners)} winners above are outside the published "
+    strange = f"{len(outside)} of the {len(winners)} winners above lie outside of the published "
     strange += f"range: {told}."
     verdicts = _rows(tables / "oom_verdicts.csv")
     ooms = sum(int(row["cells"]) for row in verdicts if row["published"] == "oom")
-    few = f"{ooms} published cells ran out of memory: whether a job fits is reported with its "
-    few += "margin, and no rate of it is promised."
+    few = (
+        f"{ooms} published cells ran out of memory. The page reports whether a job fits "
+        "together with its "
+    )
+    few += "margin, but promises no success rate for this."
     return (
         no_gpu_sentence(results),
         *([strange] if outside else []),
@@ -194,10 +198,10 @@ def no_gpu_sentence(results: Path) -> str:
     used = gpus_used(results)
     unused = [gpu for gpu in GPUS if gpu not in used]
     if used:
-        return f"GPUs used: {', '.join(sorted(used))}; no {', '.join(unused)} was used."
+        return f"GPUs used: {', '.join(sorted(used))}. Not used: {', '.join(unused)}."
     return (
-        "No H800/A100 was used, nor any other GPU: no speed on this page was measured by us. What "
-        "was executed ran on CPUs and says bytes, losses and gradients."
+        "We used no GPU (no H800 or A100), so we measured no speed on this page. Executed runs "
+        "used CPUs and give bytes, losses and gradients only."
     )
 
 

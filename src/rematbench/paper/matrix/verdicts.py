@@ -94,7 +94,7 @@ def summary(lines: Sequence[Line], baseline: str) -> str:
     bases = [next(line for line in cell if line["arm"] == baseline) for cell in fitting]
     pairs = [pair for pair in zip(winners, bases, strict=True) if speed(pair[1])]
     if not pairs:
-        return f"Of {len(cells)} simulated cells, {len(fitting)} fit with any method."
+        return f"In {len(fitting)} of {len(cells)} simulated cells, some method fits."
     gains = [100 * (speed(best) / speed(base) - 1.0) for best, base in pairs]
     beaten = sum(base.get("rank") not in ("tie", "best") for _, base in pairs)
     tied = sum(any(line.get("rank") == "tie" for line in cell) for cell in fitting)

@@ -95,8 +95,8 @@ def waterfall(cells: Sequence[Row]) -> Table:
             STATUS,
         ),
         rows=tuple(rows),
-        note="World: simulated against published. A step that does not fit shows the speed it "
-        "would have if it did.",
+        note="World: simulated against published. If a step does not fit, the table shows its "
+        "speed with enough memory.",
     )
 
 
@@ -165,8 +165,9 @@ def figure9(cells: Sequence[Row]) -> Table:
             STATUS,
         ),
         rows=tuple(rows),
-        note="World: simulated against published. The paper's fit is an identity to check, not a "
-        "prediction; our ledger's alpha is the smallest that fits this cluster's usable bytes.",
+        note="World: simulated against published. The paper's fit is a check of its formula, not "
+        "a prediction. Our ledger's alpha is the smallest alpha that fits the usable bytes of "
+        "this cluster.",
     )
 
 
@@ -184,7 +185,8 @@ def abstract(cells: Sequence[Row]) -> Table:
     tried = len(of_kind(cells, LAYOUTS))
     best = {name: _best(rows, name) for name in ("full", "balanced")}
     note = (
-        f"Published MFU: {goals}, layouts not published, so nothing here is scored. {len(rows)} "
+        f"Published MFU: {goals}. The layouts are not published, so the table scores nothing. "
+        f"{len(rows)} "
         f"of {tried} cells tried fit. Best MFU (causal) with full recomputation and no offload: "
         f"{best['full']}; with balanced checkpointing and offload: {best['balanced']}."
     )

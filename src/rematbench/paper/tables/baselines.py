@@ -22,10 +22,11 @@ READS = ("config/baseline_points.yaml", "baselines/*/*.py")
 TABLES = ("agreement", "baselines_traced", "baselines_tensors")
 MIB = 2**20
 NOTE = (
-    "Traced: one rank through the package's own schedules on fake tensors, states included. Known "
-    "extra: what that stack keeps beside the operator table, by tensor in baselines_tensors, sized "
-    "from shapes. Unexplained: traced less known extra, over predicted, less 1. Freed: activations "
-    "against the same engine without a policy at the same layout; engines are never ranked."
+    "Traced: one rank through the package's own schedules on fake tensors, states included. "
+    "Known extra: tensors that the stack keeps in addition to the operator table, listed in "
+    "baselines_tensors and sized from shapes. Unexplained: (traced - known extra) / predicted - "
+    "1. Freed: activation bytes saved relative to the same engine without a policy at the same "
+    "layout. Engines are not ranked."
 )
 
 
@@ -116,7 +117,7 @@ def tensors_table(points: Sequence[Point]) -> Table:
         title="Tensors of one layer and micro-batch: operator table and traced stack",
         columns=TENSORS,
         rows=tuple(found),
-        note="Without a policy. Per layer the traced bytes are these exactly (a test).",
+        note="Without a policy. A test checks that the traced bytes per layer are exactly these.",
     )
 
 

@@ -62,9 +62,9 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
         columns=(
             Column("id", "claim"),
             Column("system", "system"),
-            Column("what", "what is claimed"),
+            Column("what", "claim"),
             Column("asked", "asked"),
-            Column("how", "how we ask it"),
+            Column("how", "how we test it"),
             Column("published", "published"),
             Column("ours", "ours", _short),
             Column("unit", "unit"),
@@ -85,14 +85,15 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]
 
 
 NOTE = (
-    "A claim counts once: by its headline and by the other numbers of its row; further questions "
-    "never count. An inequality is met or not, without a tolerance. Written down: before or "
-    "after our value was computed. Tolerances, their reasons and the formulas of our numbers "
-    "are in config/claims.yaml. Basis: fitted (shaped a constant), in-sample (its source shaped a "
+    "A claim counts once, with its headline and the other numbers of its row; further questions "
+    "do not count. An inequality is met or not, without a tolerance. Written down: whether the "
+    "claim was recorded before or after we computed our value. config/claims.yaml has the "
+    "tolerances, their reasons and the formulas of our numbers. Basis: fitted (shaped a "
+    "constant), in-sample (its source shaped a "
     "formula or a stack), held-out, untested. Nothing here was executed."
 )
 CLAIM_VERDICTS = (
-    "met in all that is printed",
+    "met in all printed numbers",
     "met in the headline only",
     MISSED,
     "not comparable",
@@ -147,7 +148,7 @@ def claim_lines(
         "command": "",
     }
     if claim is None or claim.not_comparable:
-        why = claim.not_comparable if claim else "config/claims.yaml says nothing about it"
+        why = claim.not_comparable if claim else "config/claims.yaml has no entry for it"
         said = {"remark": _not_scored(claim) if claim else ""}
         return [{**head, **said, "verdict": f"not comparable: {why}"}]
     return [{**head, **_part_line(part, claim, row, claims, answers)} for part in claim.parts]

@@ -67,7 +67,8 @@ def curves_table(entries: Entries, bases: Mapping[str, Record]) -> Table:
         ),
         note="Bytes of the Python standard library's sources, fp32, AdamW at "
         f"{LEARNING_RATE:g}; the same batches for all. A method that splits a GEMM rounds "
-        "differently from step 1, and training amplifies it; the others are bitwise equal.",
+        "differently from step 1 on, and training amplifies the difference; all other methods "
+        "are bitwise equal.",
     )
 
 

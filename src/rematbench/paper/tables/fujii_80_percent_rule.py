@@ -55,7 +55,7 @@ def rule_table(rows: Sequence[Row]) -> Table:
             Column("meaning", "which is a"),
             Column("least", "least estimate, % of device", percent),
             Column("most", "most, %", percent),
-            Column("ledger_fits", "of these our ledger says fit", whole),
+            Column("ledger_fits", "of these, fit by our ledger", whole),
         ),
         rows=tuple(lines),
         note=_note(cells),
@@ -84,9 +84,11 @@ def _note(cells: Sequence[Mapping[str, Any]]) -> str:
         return sum(cell["status"] == status and cell["safe"] is safe for cell in cells)
 
     return (
-        "World: a paper's closed form against published results; positive: not called safe. The "
-        "rule was derived from Fujii's cells, so only the other sources test it. "
+        "World: a paper's formula against published results. Positive: the rule does not call "
+        "the cell safe. The rule was derived from Fujii's cells, so only the other sources test "
+        "it. "
         f"{count('oom', False)} true positives, {count('ok', False)} false alarms, "
         f"{count('ok', True)} true negatives, {count('oom', True)} missed OOM. "
-        f"Dashes, apart: {count('dash', True)} called safe, {count('dash', False)} not."
+        f"Dashes are counted separately: {count('dash', True)} called safe, "
+        f"{count('dash', False)} not."
     )

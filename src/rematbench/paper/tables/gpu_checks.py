@@ -106,9 +106,9 @@ def actions_table(lines: Sequence[ActionSeconds]) -> Table:
             Column("difference_s", "more s", signed),
         ),
         rows=tuple(rows),
-        note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over a step's actions, the "
-        f"largest differences first; STEP: the whole step; WAIT: another stream is waited for. On "
-        f"compute, without waits: {'; '.join(sums) or 'nothing'}."
+        note=f"{CPU_NOTE + ' ' if device.startswith('cpu') else ''}Sums over the actions of a "
+        f"step, with the largest differences first. STEP: the whole step. WAIT: time waiting for "
+        f"another stream. On the compute stream, without waits: {'; '.join(sums) or 'nothing'}."
         + (f" Did not run: {'; '.join(lost)}." if lost else ""),
     )
 

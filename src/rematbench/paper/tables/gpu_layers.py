@@ -139,8 +139,9 @@ def layers_table(rows: Sequence[dict[str, Any]]) -> Table:
         title=f"Steps on {devices_of(rows)}, measured and predicted",
         columns=tuple(columns),
         rows=tuple(rows),
-        note=f"{caveats(rows)}n: turns; a step is the median of the medians of turns, bytes the "
-        f"most of any turn. Predicted pinned bytes count powers of two. {bars}",
+        note=f"{caveats(rows)}n: number of turns. A step is the median over turns of the turn's "
+        f"median; bytes are the maximum over turns. Predicted pinned bytes count powers of two. "
+        f"{bars}",
     )
 
 
@@ -165,6 +166,7 @@ def ratios_table(rows: Sequence[dict[str, Any]]) -> Table:
             Column("mfu_dense", "MFU dense %", percent),
         ),
         rows=tuple(sorted(ran, key=lambda row: (row["context"], row["problem"]))),
-        note=f"{caveats(rows)}Ratio: seconds of `against` over the method's, paired by round. What "
-        f"keeps attention: {text} (expected: {low:g} to {high:g} at 32K to 128K).",
+        note=f"{caveats(rows)}Ratio: step time of `against` divided by that of the method, "
+        f"paired by round. Methods that keep attention: {text} (expected: {low:g} to {high:g} at "
+        "32K to 128K).",
     )

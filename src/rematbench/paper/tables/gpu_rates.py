@@ -67,8 +67,8 @@ def rates_table(rates: Sequence[Rate]) -> Table:
         note=(
             f"{CPU_NOTE if device.startswith('cpu') else ''} Spread: interquartile range over the "
             "median. Predicted: the shipped cost model's seconds for the same kernel. Published: "
-            "median of the rows of kernels.csv of this GPU with the same kernel and shape "
-            "(attention: of other heads where the same are not there). "
+            "median of the rows of kernels.csv for this GPU with the same kernel and shape (for "
+            "attention, rows with another number of heads if none has the same number). "
             f"Mean absolute errors: {means}."
         ).strip(),
     )

@@ -124,8 +124,8 @@ def searched_table(rows: Sequence[Row]) -> Table:
             *(Column(key, "") for key in ("cell", "beside", "reason", "device", "pinned_bytes")),
         ),
         rows=tuple(rows),
-        note=f"{caveats(rows)}Row: of the search's answer, rows that differ in settings alone "
-        "counted once; 0: the best plan of the compared methods. Slower: than the "
+        note=f"{caveats(rows)}Row: place in the search's answer (rows that differ only in "
+        "settings count once; 0: the best plan of the compared methods). Slower: relative to the "
         "fastest measured plan of the same job and memory. Mean absolute error of the step "
         f"{100 * statistics.fmean(errors or [0.0]):.2f} % of {len(errors)} (expected: at most "
         f"{100 * TIME_BAR:g} %). Ran out of memory: {', '.join(out) or 'none'}.",
@@ -156,12 +156,12 @@ def advice_table(rows: Sequence[Row]) -> Table:
             *(Column(key, "") for key in ("step_s_error", "device")),
         ),
         rows=tuple(rows),
-        note=f"{caveats(rows)}torch is held to the device memory that was searched for. Lost: how "
-        "much longer the step takes than the fastest measured one; on average "
+        note=f"{caveats(rows)}torch may use only the device memory that the search assumed. "
+        "Lost: how much longer the step takes than the fastest measured step; on average "
         f"{_mean_lost(rows)}, at most {100 * most:.1f} % (expected: at most "
         f"{100 * LOSS_BAR:g} % on average). Ran out of memory: "
         f"{', '.join(out) or 'none of the first plans'}. Without a search: the best plan of the "
-        "methods that the suite compares with the search; gain: of its step over the search's.",
+        "methods that the suite compares. Gain: how much longer its step takes than the search's.",
     )
 
 

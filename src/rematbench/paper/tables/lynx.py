@@ -82,14 +82,15 @@ def lynx_ladder(answers: list[StudyAnswer]) -> Table:
         rows=tuple(rows),
         note=SIMULATED + "Rivals: selective (without materialised scores it drops nothing), "
         "full (uniform, one layer) and full (block, as few layers as fit). Balanced rebuilds "
-        "norms and activation functions without windows and is not among the paper's rivals: what "
-        "HEU gains over it comes from windows and from moving layers, which rivals do not; the "
-        "gain is the product of its two parts. Work in a window and its collective slow down; "
-        "the step shows that only on ranks that have no slack: where another rank (the "
-        "head's) sets the step, it stays that of keep all. The abstract says up to "
-        "1.37x (v4), 1.02 to 1.53x (v1), of configurations that could not be read. Where keeping "
-        "everything fits at the best layout there is nothing to gain. Search times are no part of "
-        "this table: benchmarks/solvers.py.",
+        "norms and activation functions without windows and is not among the paper's rivals: "
+        "HEU's gain over it comes from windows and from moving layers, which the rivals do not "
+        "do; the gain is the product of the two parts. Work in a window slows down, and so does "
+        "the collective. The step shows this only on ranks without slack: if another rank (the "
+        "one with the head) determines the step, the step equals that of keep all. The abstract "
+        "says up to "
+        "1.37x (v4), 1.02 to 1.53x (v1), of configurations that could not be read. If keeping "
+        "everything fits at the best layout, there is nothing to gain. benchmarks/solvers.py "
+        "gives the search times.",
     )
 
 
@@ -139,5 +140,5 @@ def lynx_layouts(answers: list[StudyAnswer]) -> Table:
             Column("remark", "remark"),
         ),
         rows=tuple(rows),
-        note=SIMULATED + "A plan that does not fit shows the step it would have if it did.",
+        note=SIMULATED + "If a plan does not fit, the table shows its step with enough memory.",
     )

@@ -54,18 +54,18 @@ def equal_terms(spec: MatrixSpec) -> str:
 
 HOW = (
     "low, high: 80 % band of the speed, learnt from errors with constants fitted without a row's "
-    "source. outside: the stack, generation, scale (GPUs), context or mechanism that nobody "
-    "published. tie: slower than the best by less than our error when comparing two methods, at "
-    "one layout or, where the layouts differ, between layouts. "
-    "tight: fits, but with less headroom than our memory error."
+    "source. outside: the stack, generation, scale (GPUs), context or mechanism is not in any "
+    "published row. tie: slower than the best by less than our error when comparing two methods "
+    "(the error at one layout, or between layouts if they differ). tight: fits, but the headroom "
+    "is smaller than our memory error."
 )
 
 
 GAP = (
-    "gap: no layout (of all that divide the GPUs, with uneven ends) makes the arm faster by more; "
-    "searched plans leave our memory error free. A share that an arm would choose by "
-    "itself (memo) is searched in quarters, and then it chooses at the best layout. "
-    "Where nothing fits: the smallest shortage of any plan."
+    "gap: no layout that divides the GPUs (uneven ends included) makes the arm faster by more "
+    "than this. Searched plans leave our memory error free. If an arm chooses its own share "
+    "(memo), the search tries quarters, and the arm then chooses at the best layout. If nothing "
+    "fits, the table shows the smallest shortage of any plan."
 )
 PROVED = (Column("gap", "gap %", percent), Column("layouts", "layouts", whole))
 
@@ -131,8 +131,8 @@ def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
             Column("run_with", ""),
         ),
         rows=tuple(rows),
-        note=f"{equal_terms(spec)} {HOW} {'' if table == SAME else GAP} Arms not declared for a "
-        "length have no row there.",
+        note=f"{equal_terms(spec)} {HOW} {'' if table == SAME else GAP} An arm that is not "
+        "declared for a length has no row for it.",
         shown=SHOWN,
     )
 
@@ -189,7 +189,8 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
         ),
         rows=tuple(rows),
         note=summary(lines, spec.baseline) + f" {equal_terms(spec)} {HOW} {GAP} "
-        "fastest plan of all: of every method, setting and composition, declared as an arm or not.",
+        "fastest plan of all: over all methods, settings and compositions, including those that "
+        "are not arms.",
     )
 
 
@@ -235,7 +236,8 @@ def longest_table(lines: Sequence[Line]) -> Table:
             Column("reason", "by"),
         ),
         rows=tuple(found.values()),
-        note="The true limit lies between the two columns. Methods not run at the last length are "
-        "left out; where none is the longest, none shorter than the one that fails was run.",
+        note="The true limit lies between the two columns. The table omits methods that were not "
+        "run at the last length. If the longest length is `none`, the shortest length that was "
+        "run already fails.",
         shown=SHOWN,
     )

@@ -28,14 +28,15 @@ Row = Mapping[str, str]
 NEEDED = ("problem", "engine", "method", "status", "record_key")
 
 NOTE = (
-    "Step: median of timed steps that nobody observes, of each the slowest rank; the CSV has the "
-    "least and the most. MFU: of the cluster file's peak, by the simulator's formula. Peak: live "
-    "bytes with states on the fullest rank; reserved: what CUDA's allocator holds there. Errors: "
-    "measured less simulated, of the latter (peaks in bf16 only). Gain: in speed, over what keeps "
-    f"all activations in the same engine on the same GPUs ({IDENTITY}, or the package's policy "
-    "that rebuilds and moves nothing). Engines are not ranked: their kernels differ. Trains alike: "
-    f"first loss and gradient norm are those of the problem's {IDENTITY}, as far as rounding goes; "
-    "what does not has no gain. A CPU's time is never shown."
+    "Step: median of the timed steps, which run without checks; each step takes the time of its "
+    "slowest rank (the CSV also has the minimum and the maximum). MFU: relative to the peak in "
+    "the cluster file, by the simulator's formula. Peak: live bytes including states on the "
+    "fullest rank. Reserved: bytes that CUDA's allocator holds on that rank. Errors: (measured - "
+    "simulated) / simulated; peaks in bf16 only. Gain: speed relative to a run that keeps all "
+    f"activations in the same engine on the same GPUs ({IDENTITY}, or the package without "
+    "recomputation and offloading). Engines are not ranked because their kernels differ. Trains "
+    f"alike: the first loss and gradient norm equal those of {IDENTITY} on the same problem up to "
+    "rounding; otherwise the row has no gain. Times on a CPU are not shown."
 )
 
 

@@ -62,8 +62,8 @@ def memo_lengths(answers: list[StudyAnswer]) -> Table:
         ),
         rows=tuple(line(answer) for answer in runs),
         note=SIMULATED
-        + "Published at 1,024K: 52.30 % MFU, definition not stated; dense counts all of "
-        "attention, causal half. An alpha above 1 does not bind. memo+mst computes "
+        + "Published at 1,024K: 52.30 % MFU; the paper does not define it. Dense counts all of "
+        "attention, causal counts half. An alpha above 1 is not a limit. memo+mst computes "
         "the LM head in pieces; without that, fp32 logits of 1M tokens do not fit our stack.",
     )
 
@@ -89,7 +89,8 @@ def memo_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table
             Column("reason", "next length"),
         ),
         rows=tuple(rows),
-        note=SIMULATED + "The published lengths name no layout and are repeated for each of ours.",
+        note=SIMULATED + "The published lengths come without a layout, so each of our layouts "
+        "repeats them.",
     )
 
 
@@ -129,7 +130,7 @@ def memo_average(answers: list[StudyAnswer]) -> Table:
         ),
         rows=tuple(rows),
         note=SIMULATED
-        + "Baselines recompute fully. Published averages, on a grid that could not be "
+        + "The baselines use full recomputation. Published averages, on a grid that we could not "
         "read: 1.97x and 1.80x (v3), 2.42x and 2.26x (v1).",
     )
 
@@ -164,7 +165,8 @@ def fragmentation_table(answers: list[StudyAnswer]) -> Table:
             Column("usable_bytes", "usable GiB", gib),
         ),
         rows=tuple(rows),
-        note=SIMULATED + "The allocator has no limit here: it shows its size before it gives "
-        "cached segments back. Published for a baseline at 512K tokens: 73.5 GB reserved for "
+        note=SIMULATED + "The allocator has no memory limit in this table, so it shows its size "
+        "before it releases cached segments. Published for a baseline at 512K tokens: 73.5 GB "
+        "reserved for "
         "65.7 allocated and 76.5 for 68.2, 12 % (figure 1a).",
     )

@@ -173,9 +173,9 @@ def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str
             Column("remark", "remark"),
         ),
         rows=tuple(rows),
-        note="World: simulated. One layout per problem isolates the method; it is not each "
-        "method's best layout. freed: largest device peak less than keep_all's. A plan that does "
-        "not fit shows the speed it would have if it did.",
+        note="World: simulated. All methods of a problem use the same layout, which need not be "
+        "the best for each. freed: reduction of the largest device peak relative to keep_all. If "
+        "a plan does not fit, the table shows its speed with enough memory.",
     )
 
 

@@ -70,9 +70,9 @@ def mst_longest(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
         ),
         rows=tuple(rows),
         note=SIMULATED
-        + "Early update is optimizer-in-backward; ratios compare rows that both have "
-        "it or both lack it. Published lengths are in thousands of tokens. Not modelled, and bytes "
-        "that the real stack has: what the allocator loses to fragmentation.",
+        + "Early update means an optimizer in the backward; ratios compare two rows with it or "
+        "two rows without it. Published lengths are in thousands of tokens. The real stack also "
+        "loses memory to fragmentation, which this table does not model.",
     )
 
 
@@ -115,6 +115,6 @@ def mst_memory(answers: list[StudyAnswer], numbers: PublishedNumbers) -> Table:
         ),
         rows=tuple(rows),
         note=SIMULATED + "The paper's GB are 2^30 bytes. Its ladder reads 75, 74, 52 and 47. An "
-        "operator's bytes are all that its tensors, weights and gradients take at once; which of "
-        "them the paper counts is not said.",
+        "operator's bytes are those of its tensors, weights and gradients together; the paper "
+        "does not say which of these it counts.",
     )

@@ -70,9 +70,10 @@ def pareto_table(spec: MatrixSpec) -> Table:
             Column("dropped", "dropped"),
         ),
         rows=tuple(rows),
-        note="World: simulated, kernels and collectives that rebuild what is dropped, nothing "
-        "hidden. Every subset of a layer's saved tensors was tried; points of the front are beaten "
-        "by none in both. keep all, balanced, balanced + FC1 and full are the published ladder.",
+        note="World: simulated. The cost is the time of all kernels and collectives that rebuild "
+        "the dropped tensors, without overlap. We tried every subset of a layer's saved tensors; "
+        "no subset is better in both values than a point of the front. keep all, balanced, "
+        "balanced + FC1 and full are the published ladder.",
         shown=30,
     )
 

@@ -75,7 +75,7 @@ TABLES = (
 )
 SHOWN = 40
 READ = (
-    "Errors are of predictions only (fitted cells left out); n counts in-sample and held-out "
+    "Errors cover predictions only, not fitted cells; n counts in-sample and held-out "
     "cells. floor: one constant MFU fitted to the same cells as the model. left out: mean error "
     "when the constants are refitted without this source (- where not refitted)."
 )
@@ -209,8 +209,9 @@ def promise_table(report: Report) -> Table:
             Column("reason", "reason"),
         ),
         rows=tuple(rows),
-        note="Fractions in percent, counts as whole numbers. accepted: last reached; a check fails "
-        "beyond it. reported: not promised, as verdicts with fewer than "
+        note="Fractions in percent, counts as whole numbers. accepted: the last value reached; a "
+        "check fails if it is exceeded. reported: not promised, for example verdicts with fewer "
+        "than "
         f"{FEWEST_OOMS} published cells out of memory.",
     )
 
@@ -243,13 +244,13 @@ def verdict_table(verdicts: Verdicts) -> Table:
         rows=tuple(rows),
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
         f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
-        "(negative: does not fit). Dashes of the sources are not scored. Tight: "
-        f"{verdicts.tight} cells fit, but with less headroom than our memory error "
+        "(negative: does not fit). Cells that a source marks with a dash are not scored. Tight: "
+        f"{verdicts.tight} cells fit, but their headroom is smaller than our memory error "
         f"({percent(peak_band())} %, from {RESERVED}). {_of_oom(verdicts)}",
     )
 
 
-RESERVED = "peaks as their sources count them, allocated or reserved"
+RESERVED = "peaks as each source counts them (allocated or reserved)"
 
 
 def _of_oom(verdicts: Verdicts) -> str:
@@ -267,7 +268,7 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         found.append(pooled(found, speed_errors(cells)))
     return Table(
         name="bands",
-        title=f"{100 * LEVEL:.0f} % bands: rows inside the band that other sources teach",
+        title=f"{100 * LEVEL:.0f} % bands: rows inside the band learnt from the other sources",
         columns=(
             Column("source", "source"),
             Column("rows", "rows", whole),
@@ -277,8 +278,9 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         ),
         rows=tuple(asdict(one) for one in found),
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
-        "is the quantile over the other sources' errors at jobs with as many properties (stack, "
-        "generation, scale, context, mechanism) outside the published range. Ratios on one stack, "
+        "is the quantile of the other sources' errors over jobs with the same number of "
+        "properties (stack, generation, scale, context, mechanism) outside of the published "
+        "range. Ratios on one stack, "
         f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
         f"{_ratios(one_layout=False)} between layouts. Peaks: {percent(peak_band())} %.",
     )
@@ -304,7 +306,7 @@ def decision_table(judged: Sequence[Decision]) -> Table:
     job = ("source", "cluster", "model", "gpus", "seq_len", "global_batch")
     return Table(
         name="decisions",
-        title="Decisions: loss of the layout predicted to be the fastest, by sweep",
+        title="Decisions: speed lost by choosing the layout with the fastest prediction, by sweep",
         columns=(
             *(Column(key, key) for key in job),
             Column("rows", "rows", whole),
@@ -314,10 +316,11 @@ def decision_table(judged: Sequence[Decision]) -> Table:
             Column("floor", "loss of one MFU and a memory formula %", percent),
         ),
         rows=tuple(lines),
-        note="A sweep: one job in four layouts or more. Loss: of the best measured speed, by the "
-        "row predicted to be the fastest of those that fit; a pick that was out of memory loses "
-        "all. One MFU cannot tell layouts apart: the mean over those that the formula (Fujii et "
-        "al. or Korthikanti et al.) says fit. Dashes of the sources are left out.",
+        note="A sweep is one job in four layouts or more. Our pick is the row with the fastest "
+        "prediction among the rows predicted to fit. Loss is relative to the best measured "
+        "speed; a pick that ran out of memory loses all. One MFU cannot tell layouts apart, so "
+        "its loss is the mean over the layouts that fit by the formula (Fujii et al. or "
+        "Korthikanti et al.). Cells that a source marks with a dash are left out.",
         shown=SHOWN,
     )
 
@@ -358,8 +361,8 @@ def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
             Column("half_width", "band %", percent),
         ),
         rows=tuple(rows),
-        note="Outside: the property of a published row that no other source has; a row counts at "
-        "each such property. Errors of speeds (logarithms); every source weighs 1.",
+        note="Outside: a property of a published row that no other source has; a row counts once "
+        "for each such property. Errors are logarithms of speed ratios; every source weighs 1.",
     )
 
 
@@ -378,7 +381,7 @@ def regret_table(judged: Sequence[Decision]) -> Table:
     ]
     return Table(
         name="regret",
-        title="Decisions: loss of the layout predicted to be the fastest",
+        title="Decisions: speed lost by choosing the layout with the fastest prediction",
         columns=(
             Column("source", "source"),
             Column("sweeps", "sweeps", whole),
@@ -387,9 +390,10 @@ def regret_table(judged: Sequence[Decision]) -> Table:
             Column("floor", "one MFU %", percent),
         ),
         rows=tuple(lines),
-        note="Of the best measured speed; a pick that was out of memory loses all. Left out: "
-        "constants fitted without the source; as shipped: constants fitted to some rows of each "
-        "source. One MFU: with a memory formula. MosaicML and NVIDIA (NeMo) publish no sweep of "
+        note="Losses are relative to the best measured speed; a pick that ran out of memory "
+        "loses all. Left out: constants fitted without the source. As shipped: constants fitted "
+        "to some rows of each source. One MFU: one constant MFU with a memory formula. MosaicML "
+        "and NVIDIA (NeMo) publish no sweep of "
         "four layouts.",
     )
 

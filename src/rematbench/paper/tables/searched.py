@@ -30,16 +30,16 @@ NEEDED += ("precision", "attention", "run_with")
 """Columns that a line needs so that its plan can be simulated again."""
 
 FILLING = (
-    "Plans may fill the device, as published plans do: a search by command leaves a reserve free "
-    "(--reserve-gib 0: none). "
+    "Plans may fill the device, as published plans do; the command `search` leaves a reserve "
+    "free unless --reserve-gib is 0. "
 )
 
 SIMULATED = (
-    "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
-    "plan of the space is faster than the best by more; the space has the shares of a grid, and a "
-    "published plan may have one between two of them. Layouts are tp-cp-pp-vpp-dp, with what is "
-    "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers "
-    "of uneven ends."
+    "All steps are simulated, so a loss or gain compares layouts and plans only. gap: no plan in "
+    "the search space is faster than the best by more than this. The space takes shares from a "
+    "grid, so a published plan may use a share between two grid points. Layouts are written "
+    "tp-cp-pp-vpp-dp, followed by u (Ulysses), mb (micro-batch) and z (ZeRO stage) if they "
+    "differ from 1, and by the layers of uneven ends."
 )
 
 
@@ -120,10 +120,10 @@ def layout_table(rows: Sequence[Row]) -> Table:
         ),
         rows=_rows(rows),
         note=(
-            f"{FILLING}{SIMULATED} decides: the part of the step that the published layout has "
-            "more of. its rank: 1 and the other layouts, each division of layers counted, with a "
-            "plan that is faster than the published one (all, or those found in a fixed amount of "
-            "work: at least)."
+            f"{FILLING}{SIMULATED} decides: the part of the step that is longer in the published "
+            "layout. its rank: 1 plus the number of other layouts (and divisions of layers) with "
+            "a plan faster than the published one (`at least`: only those found in a fixed "
+            "amount of work)."
         ),
     )
 
@@ -151,10 +151,10 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         ),
         rows=_rows(rows),
         note=(
-            "our pick: of the measured rows, the one predicted to be the fastest of those that "
-            "leave the search's reserve free; it loses so much of the best measured speed (100: it "
-            "was out of memory, or none is predicted to fit). The best of the whole space is "
-            "rarely a row that somebody measured; over our pick: in predicted speed. "
+            "our pick: the measured row with the highest predicted speed among rows that leave "
+            "the search's reserve free. loses: its measured speed relative to the best measured "
+            "speed (100: it ran out of memory, or no row is predicted to fit). The best plan of "
+            "the whole space is rarely a measured row; `over our pick` compares predicted speeds. "
             f"{SIMULATED}"
         ),
         shown=45,

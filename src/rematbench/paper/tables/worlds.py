@@ -72,14 +72,15 @@ def worlds_table(records: Sequence[tuple[str, Record]], retraced: str = "") -> T
             Column("remark", "remark"),
         ),
         rows=tuple(rows.values()),
-        note="Activations at action boundaries on the rank that holds most: the issue-order "
-        "ledger (simulated), live storages of the real run on CPU with gloo (executed), of the "
-        "same code on fake tensors (traced: one rank); with an optimizer in the backward a unit's "
-        "gradients are among them until its update. Totals add states and what lives inside "
-        "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
-        "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
-        "in float64, within 1e-2 at the first step in bf16 (the table also has errors over "
-        "all three steps, which `docs/executed.md` explains). Nothing here ran on a GPU; no "
+        note="Activations are counted between actions on the rank with the most bytes. "
+        "Simulated: the issue-order ledger. Executed: live storages of the real run on CPU with "
+        "gloo. Traced: the same code on fake tensors, one rank. With an optimizer in the "
+        "backward, activations include a unit's gradients until its update. Totals add states "
+        "and temporary buffers of operators (bf16 only, because the state bytes of a system are "
+        "for bf16). Lossless: equal to keep_all on the same batches, either bitwise or within a "
+        "norm-wise error of 1e-10 over three AdamW steps in float64, or of 1e-2 at the first "
+        "step in bf16 (`docs/executed.md` explains the errors over all three steps). Nothing "
+        "here ran on a GPU; no "
         f"time is shown. {retraced}".rstrip(),
     )
 
