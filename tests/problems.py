@@ -55,7 +55,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "attention_dropout": {"attention_dropout": 0.1, "embedding_dropout": 0.0, "mlp": "relu2"},
 }
 """Facts of blocks that neither Llama nor GPT has."""
-ANY_LAYOUT = {"model_parallel": ("tp", "pp", "vpp"), "zero_stages": (0, 1, 2, 3)}
+ANY_LAYOUT: dict[str, Any] = {
+    "model_parallel": ("tp", "pp", "vpp"),
+    "zero_stages": (0, 1, 2, 3),
+    "wide_attention": "fp64",
+}
+"""Facts with which a stack runs every layout, in every precision."""
 
 
 @cache

@@ -82,7 +82,7 @@ def test_arms_that_fall_unprobed_change_no_answer(
 
 def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the allocator alone keeps plans from fitting, and where a plan fits."""
-    hbm, seen, ended = int(10.27 * GIB), set(), list[bool]()
+    hbm, seen, ended = int(10.1 * GIB), set(), list[bool]()
 
     def noted(*given: Any, **enough: float) -> Reserved:
         ended.append((found := weighed(*given, **enough)).at_least)

@@ -56,6 +56,7 @@ MEGATRON = [
     Broken("soft caps", model={"attention_soft_cap": 50.0}),
     Broken("geglu", model={"mlp": "geglu"}),
     Broken("norms over heads", model={"qk_norm": True}),
+    Broken("packed documents", run={"document_len": 8}),
     Broken("precision fp16", run={"precision": "fp16"}),
     Broken("zero_stage 2", layout={"zero_stage": 2}),
     Broken("hybrid sharding", layout={"dp": 4, "shard_degree": 2}),
@@ -106,7 +107,8 @@ MEGATRON = [
     ),
     Broken("dropout", model={"dropout": 0.1}),
     Broken(
-        r"num_layers is 2, but the options say 1; modules \('mlp',\) is set",
+        r"num_layers is 2, but the options say 1; modules is \('mlp',\), but the options say "
+        r"\('core_attn',\)",
         job={"options": "--bf16", "settings": {"num_layers": 2, "modules": ["mlp"]}},
     ),
 ]
@@ -115,6 +117,7 @@ DEEPSPEED = [
     Broken("set ulysses", layout={"cp": 2}),
     Broken("pipeline parallelism", layout={"pp": 2}),
     Broken("hybrid sharding", layout={"dp": 4, "shard_degree": 2}),
+    Broken("packed documents", run={"document_len": 8}),
     Broken("dropout", model={"dropout": 0.1}),
     Broken("ALiBi", model={"position": "alibi"}),
     Broken("sliding-window", model={"attention_window": (8, 0, 8, 0)}),

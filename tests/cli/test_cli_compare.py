@@ -237,4 +237,4 @@ def test_the_rule_is_scored_on_what_its_formula_speaks_of() -> None:
     assert found[("oom", "not safe")] == "true positive"
     assert ("dash", "safe") in found
     assert "1 true positives, 1 false alarms, 1 true negatives, 1 missed OOM" in table.note
-    assert "Dashes, apart: 1 called safe, 0 not" in table.note
+    assert "Dashes are counted separately: 1 called safe, 0 not" in table.note

@@ -24,7 +24,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model, load_system, names
 from rematbench.spec.paths import data_dir
-from rematbench.workload import Workload
+from rematbench.workload import Experts, Workload
 from rematbench.worlds.records.suite import load_suite
 from rematbench.worlds.records.suite_cells import cells
 from tests.problems import BLOCKS, LLAMA
@@ -102,12 +102,16 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
     stacks[1] = replace(stacks[1], held_logit_bytes=2)  # which jobs say, not stacks
     found: set[str] = set()
     shipped = [load_model(name) for name in names("model")]
-    for model in (*shipped, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
+    experts = Experts(count=8, active=2, ffn=64, shared_ffn=64, shared_gate=True)
+    mixture = replace(LLAMA, experts=experts)
+    for model in (*shipped, mixture, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
         for system, degree in product(stacks, (1, 2)):
             shape = replace(model, qk_norm=model.qk_norm or model.name == "llama-7b")
             work, layout = Workload(model=shape, seq_len=256), Layout(dp=2, ulysses=degree)
-            for fused in (True, False):
-                made = layer_table(work, layout, system, fused_attention=fused, window=0)
+            for fused, dense in product((True, False), {True, shape.experts is None}):
+                made = layer_table(
+                    work, layout, system, fused_attention=fused, window=0, dense=dense
+                )
                 found |= made.activations.keys()
             found |= embedding_table(work, layout, system).activations.keys()
             found |= head_table(work, layout, system).activations.keys()
@@ -283,7 +287,7 @@ def test_a_problem_with_a_field_amiss_is_one_line() -> None:
             rematbench.Problem(**wrong)
         assert str(caught.value).startswith("Problem: ")
         assert str(caught.value).endswith(told)
-    with pytest.raises(ConfigError, match="give 'llama-7b' by its name"):
+    with pytest.raises(ConfigError, match="pass 'llama-7b' as a keyword argument"):
         rematbench.Problem("llama-7b")  # type: ignore[misc]
 
 

@@ -111,7 +111,7 @@ problems:
         (SUITE.replace("gpus: 4", "gpus: four"), "problems[0].gpus"),
         (SUITE.replace("seq_len", "seqlen"), "problems[0]"),
         (SUITE + "variants: [{method: keep_all, problems: [b]}]\n", "no problem 'b'"),
-        (SUITE + SUITE.replace("problems:\n", ""), "given twice"),
+        (SUITE + SUITE.replace("problems:\n", ""), "appears twice"),
     ],
 )
 def test_a_wrong_suite_is_one_line_with_its_path(tmp_path: Path, text: str, told: str) -> None:

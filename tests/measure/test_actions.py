@@ -68,7 +68,7 @@ def test_the_part_has_a_line_for_each_kind_of_action_and_the_whole_step(tmp_path
     sizes_of = [abs(row["difference_s"]) for row in rows]
     assert sizes_of == sorted(sizes_of, reverse=True)
     assert "without waits: one.full_recompute.0 " in table.full_note
-    assert "seconds mean nothing" in table.full_note
+    assert "times mean nothing" in table.full_note
     late = tmp_path / "late.jsonl"
     actions.measure_actions(suite, ("one.memo",), late, "cpu", -1.0)
     assert not late.exists()

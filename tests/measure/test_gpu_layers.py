@@ -112,10 +112,10 @@ def test_predictions_are_not_overwritten_and_stale_ones_are_refused(
     assert [line.status for line in lines] == ["ok", "ok", "ok", "oom", "oom"]
     before = path.read_bytes()
     later = [replace(line, provenance=made("", "2030")) for line in lines]
-    assert "as before" in predicted_steps.write_predictions(later, path, anew=False)
+    assert "unchanged" in predicted_steps.write_predictions(later, path, anew=False)
     assert lines[0].step_s is not None
     nearly = [replace(lines[0], step_s=lines[0].step_s * (1 + 1e-12)), *lines[1:]]
-    assert "as before" in predicted_steps.write_predictions(nearly, path, anew=False)
+    assert "unchanged" in predicted_steps.write_predictions(nearly, path, anew=False)
     other = [replace(lines[0], step_s=1.0), *lines[1:]]
     with pytest.raises(CommandError, match=f"the prediction of {lines[0].cell} has changed"):
         predicted_steps.write_predictions(other, path, anew=False)

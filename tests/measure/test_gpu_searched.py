@@ -55,7 +55,7 @@ def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched
 def test_cells_are_those_that_were_predicted(lines: list[Searched], tmp_path: Path) -> None:
     path = tmp_path / predicted_steps.PREDICTIONS["searched"]
     predicted_steps.write_predictions(lines, path, anew=False)
-    assert "as before" in predicted_steps.write_predictions(lines, path, anew=False)
+    assert "unchanged" in predicted_steps.write_predictions(lines, path, anew=False)
     cells = part.searched_cells(path)
     assert [cell.name for cell in cells] == [line.cell for line in lines]
     assert predicted_steps.read_predictions(path, cells)[cells[0].name] == lines[0]

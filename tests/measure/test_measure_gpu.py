@@ -112,7 +112,7 @@ def test_verdicts_say_which_step_a_bound_is_of_and_how_steps_were_timed() -> Non
     assert "yes (largest norm-wise gradient error 0.002 at the first step, at most 0.03" in verdict(
         found
     )
-    assert timing([0.3, 0.1, 0.2]).startswith("step 0.2 s (median of 3 steps")
+    assert timing([0.3, 0.1, 0.2]).startswith("step 0.2 s (median of 3 further steps")
 
 
 def record_of(name: str, **numbers: Any) -> Record:

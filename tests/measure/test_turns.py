@@ -203,4 +203,4 @@ def test_rates_of_a_suite_are_a_line_each_and_a_table(tmp_path: Path) -> None:
     }
     assert all(line.median_s and line.n for line in lines if line.status == "ok")
     assert {line.implementation for line in lines if line.status != "ok"} <= {"cudnn", "efficient"}
-    assert "seconds mean nothing" in rates_table(lines).markdown()
+    assert "times mean nothing" in rates_table(lines).markdown()

@@ -124,7 +124,7 @@ def test_inputs_on_the_host_are_refused_by_name() -> None:
         "full_recompute: system megatron-lm has no activation offload"
     )
     block = {"method": "block", "inputs": "host"}
-    assert "method uniform" in refusal(problem(system="rematbench"), "full_recompute", **block)
+    assert "method=uniform" in refusal(problem(system="rematbench"), "full_recompute", **block)
     both = refusal(problem(system="rematbench"), "memo+full_recompute", inputs="host")
     assert "already sets how tensors are copied" in both
 

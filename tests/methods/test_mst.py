@@ -239,7 +239,7 @@ def test_an_allocator_may_decide() -> None:
         reserved=lambda q, _: p.usable_bytes + q.workload.seq_len - 1000,
     )
     assert halves.seq_len == 960
-    assert "allocator reserves" in halves.binds
+    assert "allocator would reserve" in halves.binds
 
 
 def test_bytes_a_token_beside_layer_inputs_are_those_that_are_stated() -> None:

@@ -32,9 +32,7 @@ CLUSTERS = {
     "generation: ampere": "generation: ampere, but the GPU 'H100-SXM5-80GB' is of generation "
     "hopper",
     "gpu: B200-SXM6": "generation: hopper, but the GPU 'B200-SXM6' is of generation blackwell",
-    "generation: hoper": (
-        "generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, blackwell, cpu)"
-    ),
+    "generation: hoper": ("generation: 'hoper'; did you mean 'hopper'?"),
     "non_torch_bytes: 90000000000": "non_torch_bytes: must be smaller than hbm_bytes",
     "peak_flop_per_s: 1979": (
         "peak_flop_per_s: 1979: expected FLOP/s of a GPU, from 1e+13 to 1e+17"

@@ -209,7 +209,7 @@ def test_what_is_printed_leaves_out_an_mfu_of_another_gpu(tmp_path: Path) -> Non
         "2,133.3 tokens/s/GPU (no MFU: the peak of cluster h800-80gb is for H800-SXM5-80GB, but "
         "this ran on NVIDIA B200)"
     )
-    assert timing(SECONDS).startswith("step 0.03 s (median of 3 steps")
+    assert timing(SECONDS).startswith("step 0.03 s (median of 3 further steps")
 
 
 def test_baseline_run_prints_speed_after_the_step(
@@ -220,7 +220,7 @@ def test_baseline_run_prints_speed_after_the_step(
     plain = make_record(evaluate_method(problem, method), method)
     show(replace(plain, **PACKAGE), problem)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("  step 0.03 s (median of 3 steps")
+    assert lines[-2].startswith("  step 0.03 s (median of 3 further steps")
     assert lines[-1].startswith("  2,133.3 tokens/s/GPU, MFU 0.")
     ranks = tuple(replace(one, step_s=()) for one in SEEN.ranks)
     untimed = {"measured": replace(SEEN, ranks=ranks), "engine": ENGINE}

@@ -39,5 +39,5 @@ def test_gpu_hours_count_gpus_that_the_job_holds(tmp_path: Path) -> None:
 
 def test_more_nodes_than_the_center_has_are_refused(tmp_path: Path) -> None:
     made = campaign(tmp_path, center_file(tmp_path, nodes=2), gpus=8)
-    with pytest.raises(CommandError, match=r"needs 4 nodes; .* allows 2"):
+    with pytest.raises(CommandError, match=r"needs 4 nodes, but .* allows 2"):
         refuse(made, Store(tmp_path / "store"))

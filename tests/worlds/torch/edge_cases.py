@@ -69,6 +69,7 @@ REFUSED: dict[str, Callable[[], Case]] = {
     "ring attention": lambda: cases.case(
         "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
     ),
+    "parameters on the host without an optimizer there": lambda: leaving("dp2-zero3", "parameter"),
     "parameters gathered matrix by matrix": lambda: cases.case(
         "dp2-zero3",
         "keep",
@@ -85,7 +86,6 @@ MADE: dict[str, Callable[[], Case]] = {
     "dp2 hosted": lambda: hosted("dp2"),
     "dp2-zero3 gradients leave": lambda: leaving("dp2-zero3", "optimizer", "gradient"),
     "dp2-zero3 all leave": lambda: leaving("dp2-zero3", "optimizer", "gradient", "parameter"),
-    "dp2-zero3 weights leave": lambda: leaving("dp2-zero3", "parameter"),
     "pp2 held": held,
     "pp2 late copies": late_copies,
 }

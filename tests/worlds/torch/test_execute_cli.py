@@ -111,10 +111,6 @@ def test_the_same_file_is_traced_to_the_same_bytes(
     [
         (("--model", "gemma-2-9b", "--gpus", "2", "--pp", "2"), "soft caps"),
         (("--model", "tiny-llama", "--precision", "fp16", "--gpus", "1"), "fp16"),
-        (
-            ("--model", "tiny-llama", "--zero", "3", "--gpus", "2", "--system", "torchtitan"),
-            "ZeRO stages 2 and 3",
-        ),
         (("--model", "tiny-llama", "--gpus", "8", "--tp", "8"), "KV heads"),
     ],
 )

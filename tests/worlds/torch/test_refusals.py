@@ -35,7 +35,7 @@ def test_no_world_knows_positions_past_those_learned() -> None:
     given = cases.tiny("one")
     seq_len = given.workload.seq_len
     model = replace(given.workload.model, position="learned", max_positions=seq_len - 1)
-    with pytest.raises(LayoutError, match=f"more than the {seq_len - 1} learned positions"):
+    with pytest.raises(LayoutError, match=f"exceeds the {seq_len - 1} learned positions"):
         dataclasses.replace(given, workload=Workload(model=model, seq_len=seq_len))
 
 

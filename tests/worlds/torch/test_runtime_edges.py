@@ -52,7 +52,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "movers.PendingUpdate.wait: self.future.result",
         "streams.CudaStreams.synchronize: mark.event.synchronize",
     ),
-    "dp2-zero3 keep": (
+    "dp2-zero3 keep beside": (
         "exchanges.Exchanges._gather_into_room: self.streams.wait",
         "exchanges.Exchanges._gather_into_room: self.streams.mark",
         "exchanges.Exchanges._gather_into_room: self.streams.storage_pool",

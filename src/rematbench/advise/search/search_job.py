@@ -402,7 +402,7 @@ def with_engines(result: Result) -> Result:
 
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Result:
     """Plan, lower and simulate the plan of a table line again."""
-    named = ("gpus", "seq_len", *WORDS, *(["shard_degree"] if row.get("shard_degree") else []))
+    named = [name for name in ("gpus", "seq_len", "shard_degree", *WORDS) if row.get(name)]
     numbers = {name: int(row[name]) for name in named if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
