@@ -107,7 +107,8 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
     for model in (*shipped, mixture, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
         for system, degree in product(stacks, (1, 2)):
             shape = replace(model, qk_norm=model.qk_norm or model.name == "llama-7b")
-            work, layout = Workload(model=shape, seq_len=256), Layout(dp=2, ulysses=degree)
+            work = Workload(model=shape, seq_len=256)
+            layout = Layout(dp=2, ulysses=degree, ep=2 if shape.experts else 1)
             for fused, dense in product((True, False), {True, shape.experts is None}):
                 made = layer_table(
                     work, layout, system, fused_attention=fused, window=0, dense=dense
