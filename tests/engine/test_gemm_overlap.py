@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.problem import Problem
+from rematbench.spec.load import load_system
 from rematbench.spec.problemspec import ProblemSpec
 
 
@@ -19,7 +20,8 @@ def given(tp: int, system: str = "nemo-24.12") -> Problem:
         global_batch=64,
         tp=tp,
     )
-    return make_problem(spec)
+    stack = replace(load_system(system), gemm_overlap_links="nvlink")
+    return make_problem(replace(spec, system=stack))
 
 
 def test_a_group_that_leaves_the_node_overlaps_only_in_the_backward() -> None:
