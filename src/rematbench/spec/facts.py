@@ -37,6 +37,8 @@ GENERATIONS = {
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
 }
 """GPU names in a cluster's `gpu` that determine the generation."""
+UNCHECKED = "CHECK"
+"""What `doctor --write` leaves to be filled in."""
 TPU = re.compile(r"\btpu", re.IGNORECASE)
 SPELLING = 0.8
 """Similarity (difflib's ratio) from which a generation's name counts as misspelt."""
@@ -126,6 +128,9 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
     generation that is nearly the name of one with constants (`generations`).  Other names are
     allowed: such a GPU has bytes, but no time."""
     declared, named = cluster.generation, tuple(generations)
+    if declared == UNCHECKED:
+        problem = f"{UNCHECKED}: name the GPU's generation (rates: {', '.join(named)})"
+        raise ConfigError(label, "generation", problem)
     near = difflib.get_close_matches(declared, named, n=1, cutoff=SPELLING)
     if near and declared not in named:
         raise ConfigError(label, "generation", f"{declared!r}; did you mean {near[0]!r}?")
