@@ -124,10 +124,28 @@ def _check_experts(model: Model, experts: Experts, label: str) -> None:
 
 
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
-    """ConfigError for facts of a cluster that contradict each other or are not plausible, and for a
-    generation that is nearly the name of one with constants (`generations`).  Other names are
-    allowed: such a GPU has bytes, but no time."""
-    declared, named = cluster.generation, tuple(generations)
+    """ConfigError for facts of a cluster that contradict each other or are not plausible;
+    `generations` are those with constants."""
+    _check_generation(cluster, label, tuple(generations))
+    for key, (low, high, unit) in PLAUSIBLE.items() if cluster.generation != CPU else ():
+        value = getattr(cluster, key)
+        if value is not None and not low <= value <= high:
+            problem = f"{value:g}: expected {unit}, from {low:.3g} to {high:.3g}"
+            raise ConfigError(label, key, problem)
+    if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
+        raise ConfigError(label, "non_torch_bytes", "must be smaller than hbm_bytes")
+    if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
+        problem = f"must not exceed the {cluster.gpus_per_node} GPUs of a node"
+        raise ConfigError(label, "pcie_gpus_per_link", problem)
+    if cluster.nvlink_domain is not None and cluster.nvlink_domain % cluster.gpus_per_node:
+        problem = f"{cluster.nvlink_domain} GPUs are not whole nodes of {cluster.gpus_per_node}"
+        raise ConfigError(label, "nvlink_domain", problem)
+
+
+def _check_generation(cluster: Cluster, label: str, named: tuple[str, ...]) -> None:
+    """ConfigError for a generation that the GPU's name contradicts, or that is nearly one of those
+    with constants (`named`).  Other names are allowed: such a GPU has bytes, but no time."""
+    declared = cluster.generation
     if declared == UNCHECKED:
         problem = f"{UNCHECKED}: name the GPU's generation (rates: {', '.join(named)})"
         raise ConfigError(label, "generation", problem)
@@ -141,19 +159,6 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
         if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
             problem = f"{declared}, but the GPU {cluster.gpu!r} is of generation {generation}"
             raise ConfigError(label, "generation", problem)
-    for key, (low, high, unit) in PLAUSIBLE.items() if declared != CPU else ():
-        value = getattr(cluster, key)
-        if value is not None and not low <= value <= high:
-            problem = f"{value:g}: expected {unit}, from {low:.3g} to {high:.3g}"
-            raise ConfigError(label, key, problem)
-    if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
-        raise ConfigError(label, "non_torch_bytes", "must be smaller than hbm_bytes")
-    if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
-        problem = f"must not exceed the {cluster.gpus_per_node} GPUs of a node"
-        raise ConfigError(label, "pcie_gpus_per_link", problem)
-    if cluster.nvlink_domain is not None and cluster.nvlink_domain % cluster.gpus_per_node:
-        problem = f"{cluster.nvlink_domain} GPUs are not whole nodes of {cluster.gpus_per_node}"
-        raise ConfigError(label, "nvlink_domain", problem)
 
 
 def check_system(system: System, label: str) -> None:
