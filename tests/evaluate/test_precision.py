@@ -77,7 +77,10 @@ def test_a_file_may_give_its_own_peak() -> None:
     assert slow.step_s > fast.step_s
 
 
-@pytest.mark.parametrize("cluster", ["a800-80gb", "h800-80gb", "b200-180gb"])
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("h800-80gb", "b200-180gb")]
+
+
+@pytest.mark.parametrize("cluster", ["a800-80gb", *OTHERS])
 @pytest.mark.parametrize("name", names("system"))
 def test_every_stack_is_below_the_peak_of_the_precision_or_says_why(
     name: str, cluster: str
@@ -86,6 +89,7 @@ def test_every_stack_is_below_the_peak_of_the_precision_or_says_why(
     layout = {"tp": 4} if "tp" in system.model_parallel else {"tp": 1, "zero_stage": 3}
     for precision in get_args(Precision):
         given = {"system": name, "cluster": cluster, "precision": precision, **layout}
+        given |= {"seq_len": 2048, "global_batch": 8}
         try:
             found = simulated(**given)
         except RateError as error:
