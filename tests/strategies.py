@@ -154,7 +154,7 @@ def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[
                 )
             )
             fate = Recompute(scope="layer", window=window)
-            rules = [Rule(Select(parts=("layer",), activations=("attn_norm_out",)), fate)]
+            rules = [Rule(Select(parts=("layer",), activations=local[:1]), fate)]
     if draw(st.booleans()):
         rules.append(Rule(Select(kept=True), budget))
     if draw(st.booleans()):

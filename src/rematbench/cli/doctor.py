@@ -116,7 +116,7 @@ def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
     alike = [c for c in known if any(word.endswith(c.gpu.partition("-")[0]) for word in words)]
     if not alike:
         choice = ", ".join(calibration().gpus)
-        return load_cluster("h100-80gb"), f"CHECK  # one of config/calibration.yaml: {choice}"
+        return load_cluster("h100-80gb"), f"CHECK  # its name; config/calibration.yaml has {choice}"
     nearest = min(alike, key=lambda cluster: abs(cluster.hbm_bytes - hbm))
     return nearest, nearest.generation
 

@@ -37,6 +37,8 @@ GENERATIONS = {
     "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
 }
 """GPU names in a cluster's `gpu` that determine the generation."""
+UNCHECKED = "CHECK"
+"""What `doctor --write` leaves to be filled in."""
 TPU = re.compile(r"\btpu", re.IGNORECASE)
 SPELLING = 0.8
 """Similarity (difflib's ratio) from which a generation's name counts as misspelt."""
@@ -122,21 +124,10 @@ def _check_experts(model: Model, experts: Experts, label: str) -> None:
 
 
 def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
-    """ConfigError for facts of a cluster that contradict each other or are not plausible, and for a
-    generation that is nearly the name of one with constants (`generations`).  Other names are
-    allowed: such a GPU has bytes, but no time."""
-    declared, named = cluster.generation, tuple(generations)
-    near = difflib.get_close_matches(declared, named, n=1, cutoff=SPELLING)
-    if near and declared not in named:
-        raise ConfigError(label, "generation", f"{declared!r}; did you mean {near[0]!r}?")
-    if TPU.search(cluster.gpu) or TPU.search(declared):
-        problem = f"{cluster.gpu!r}: a TPU, on which none of these stacks runs (PyTorch on GPUs)"
-        raise ConfigError(label, "gpu", problem)
-    for generation, gpus in GENERATIONS.items():
-        if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
-            problem = f"{declared}, but the GPU {cluster.gpu!r} is of generation {generation}"
-            raise ConfigError(label, "generation", problem)
-    for key, (low, high, unit) in PLAUSIBLE.items() if declared != CPU else ():
+    """ConfigError for facts of a cluster that contradict each other or are not plausible;
+    `generations` are those with constants."""
+    _check_generation(cluster, label, tuple(generations))
+    for key, (low, high, unit) in PLAUSIBLE.items() if cluster.generation != CPU else ():
         value = getattr(cluster, key)
         if value is not None and not low <= value <= high:
             problem = f"{value:g}: expected {unit}, from {low:.3g} to {high:.3g}"
@@ -149,6 +140,25 @@ def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> N
     if cluster.nvlink_domain is not None and cluster.nvlink_domain % cluster.gpus_per_node:
         problem = f"{cluster.nvlink_domain} GPUs are not whole nodes of {cluster.gpus_per_node}"
         raise ConfigError(label, "nvlink_domain", problem)
+
+
+def _check_generation(cluster: Cluster, label: str, named: tuple[str, ...]) -> None:
+    """ConfigError for a generation that the GPU's name contradicts, or that is nearly one of those
+    with constants (`named`).  Other names are allowed: such a GPU has bytes, but no time."""
+    declared = cluster.generation
+    if declared == UNCHECKED:
+        problem = f"{UNCHECKED}: name the GPU's generation (rates: {', '.join(named)})"
+        raise ConfigError(label, "generation", problem)
+    near = difflib.get_close_matches(declared, named, n=1, cutoff=SPELLING)
+    if near and declared not in named:
+        raise ConfigError(label, "generation", f"{declared!r}; did you mean {near[0]!r}?")
+    if TPU.search(cluster.gpu) or TPU.search(declared):
+        problem = f"{cluster.gpu!r}: a TPU, on which none of these stacks runs (PyTorch on GPUs)"
+        raise ConfigError(label, "gpu", problem)
+    for generation, gpus in GENERATIONS.items():
+        if declared in GENERATIONS and declared != generation and gpus.search(cluster.gpu):
+            problem = f"{declared}, but the GPU {cluster.gpu!r} is of generation {generation}"
+            raise ConfigError(label, "generation", problem)
 
 
 def check_system(system: System, label: str) -> None:
