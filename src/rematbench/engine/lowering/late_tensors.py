@@ -29,7 +29,9 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     Updates in the backward free each unit's gradients directly.
     """
     system, layout = problem.system, problem.layout
-    state_bytes = system.late_state_bytes if plan.state("optimizer").home == "device" else 0
+    here = plan.state("optimizer").home == "device"
+    state_bytes = system.late_state_bytes if here else 0
+    scratch_bytes = system.step_scratch_bytes if here else 0
     accumulates = layout.num_micro_batches > 1 and layout.pp == 1
     resident = plan.state("gradient").home == "device"
     fresh = system.fresh_gradients and accumulates and resident
@@ -39,14 +41,13 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     units = {}
     optimizer = plan.state("optimizer")
     held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
-    flat = flat_update(plan, system, held) if system.flat_step else None
-    if optimizer.update == "backward":
-        flat = None
+    whole = system.flat_step and here and optimizer.update == "step"
+    flat = flat_update(plan, system, held) if whole else None
     for chunk in chunks:
         for unit in chunk.units:
             tensors = tensor_parameters(problem, unit.table)
             updated = [shard(n, optimizer.shards) for n in tensors]
-            scratch = [n * system.step_scratch_bytes for n in updated]
+            scratch = [n * scratch_bytes for n in updated]
             if flat is not None:  # with the first unit, all of the rank
                 updated, scratch, flat = flat.tensors, [flat.scratch_bytes], NO_UPDATE
             units[chunk.chunk, unit.prefix] = LateUnit(
