@@ -14,7 +14,7 @@ from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
 from rematbench.plan import MiniSequence, Plan
 from rematbench.problem import Problem
-from tests.problems import FULL, LLAMA, layers, problem
+from tests.problems import FULL, LLAMA, layers, problem, remade
 
 MATRICES = ("qkv", "proj", "fc1", "fc2")
 LAYER = sum(op.parameters for op in problem().layer(0).ops if op.has_weight)
@@ -77,14 +77,14 @@ def test_each_matrix_is_gathered_before_it_is_read() -> None:
 
 def test_a_recomputed_layer_begins_its_backward_with_its_forward() -> None:
     """So its matrices are fetched in that order, once for recomputation and backward."""
-    made = zero3(1, 10**9)
+    made = zero3(1, 1)
     orders = {}
     for name, rules in (("kept", ()), ("recomputed", FULL)):
         actions = walk(made, made.base_plan.with_rules(*rules))
         gathers = [a.part for a in actions if a.kind is Kind.ALL_GATHER and a.op == "parameters"]
         assert gathers.count("L0.qkv") == 2 * made.layout.num_micro_batches
-        at = len(gathers) // made.layout.num_micro_batches
-        orders[name] = [part for part in gathers[:at] if part.startswith("L0")][len(MATRICES) :]
+        half = len(gathers) // made.layout.num_micro_batches
+        orders[name] = [part for part in gathers[:half] if part.startswith("L0")][len(MATRICES) :]
     assert orders["recomputed"] == [f"L0.{op}" for op in MATRICES]
     assert orders["kept"] == orders["recomputed"][::-1]
 
@@ -100,18 +100,16 @@ def test_a_forward_leaves_its_last_matrices_to_the_backward() -> None:
     assert every == count[-1] < count[1] < count[0] == 2 * every - 1
 
 
+KERNELS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
 def test_without_overlap_nothing_is_fetched_ahead() -> None:
-    made = zero3(10**9, 10**9, gather_overlap=False)
+    made, ahead = zero3(10**9, 10**9, gather_overlap=False), zero3(1, 1)
     actions = [a for a in walk(made, made.base_plan) if a.op == "parameters" or a.kind in KERNELS]
     for one, other in pairwise(actions):
         assert not (one.op == other.op == "parameters")
-    assert (
-        evaluate(made, made.base_plan).step_s
-        > evaluate(ahead := zero3(1, 1), ahead.base_plan).step_s
-    )
-
-
-KERNELS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    slow, fast = (evaluate(each, each.base_plan).step_s for each in (made, ahead))
+    assert slow > fast
 
 
 @pytest.mark.parametrize("home", [False, True])
@@ -124,6 +122,4 @@ def test_a_matrix_waits_on_compute_for_its_gather_or_its_copy(*, home: bool) -> 
 
 
 def replace_degrees(made: Problem, **degrees: Any) -> Problem:
-    from tests.problems import remade  # noqa: PLC0415
-
     return remade(made, layout=replace(made.layout, **degrees))

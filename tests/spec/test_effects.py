@@ -183,6 +183,6 @@ def test_facts_act_nowhere_else(stack: str) -> None:
 
 def test_every_fact_acts_somewhere() -> None:
     """But those that say what a stack accepts, and what publications of it mean."""
-    uses = [one.use for stack in ("deepspeed", "megatron-core") for one, _ in drawn(stack)]
+    uses = [one.use for stack in names("system") for one, _ in drawn(stack)]
     idle = {name for name in facts() if not any(map(ACTS[name], uses))}
     assert idle == {"model_parallel", "zero_stages", "features", "reported_peak"}
