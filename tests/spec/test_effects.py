@@ -17,6 +17,7 @@ from rematbench.spec.facts import check_system
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_cluster, load_system, names
+from rematbench.spec.precision import in_precision
 from rematbench.spec.stackfacts import NO_FACTS
 from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
@@ -44,8 +45,9 @@ JOBS: list[dict[str, Any]] = [
     {"dp": 4, "zero_stage": 1, "global_batch": 8, "hosted": True},
     {"dp": 8, "zero_stage": 3, "global_batch": 16, "parameters": True},
     {"global_batch": 2, "offloads": True},
-    {"global_batch": 2, "rebuilds": True},
+    {"micro_batch": 8, "global_batch": 16, "rebuilds": True},
     {"global_batch": 2, "flash": False},
+    {"dp": 2, "zero_stage": 1, "global_batch": 2, "flash": False, "precision": "fp32"},
     {"dp": 2, "zero_stage": 1, "global_batch": 4, "model": LEARNED},
     {"tp": 2, "global_batch": 1, "model": CAPPED},
 ]
@@ -102,19 +104,23 @@ class Drawn:
         job = dict(job)
         model: Model = job.pop("model", ROTARY)
         flash, offloads = job.pop("flash", True), job.pop("offloads", False)
+        precision = job.pop("precision", "bf16")
         rebuilds, self.seq_len = job.pop("rebuilds", False), job.pop("seq_len", 4096)
         hosted, parameters = job.pop("hosted", False), job.pop("parameters", False)
         if hosted or parameters:
             system = replace(system, optimizer_on_host=True, parameters_on_host=parameters)
         layout = Layout(**job)
         self.system, self.layout, self.model = system, layout, model
-        self.use = Use(system, layout, model, flash, offloads, layout.gpus > NODE, rebuilds)
+        self.use = Use(
+            system, layout, model, flash, offloads, layout.gpus > NODE, rebuilds, precision
+        )
 
     def numbers(self, **facts: Any) -> Any:
         system = replace(self.system, **facts)
+        system = in_precision(system, self.use.precision, self.layout.zero_stage)
         try:
             given = Problem(
-                Workload(model=self.model, seq_len=self.seq_len),
+                Workload(model=self.model, seq_len=self.seq_len, precision=self.use.precision),
                 cluster(),
                 system,
                 self.layout,
@@ -185,4 +191,5 @@ def test_every_fact_acts_somewhere() -> None:
     """But those that say what a stack accepts, and what publications of it mean."""
     uses = [one.use for stack in names("system") for one, _ in drawn(stack)]
     idle = {name for name in facts() if not any(map(ACTS[name], uses))}
-    assert idle == {"model_parallel", "zero_stages", "features", "reported_peak"}
+    admitting = {"model_parallel", "zero_stages", "features", "wide_attention"}
+    assert idle == {*admitting, "reported_peak"}

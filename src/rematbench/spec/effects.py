@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
-from rematbench.workload import Model
+from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision
 
 
 class Use(NamedTuple):
@@ -25,6 +25,7 @@ class Use(NamedTuple):
     offloads: bool = False
     leaves_node: bool = False
     rebuilds: bool = False
+    precision: Precision = "bf16"
 
     @property
     def fused(self) -> bool:
@@ -40,6 +41,11 @@ class Use(NamedTuple):
     def peers(self) -> bool:
         """Whether gradients are summed over several ranks."""
         return self.layout.dp * self.layout.cp > 1
+
+    @property
+    def wide(self) -> bool:
+        """Whether the precision has more than 16 bits."""
+        return self.precision in ("fp32", "fp64")
 
     @property
     def mixed(self) -> bool:
@@ -177,6 +183,9 @@ ACTS: dict[str, Acts] = {
     "cp_kind": lambda use: use.layout.cp > 1,
     "data_parallel": lambda use: use.stage > 1,
     "compiled": _always,
+    "launch_blocking": _always,
+    "tf32": lambda use: use.precision == "fp32",
+    "fp32_copy": lambda use: use.wide and use.system.param_bytes < BYTES_PER_ELEMENT[use.precision],
     "cuda_graphs": _always,
     "optimizer_on_host": _always,
     "parameters_on_host": lambda use: use.layout.zero_stage == 3,
@@ -184,7 +193,8 @@ ACTS: dict[str, Acts] = {
     "fresh_gradients": lambda use: use.layout.num_micro_batches > 1 and use.layout.pp == 1,
     "host_grad_bytes": lambda use: use.hosted,
     "host_gradients": lambda use: use.hosted,
-    "host_pinned": _pinned,
+    "host_pinned": lambda use: _pinned(use) and use.system.pinned_blocks != "exact",
+    "pinned_blocks": lambda use: use.offloads or _pinned(use),
     "sub_group_parameters": _grouped,
     "expandable_segments": _always,
     "vocab_multiple": _always,
@@ -192,7 +202,9 @@ ACTS: dict[str, Acts] = {
     "model_parallel": _never,
     "zero_stages": _never,
     "features": _never,
+    "wide_attention": _never,
     "reported_peak": _never,
 }
-"""The condition of each fact.  `model_parallel`, `zero_stages` and `features` decide which jobs a
-stack accepts, and `reported_peak` what a published peak means: none changes a job's numbers."""
+"""The condition of each fact.  `model_parallel`, `zero_stages`, `features` and `wide_attention`
+decide which jobs a stack accepts, and `reported_peak` what a published peak means: none changes a
+job's numbers."""

@@ -49,7 +49,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
             updated = [shard(n, optimizer.shards) for n in tensors]
             scratch = [n * scratch_bytes for n in updated]
             if flat is not None:  # with the first unit, all of the rank
-                updated, scratch, flat = flat.tensors, [flat.scratch_bytes], NO_UPDATE
+                updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE
             units[chunk.chunk, unit.prefix] = LateUnit(
                 states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
                 gradients=_gradients(problem, plan, unit.table, grad_bytes) if grad_bytes else {},
@@ -60,13 +60,13 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
 
 class FlatUpdate(NamedTuple):
     """The optimizer step of a rank's flat parameters: the parameters of each flat tensor, and the
-    bytes that the step holds above those before it."""
+    bytes that the step holds above those before it: the flat gradients, and their wide copy."""
 
     tensors: list[int]
-    scratch_bytes: int
+    scratch: list[int]
 
 
-NO_UPDATE = FlatUpdate([], 0)
+NO_UPDATE = FlatUpdate([], [])
 
 
 def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
@@ -76,7 +76,9 @@ def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
     part = (system.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count
     tensors = [min(part, count - start) for start in range(0, count, part)]
     freed = system.grad_bytes * (shard(held, plan.state("gradient").shards) - count)
-    return FlatUpdate(tensors, max(0, system.step_scratch_bytes * tensors[0] - freed))
+    flat = min(system.grad_bytes, system.step_scratch_bytes) * tensors[0]
+    wide = system.step_scratch_bytes * tensors[0] - flat
+    return FlatUpdate(tensors, [max(0, flat - freed), max(0, wide - max(0, freed - flat))])
 
 
 def _gradients(
