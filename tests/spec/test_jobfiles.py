@@ -163,3 +163,49 @@ def test_what_is_refused_is_not_run(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("rematbench read: not run: zero_optimization.offload_param")
+
+
+@pytest.mark.parametrize(
+    ("zero", "facts"),
+    [
+        ({"stage3_prefetch_bucket_size": 1e7}, {"prefetch_elements": 10_000_000}),
+        ({"stage3_prefetch_bucket_size": 0}, {"gather_overlap": False}),
+        ({"stage3_max_live_parameters": 3e9}, {"live_elements": 3_000_000_000}),
+        ({"sub_group_size": 1e8}, {"sub_group_parameters": 100_000_000}),
+        ({"contiguous_gradients": False}, {"whole_buckets": False}),
+        ({"contiguous_gradients": True, "sub_group_size": "auto"}, {}),
+    ],
+)
+def test_limits_of_zero_3_are_facts_of_the_stack(
+    tmp_path: Path, zero: dict[str, object], facts: dict[str, object]
+) -> None:
+    path = tmp_path / "zero3.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, **zero}}))
+    reading = read_files([path])
+    base = load_system(reading.system)
+    assert {k: v for k, v in reading.facts.items() if getattr(base, k) != v} == facts
+
+
+@pytest.mark.parametrize(
+    ("text", "degree"),
+    [
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n",
+            "8",
+        ),
+        ("[parallelism]\ndata_parallel_shard_degree = 8\n", None),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 8\n"
+            "tensor_parallel_degree = 2\ncontext_parallel_degree = 2\n",
+            "16",
+        ),
+    ],
+)
+def test_replicas_of_shards_are_a_sharding_degree(
+    tmp_path: Path, text: str, degree: str | None
+) -> None:
+    path = tmp_path / "titan.toml"
+    path.write_text(text + '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 8192\n')
+    reading = read_files([path])
+    made = file_job(reading, {}, "", "titan")
+    assert made.options.get("shard_degree") == degree

@@ -174,9 +174,9 @@ class Buckets(Struct, frozen=True, kw_only=True):
 
     `standing`: alive throughout (ZeRO 3: one bucket; ZeRO 1 with several micro-batches: from the
     first backward to the end of the step).  `opened`: alive from the first gradient of a backward
-    that reduces, to its end.  `copy`: the most bytes of the copy that a reduction makes.  `part`:
-    the rank's part of the gradients that the reductions write while the gradients that were summed
-    before are alive.
+    that reduces, to its end.  `copy`: the most bytes of the copy that a reduction makes, which are
+    those of a bucket.  `part`: the rank's part of the gradients that the reductions write while the
+    gradients that were summed before are alive.
     """
 
     standing: int = 0

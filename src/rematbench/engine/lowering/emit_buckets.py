@@ -18,9 +18,9 @@ from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind
 from rematbench.plan import Plan, StateFate
 from rematbench.problem import Problem, gathered_bytes, operator_tensors, weighted_operators
 
-BUCKETS, COPY = "buckets", "bucket_copy"
-"""The storage names of the buckets with the part that they fill, and of the copy of a bucket that
-is reduced."""
+BUCKET, PART, COPY = "bucket", "gradient_part", "bucket_copy"
+"""The storage names of a bucket, of the rank's part of the gradients that reductions fill, and of
+the copy of a bucket that is reduced."""
 
 
 def buckets_of(plan: Plan, problem: Problem, chunks: Sequence[ChunkOps]) -> Buckets | None:
@@ -47,7 +47,10 @@ class BucketReducer(GradReducer):
         width = gathered_bytes(problem)
         super().__init__(gradient, optimizer, problem.system, problem.layout, width, tied)
         self.problem, self.buckets, self.opened = problem, buckets, False
-        self.held_bytes = buckets.opened + (0 if self.leaves else buckets.part)
+        size, count = buckets.copy, buckets.opened // buckets.copy
+        self.held = tuple(Alloc(f"{BUCKET}{number}", size) for number in range(count))
+        if buckets.part and not self.leaves:
+            self.held += (Alloc(PART, buckets.part),)
 
     def _bytes(self, unit: Unit) -> int:
         """Bytes of the gradients of a unit that are alive at once: of its largest tensor."""
@@ -77,9 +80,8 @@ class BucketReducer(GradReducer):
 
     def _open(self, w: BlockWriter) -> None:
         """Allocate buckets and part at the first gradient."""
-        if self.held_bytes and not self.opened:
-            held = Alloc(BUCKETS, self.held_bytes)
-            w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKETS, allocs=(held,)))
+        if self.held and not self.opened:
+            w.add(Action(kind=Kind.ALLOC, stream=COMPUTE, op=BUCKET, allocs=self.held))
         self.opened = True
 
     def _empty(self, w: BlockWriter) -> None:
@@ -91,6 +93,7 @@ class BucketReducer(GradReducer):
 
     def _close(self, w: BlockWriter) -> None:
         self._drain(w, 0)
-        if self.held_bytes and self.opened:
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(BUCKETS,)))
+        if self.held and self.opened:
+            names = tuple(alloc.name for alloc in self.held)
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
         self._record_end(w)

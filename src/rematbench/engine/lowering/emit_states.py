@@ -218,7 +218,7 @@ class GradReducer:
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
         self.transient = gradient.shards > 1 or self.update or self.leaves
-        self.beside = system.reduce_overlap
+        self.beside = system.reduce_overlap or layout.state_shards == 1
         self.system, self.optimizer, self.tied = system, optimizer, tied
         self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)

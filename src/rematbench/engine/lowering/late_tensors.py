@@ -29,7 +29,9 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     Updates in the backward free each unit's gradients directly.
     """
     system, layout = problem.system, problem.layout
-    state_bytes = system.late_state_bytes if plan.state("optimizer").home == "device" else 0
+    here = plan.state("optimizer").home == "device"
+    state_bytes = system.late_state_bytes if here else 0
+    scratch_bytes = system.step_scratch_bytes if here else 0
     accumulates = layout.num_micro_batches > 1 and layout.pp == 1
     resident = plan.state("gradient").home == "device"
     fresh = system.fresh_gradients and accumulates and resident
@@ -39,16 +41,15 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     units = {}
     optimizer = plan.state("optimizer")
     held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
-    flat = flat_update(plan, system, held) if system.flat_step else None
-    if optimizer.update == "backward":
-        flat = None
+    whole = system.flat_step and here and optimizer.update == "step"
+    flat = flat_update(plan, system, held) if whole else None
     for chunk in chunks:
         for unit in chunk.units:
             tensors = tensor_parameters(problem, unit.table)
             updated = [shard(n, optimizer.shards) for n in tensors]
-            scratch = [n * system.step_scratch_bytes for n in updated]
+            scratch = [n * scratch_bytes for n in updated]
             if flat is not None:  # with the first unit, all of the rank
-                updated, scratch, flat = flat.tensors, [flat.scratch_bytes], NO_UPDATE
+                updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE
             units[chunk.chunk, unit.prefix] = LateUnit(
                 states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
                 gradients=_gradients(problem, plan, unit.table, grad_bytes) if grad_bytes else {},
@@ -59,13 +60,13 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
 
 class FlatUpdate(NamedTuple):
     """The optimizer step of a rank's flat parameters: the parameters of each flat tensor, and the
-    bytes that the step holds above those before it."""
+    bytes that the step holds above those before it: the flat gradients, and their wide copy."""
 
     tensors: list[int]
-    scratch_bytes: int
+    scratch: list[int]
 
 
-NO_UPDATE = FlatUpdate([], 0)
+NO_UPDATE = FlatUpdate([], [])
 
 
 def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
@@ -75,7 +76,9 @@ def flat_update(plan: Plan, system: System, held: int) -> FlatUpdate:
     part = (system.sub_group_parameters if plan.state("parameter").shards > 1 else 0) or count
     tensors = [min(part, count - start) for start in range(0, count, part)]
     freed = system.grad_bytes * (shard(held, plan.state("gradient").shards) - count)
-    return FlatUpdate(tensors, max(0, system.step_scratch_bytes * tensors[0] - freed))
+    flat = min(system.grad_bytes, system.step_scratch_bytes) * tensors[0]
+    wide = system.step_scratch_bytes * tensors[0] - flat
+    return FlatUpdate(tensors, [max(0, flat - freed), max(0, wide - max(0, freed - flat))])
 
 
 def _gradients(

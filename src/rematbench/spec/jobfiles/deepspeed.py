@@ -20,6 +20,12 @@ BATCHES = {
     "gradient_accumulation_steps": "accumulation",
     "sequence_parallel_size": "ulysses",
 }
+SIZES = {
+    "stage3_prefetch_bucket_size": "prefetch_elements",
+    "stage3_max_live_parameters": "live_elements",
+    "sub_group_size": "sub_group_parameters",
+}
+"""Numbers of parameters by the fact of the stack that they are."""
 NVME = "states on NVMe are not modelled"
 STAGES = (0, 1, 2, 3)
 
@@ -78,8 +84,22 @@ def read_zero(reading: Reading, zero: Any, prefix: str) -> None:
     if zero.get("reduce_bucket_size", AUTO) != AUTO:
         elements = whole(zero["reduce_bucket_size"], reading.file, f"{prefix}reduce_bucket_size")
         reading.values["bucket_elements"] = elements
-    done |= _refuse_zero_pp(reading, zero, prefix)
+    done |= _sizes(reading, zero, prefix) | _refuse_zero_pp(reading, zero, prefix)
     sort_rest(reading, set(zero) - done, _zero_without_effect, prefix)
+
+
+def _sizes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> set[str]:
+    """Read the limits of ZeRO 3, and whether gradients are copied into buckets; returns the keys
+    that were read.  A prefetch bucket of 0 fetches nothing ahead."""
+    for key, fact in SIZES.items():
+        if fact == "prefetch_elements" and zero.get(key) == 0:
+            reading.facts["gather_overlap"] = False
+        elif zero.get(key, AUTO) != AUTO:
+            reading.facts[fact] = whole(zero[key], reading.file, f"{prefix}{key}")
+    if "contiguous_gradients" in zero:
+        key = f"{prefix}contiguous_gradients"
+        reading.facts["whole_buckets"] = switch(zero["contiguous_gradients"], reading.file, key)
+    return {*SIZES, "contiguous_gradients"}
 
 
 def _homes(reading: Reading, zero: Mapping[str, Any], prefix: str) -> None:
@@ -107,7 +127,7 @@ def _refuse_zero_pp(reading: Reading, zero: Mapping[str, Any], prefix: str) -> s
 
 
 HARMLESS = {
-    *("contiguous_gradients", "reduce_scatter", "round_robin_gradients", "sub_group_size"),
+    *("reduce_scatter", "round_robin_gradients"),
     *("stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters"),
     *("allgather_partitions", "elastic_checkpoint", "gather_16bit_weights_on_model_save"),
 }

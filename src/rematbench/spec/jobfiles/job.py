@@ -14,7 +14,7 @@ from rematbench.spec.problemspec import flag
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
-DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch")
+DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "shard_degree", "micro_batch")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
 SUFFIXES = re.compile(r"-(instruct|chat|base|hf|it|v\d[\d.]*|\d{4})(?=-|$)")
@@ -52,6 +52,7 @@ def file_job(reading: Reading, overrides: dict[str, Any], method: str, prefix: s
         values.setdefault("zero_stage", 0)
     files: dict[str, str] = {}
     _degrees(values, reading)
+    _shards(values)
     _batches(values, reading)
     values["model"] = _model(values, reading, files, prefix, overrides)
     values["system"] = _system(values, reading, files, prefix, overrides)
@@ -95,6 +96,15 @@ def _degrees(values: dict[str, Any], reading: Reading) -> None:
         ranks = values.get("shards", 1) * values.get("replicas", 1)
         model_ranks = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
         values["gpus"] = ranks * model_ranks
+
+
+def _shards(values: dict[str, Any]) -> None:
+    """Derive the sharding degree where sharded states have replicas: so many, or one a node."""
+    gpus, replicas = values.get("gpus"), values.get("replicas", 1)
+    if values.get("inside_node"):
+        replicas = values.get("nodes", 1)
+    if gpus and replicas > 1:
+        values["shard_degree"] = gpus // (values.get("tp", 1) * values.get("pp", 1) * replicas)
 
 
 def _batches(values: dict[str, Any], reading: Reading) -> None:
@@ -187,7 +197,8 @@ def _system(
     base = str(overrides.get("system") or reading.system or "huggingface-flash")
     system = load_system(base)
     facts = dict(reading.facts)
-    if values.get("bucket_elements") and facts.get("reduce_overlap", system.reduce_overlap):
+    overlaps = facts.get("reduce_overlap", system.reduce_overlap)
+    if values.get("bucket_elements") and (overlaps or system.whole_buckets):
         facts["bucket_bytes"] = values["bucket_elements"] * system.reduce_bytes
     changed = {key: value for key, value in facts.items() if getattr(system, key) != value}
     if not changed:

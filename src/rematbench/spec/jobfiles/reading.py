@@ -63,6 +63,7 @@ VALUES = (
     "zero_stage",
     "shards",
     "replicas",
+    "inside_node",
     "sp",
     "attention",
     "precision",

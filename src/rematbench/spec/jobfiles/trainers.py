@@ -219,7 +219,7 @@ def _fsdp(reading: Reading, section: Any, prefix: str) -> None:
         raise ConfigError(reading.file, f"{prefix}sharding_strategy", problem)
     stage = SHARDING[strategy]
     if "HYBRID" in strategy:
-        reading.notes.append(f"{prefix}sharding_strategy: {strategy} shards inside a node")
+        reading.put("inside_node", 1, f"{prefix}sharding_strategy")
     if str(plain.get("reshard_after_forward", "true")).lower() == "false":
         stage = 2
     reading.put("zero_stage", stage, f"{prefix}sharding_strategy")

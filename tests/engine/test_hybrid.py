@@ -1,0 +1,129 @@
+"""Hybrid sharding: shards inside a group of ranks, replicas between groups."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rematbench.costs.collectives import group_ranks
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
+from rematbench.problem import Problem, rank_parameters
+from rematbench.spec.layout import Layout
+from tests.problems import layers, on, problem, remade
+
+ORDER = ("tp", "cp", "dp", "pp")
+
+
+def hybrid(degree: int, stage: int = 3, dp: int = 8, **changes: Any) -> Problem:
+    features = ("hybrid_sharding",)
+    return problem(
+        model=layers(3), system="torchtitan", dp=dp, zero_stage=stage, shard_degree=degree,
+        global_batch=2 * dp, system_changes={"features": features, **changes},
+    )  # fmt: skip
+
+
+def actions(made: Problem, *kinds: Kind) -> list[Action]:
+    found = lower(made.base_plan, made).ranks[0].actions()
+    return [action for action, _, _ in found if action.kind in kinds and action.stream == "dp"]
+
+
+@given(
+    tp=st.sampled_from([1, 2]), cp=st.sampled_from([1, 2]), dp=st.sampled_from([4, 6]),
+    pp=st.sampled_from([1, 2]), degree=st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_shards_are_neighbours_and_replicas_have_one_rank_of_each_group(
+    tp: int, cp: int, dp: int, pp: int, degree: int
+) -> None:
+    if dp * cp % degree:
+        return
+    layout = Layout(tp=tp, cp=cp, dp=dp, pp=pp, shard_degree=degree)
+    peers = {frozenset(g) for g in group_ranks(replace(layout, shard_degree=0), "state", 0, ORDER)}
+    shards = group_ranks(layout, "state", 0, ORDER)
+    replicas = group_ranks(layout, "replica", 0, ORDER)
+    assert {len(group) for group in shards} == {degree}
+    assert {len(group) for group in replicas} == {dp * cp // degree}
+    for group in (*shards, *replicas):
+        assert sum(peer.issuperset(group) for peer in peers) == 1
+    assert all(len({*one} & {*other}) <= 1 for one in shards for other in replicas)
+    spans = [max(group) - min(group) for group in shards]
+    assert set(spans) == {(degree - 1) * tp}
+
+
+def test_without_a_degree_all_peers_share() -> None:
+    assert group_ranks(Layout(dp=4), "replica", 0, ORDER) == [(0,), (1,), (2,), (3,)]
+    whole, default = hybrid(8), hybrid(0)
+    assert evaluate(whole, whole.base_plan).step_s == evaluate(default, default.base_plan).step_s
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_scattered_inside_then_summed_between(stage: int, *, overlap: bool) -> None:
+    made = hybrid(4, stage, reduce_overlap=overlap)
+    check(lower(made.base_plan, made))
+    found = actions(made, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+    scatters, sums = found[::2], found[1::2]
+    assert {a.kind for a in scatters} == {Kind.REDUCE_SCATTER}
+    assert {a.kind for a in sums} == {Kind.ALL_REDUCE}
+    for one, other in zip(scatters, sums, strict=True):
+        assert (one.comm.group, other.comm.group) == ("dp", "replica")
+        assert other.comm.nbytes == -(-one.comm.nbytes // 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_states_are_shared_by_the_degree_alone(degree: int, stage: int) -> None:
+    made = hybrid(degree, stage)
+    (rank,) = evaluate(made, made.base_plan).ranks
+    count, system = rank_parameters(made, made.base_plan, 0), made.system
+    share = -(-count // degree)
+    assert rank.optimizer == system.optimizer_bytes * share
+    assert rank.gradient == system.grad_bytes * (share if stage > 1 else count)
+    assert rank.parameter == system.param_bytes * (share if stage > 1 else count)
+
+
+@settings(max_examples=10, deadline=None)
+@given(reduce_bytes=st.sampled_from([1, 2, 4]))
+def test_bytes_between_nodes(reduce_bytes: int) -> None:
+    """Full sharding gathers twice and scatters once over the nodes; hybrid sharding, with a node's
+    GPUs as its degree, sums each rank's share once: 2 (n - 1) / n of it."""
+    made = hybrid(4, reduce_bytes=reduce_bytes)
+    made = on(made, gpus_per_node=4)
+    comms = [a.comm for a in actions(made, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)]
+    between = sum(made.cost.network_bytes(comm, 0) for comm in comms)
+    groups = {comm.group for comm in comms if made.cost.network_bytes(comm, 0)}
+    assert groups == {"replica"}
+    held = sum(c.nbytes for c in comms if c.group == "replica")
+    assert between == pytest.approx(2 * held * (2 - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "facts", "said"),
+    [
+        ({"shard_degree": 3}, {}, "dp x cp = 8 must be a multiple of shard_degree = 3"),
+        ({"shard_degree": 16}, {}, "dp x cp = 8 must be a multiple of shard_degree = 16"),
+        (
+            {"shard_degree": 4},
+            {"features": ()},
+            "has no hybrid sharding (HSDP), but shard_degree = 4",
+        ),
+        ({"shard_degree": 1}, {}, "shard_degree 1 with zero_stage 3 shards nothing"),
+        (
+            {"shard_degree": 4, "zero_stage": 0},
+            {},
+            "shard_degree 4 with zero_stage 0 shards nothing",
+        ),
+    ],
+)
+def test_degrees_that_cannot_be(layout: dict[str, int], facts: dict[str, Any], said: str) -> None:
+    made = hybrid(8)
+    with pytest.raises(Exception, match=said.replace("(", r"\(").replace(")", r"\)")):
+        remade(
+            made,
+            layout=replace(made.layout, **layout),
+            system=replace(made.system, **facts),
+        )
