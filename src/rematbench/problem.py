@@ -13,14 +13,9 @@ from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offlo
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import (
-    PARAMETER_STAGE,
-    HostStates,
     StateBytes,
     non_torch_bytes,
-    shard,
     state_bytes,
-    zero1_host_states,
-    zero3_host_states,
 )
 from rematbench.plan import Plan, StateFate
 from rematbench.spec.cluster import Cluster
@@ -116,16 +111,10 @@ class Problem:
             )
         elif self.kernel != "unfused" and (lacks := rates.lacks(generation, self.kernel)):
             missing = lacks
-        elif not self.peak_flop_per_s:
+        elif not peak_flop_per_s(self.cluster, self.calibration, precision, self.system.tf32):
             key = "tf32" if precision == "fp32" and self.system.tf32 else precision
             missing = f"no {key} peak of {self.cluster.name} (its file may give {key}_flop_per_s)"
         return f"{NOT_TIMED}{missing}" if missing else ""
-
-    @cached_property
-    def peak_flop_per_s(self) -> float:
-        """The GPU's dense peak of matrix products in the problem's precision; 0 if not declared."""
-        precision, tf32 = self.workload.precision, self.system.tf32
-        return peak_flop_per_s(self.cluster, self.calibration, precision, tf32)
 
     def __getstate__(self) -> dict[str, object]:
         """The state to pickle for another process: the problem without cached chunks, costs and
@@ -359,43 +348,6 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
     if rank == problem.layout.pp - 1:
         ends += head_parameters(problem)
     return layers + ends
-
-
-def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
-    """Host bytes of the states of one rank that a plan has in host memory."""
-    system, layout = problem.system, problem.layout
-    parameter, gradient = plan.state("parameter"), plan.state("gradient")
-    optimizer = plan.state("optimizer")
-    sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
-    hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
-    if not (hosted or leaves) or not system.host_gradients:
-        count = rank_parameters(problem, plan, rank)
-        states = zip((parameter, gradient, optimizer), sizes, strict=True)
-        away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
-        return HostStates(held=sum(away))
-    tensors = rank_tensors(problem, plan, rank)
-    if layout.zero_stage == PARAMETER_STAGE:
-        shards = optimizer.shards
-        return zero3_host_states(tensors, shards, system, optimizer=hosted, parameters=leaves)
-    accumulates = layout.num_micro_batches > 1
-    return zero1_host_states(tensors, optimizer.shards, system, accumulates=accumulates)
-
-
-def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
-    """Parameters of each tensor of a rank, in the order of the model."""
-    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
-    tables = [problem.embedding] if rank == 0 else []
-    tables += layers
-    tables += [problem.head] if rank == problem.layout.pp - 1 else []
-    by_table = {
-        id(table): [
-            count
-            for op in weighted_operators(problem, table)
-            for count in reversed(operator_tensors(problem, table, op))
-        ]
-        for table in tables
-    }
-    return [count for table in tables for count in by_table[id(table)]]
 
 
 def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:

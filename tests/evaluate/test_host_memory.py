@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.costs.states import sub_groups, zero1_host_states, zero3_host_states
+from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import evaluate_method
 from rematbench.evaluate.verdict import judge
 from rematbench.plugins.discover import discover
-from rematbench.problem import Problem, rank_parameters, rank_tensors
+from rematbench.problem import Problem, rank_parameters
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec

@@ -63,17 +63,19 @@ def test_fp16_is_priced_as_bf16() -> None:
 def test_peaks_are_those_of_the_data_sheets(cluster: str, precision: Precision) -> None:
     given = {"cluster": cluster, "precision": precision, "attention": "unfused"}
     found = simulated(**given).problem
-    assert found.peak_flop_per_s == pytest.approx(PEAKS[cluster][precision], rel=0.01)
+    assert found.cost.peak_flop_per_s == pytest.approx(PEAKS[cluster][precision], rel=0.01)
     tf32 = replace(load_system("megatron-core"), tf32=True)
     wider = PEAKS[cluster]["tf32" if precision == "fp32" else precision]
-    assert simulated(**given, system=tf32).problem.peak_flop_per_s == pytest.approx(wider, rel=0.01)
+    assert simulated(**given, system=tf32).problem.cost.peak_flop_per_s == pytest.approx(
+        wider, rel=0.01
+    )
 
 
 def test_a_file_may_give_its_own_peak() -> None:
     own = replace(load_cluster("h100-80gb"), fp32_flop_per_s=4.4e13)  # as an H20
     given = {"precision": "fp32", "attention": "unfused"}
     slow, fast = (simulated(**given, cluster=one) for one in (own, "h100-80gb"))
-    assert slow.problem.peak_flop_per_s == 4.4e13
+    assert slow.problem.cost.peak_flop_per_s == 4.4e13
     assert slow.step_s > fast.step_s
 
 
@@ -105,7 +107,7 @@ def test_every_stack_is_below_the_peak_of_the_precision_or_says_why(
         assert 0 < found.evaluation.hfu < 1
         assert ("precision" in found.error_band.outside) == (precision in STATES)
         if precision in STATES:
-            rate = found.evaluation.hfu * found.problem.peak_flop_per_s
+            rate = found.evaluation.hfu * found.problem.cost.peak_flop_per_s
             assert rate < PEAKS[cluster][precision]
 
 

@@ -15,15 +15,23 @@ from rematbench.cli.options import DEFAULT_SYSTEM
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import system_variant
 from rematbench.evaluate.result import assumed, evaluate_plan
-from rematbench.evaluate.unread import ACTS, unread, unread_facts
+from rematbench.evaluate.unread import unread, unread_facts, use_of
 from rematbench.evidence.bands import band_of, with_band
 from rematbench.evidence.job_evidence import published_stack, unlike_shipped
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.effects import ACTS
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout
-from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system, names
+from rematbench.spec.load import (
+    OPEN_FACTS,
+    calibration,
+    claim_of_row,
+    load_cluster,
+    load_system,
+    names,
+)
 from rematbench.spec.paths import data_dir
 from rematbench.spec.stackfacts import DEFAULT, chain, defaults, differences, facts, other_versions
 from rematbench.spec.system import System
@@ -404,14 +412,14 @@ def test_every_open_fact_changes_a_prediction_where_it_is_said_to_act() -> None:
     """A fact that acts on the problem changes its bytes or its seconds."""
     other: dict[str, Any] = {"norm": "eager", "rope": "eager", "step_scratch_bytes": 4}
     base = {"norm": "eager", "fused_loss": False, "logits_fp32": True, "loss_in_place": True}
-    for key, acts in ACTS.items():
+    for key in ("fused_swiglu", *OPEN_FACTS):
         unfused = {"attention": "unfused"} if key == "eager_operators" else {}
         given = made(model="llama3-8b", layout=Layout(dp=8, global_batch=8), **unfused)
         start = replace(given.system, **base)
         value = other.get(key, not getattr(start, key))
         if key == "norm":
             start = replace(start, norm="fused")
-        assert acts(dataclass_replace(given, system=start))
+        assert ACTS[key](use_of(dataclass_replace(given, system=start)))
         seen = {
             (found.step_s, found.peak_device_bytes)
             for system in (start, replace(start, **{key: value}))

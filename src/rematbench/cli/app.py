@@ -6,7 +6,6 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from msgspec.structs import fields
 from typer import Option, TyperException
 from typer.core import TyperGroup
 
@@ -15,8 +14,6 @@ from rematbench.engine.program.profile import LedgerError
 from rematbench.engine.simulate.op_level import DeadlockError
 from rematbench.evaluate.proof import CheckError
 from rematbench.host.errors import UserError
-from rematbench.spec.jobfiles.megatron import NUMBERS
-from rematbench.spec.problemspec import ProblemSpec, flag
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
@@ -150,9 +147,13 @@ def main() -> None:
 def _our_option(message: str) -> str:
     """A hint to the option here for an unknown option of Megatron; empty for other messages."""
     unknown = re.match(r"No such option:? '?--([\w-]+)", message)
-    name = NUMBERS.get(unknown[1], "") if unknown else ""
-    options = {field.name: flag(field.name) for field in fields(ProblemSpec)}
-    return f"; here it is {options[name]}" if name in options else ""
+    if unknown is None:
+        return ""
+    megatron = importlib.import_module("rematbench.spec.jobfiles.megatron")
+    problemspec = importlib.import_module("rematbench.spec.problemspec")
+    name = megatron.NUMBERS.get(unknown[1], "")
+    fields = problemspec.ProblemSpec.__struct_fields__
+    return f"; here it is {problemspec.flag(name)}" if name in fields else ""
 
 
 def _fail(where: str, message: str, code: int = 2) -> None:

@@ -59,7 +59,7 @@ class KernelCosts:
 
     @cached_property
     def peak_flop_per_s(self) -> float:
-        """The GPU's dense peak of matrix products in the workload's precision."""
+        """The GPU's dense peak of matrix products in the precision; 0 if not declared."""
         precision, tf32 = self.workload.precision, self.system.tf32
         return peak_flop_per_s(self.cluster, self.calibration, precision, tf32)
 

@@ -10,6 +10,7 @@ from msgspec import Struct
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import reduce_buckets, shard
+from rematbench.engine.lowering.host_states import host_states
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
@@ -18,14 +19,7 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Plan
-from rematbench.problem import (
-    NOT_TIMED,
-    Problem,
-    gathers_by_layer,
-    has_exact_pins,
-    host_states,
-    rank_parameters,
-)
+from rematbench.problem import NOT_TIMED, Problem, gathers_by_layer, has_exact_pins, rank_parameters
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
@@ -122,7 +116,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 def speed(problem: Problem, step_s: float) -> Speed:
     """Return the speed of a simulated or measured step of `step_s` seconds."""
     lay, work = problem.layout, problem.workload
-    peak = problem.peak_flop_per_s or problem.cluster.peak_flop_per_s
+    peak = problem.cost.peak_flop_per_s or problem.cluster.peak_flop_per_s
     rate = lay.global_batch * work.seq_len / step_s / lay.gpus
     return Speed(
         peak_flop_per_s=peak,

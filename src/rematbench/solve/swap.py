@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from rematbench.costs.operators.ops import OpTable
+from rematbench.engine.lowering.host_states import host_states
 from rematbench.plan import Plan
-from rematbench.problem import Problem, host_states
+from rematbench.problem import Problem
 from rematbench.solve.layer_costs import forward_s, layers_in_flight
 
 PROBE_BYTES = 1 << 30

@@ -105,13 +105,18 @@ def require_among(
             raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, allowed)}")
 
 
-def read_mapping(path: Path, label: str) -> dict[str, Any]:
-    """The top-level mapping of a YAML or JSON file; `label` names the file in errors."""
+def read_text(path: Path, label: str) -> str:
+    """The text of a UTF-8 file, with or without a byte order mark; `label` names it in errors."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(label, "", f"cannot be read ({reason})") from error
+
+
+def read_mapping(path: Path, label: str) -> dict[str, Any]:
+    """The top-level mapping of a YAML or JSON file; `label` names the file in errors."""
+    text = read_text(path, label)
     try:
         data = _json(text) if path.suffix == ".json" else _yaml(path, text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rematbench.spec.layout import Layout
+from rematbench.spec.precision import WIDE
 from rematbench.spec.system import System
 from rematbench.workload import BYTES_PER_ELEMENT, Model, Precision
 
@@ -45,7 +46,7 @@ class Use(NamedTuple):
     @property
     def wide(self) -> bool:
         """Whether the precision has more than 16 bits."""
-        return self.precision in ("fp32", "fp64")
+        return self.precision in WIDE
 
     @property
     def mixed(self) -> bool:

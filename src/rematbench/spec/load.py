@@ -222,11 +222,17 @@ def _folder(kind: Kind) -> Path:
     return data_dir("config") / _FOLDERS[kind]
 
 
+def is_path(text: str) -> bool:
+    """Whether a text names a file or a folder and not something shipped."""
+    path = Path(text)
+    return path.suffix in {".yaml", ".yml", ".json", *LAUNCH} or "/" in text or path.is_dir()
+
+
 def located(kind: Kind, name_or_path: str | Path) -> Path:
     """The file of a name, an alias or a path; ConfigError if it does not exist."""
     text = str(name_or_path)
     path = Path(name_or_path)
-    if path.suffix in {".yaml", ".yml", ".json", *LAUNCH} or "/" in text or path.is_dir():
+    if is_path(text):
         if path.is_dir():
             path = path / "config.json"
         if not path.is_file():

@@ -94,7 +94,7 @@ def attention_problem(system: System, model: Model, precision: Precision, backen
     if backend:
         return f"{named}: the kernel takes 16 bits"
     takes = system.wide_attention
-    if takes == "fp64" or (takes != "none" and precision == "fp32" and takes == "fp32"):
+    if takes in ("fp64", precision):
         return ""
     if takes == "equal_heads" and precision == "fp32":
         if model.num_kv_heads == model.num_heads:

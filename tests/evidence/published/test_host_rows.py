@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.costs.states import zero3_host_states
+from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.evaluation import evaluate, host_node_bytes
 from rematbench.evidence.accuracy import Accuracy, load_accuracy, validate
 from rematbench.evidence.published.host_rows import (
@@ -16,7 +17,6 @@ from rematbench.evidence.published.host_rows import (
     states_bytes,
 )
 from rematbench.evidence.published.sheets import read_sheet
-from rematbench.problem import rank_tensors
 from rematbench.spec.load import calibration, load_cluster
 from rematbench.spec.paths import data_dir
 from tests.engine.test_host_states import of_row, published

@@ -7,9 +7,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from rematbench.costs.states import zero3_host_states
+from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
-from rematbench.problem import rank_tensors
+from rematbench.host.console import GIB
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.paths import data_dir
@@ -22,7 +23,6 @@ NODES = {
 }
 """The cluster file with the host memory of each cluster of the sheet.  Binding ranks to cores
 changes seconds, not bytes."""
-GIB = 2**30
 
 
 def host_rows() -> list[dict[str, Any]]:

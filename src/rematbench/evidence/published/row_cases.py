@@ -3,7 +3,6 @@ RowError."""
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import cast, get_args
 
 import msgspec
@@ -26,7 +25,14 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration
 from rematbench.spec.kernel_rates import RateError
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
+from rematbench.spec.load import (
+    claim_of_row,
+    is_path,
+    load_cluster,
+    load_model,
+    load_system,
+    names,
+)
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import AttentionChoice, System, ZeroStage
 from rematbench.workload import GATED, MlpKind, Model, Precision
@@ -44,7 +50,7 @@ SHAPE_COLUMNS = {
     "vocab": "vocab",
     "head_dim": "head_dim",
 }
-OPTIONAL = {"head_dim": 0}
+OPTIONAL = ("head_dim",)
 """Fields that a row of a model without a file may leave out."""
 SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
 """Tensors that torchtitan's per-operator selective checkpointing keeps of a Llama layer: the
@@ -128,13 +134,13 @@ def _model(row: Row) -> tuple[Model, str]:
     mlp = text(row, "mlp").lower()
     if mlp and mlp not in get_args(MlpKind):
         raise RowError("unsupported", f"mlp {mlp!r} is not modelled")
-    if _is_file(name):
+    if name and is_path(name):
         return _of_file(name, shape, mlp), ""
     assumed = ""
     if name in names("model"):
         model = load_model(name)
     else:
-        missing = [c for c, field in SHAPE_COLUMNS.items() if field not in {**shape, **OPTIONAL}]
+        missing = [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]
         if missing:
             columns = ", ".join(missing)
             reason = f"unknown model {name!r}, and no column {columns} to build it"
@@ -148,14 +154,6 @@ def _model(row: Row) -> tuple[Model, str]:
     tied = flag(row, "tied", model.tied_embeddings)
     model = msgspec.structs.replace(model, tied_embeddings=tied)
     return _reshaped(model, name, shape, mlp or model.mlp), assumed
-
-
-def _is_file(name: str) -> bool:
-    return bool(name) and _like_a_path(name)
-
-
-def _like_a_path(name: str) -> bool:
-    return "/" in name or Path(name).suffix in {".json", ".yaml", ".yml"} or Path(name).is_dir()
 
 
 def _of_file(name: str, shape: dict[str, int], mlp: str) -> Model:

@@ -47,8 +47,8 @@ def read_deepspeed(data: Mapping[str, Any], file: str) -> Reading:
     if "activation_checkpointing" in data:
         done.add("activation_checkpointing")
         _checkpointing(reading, data["activation_checkpointing"])
-    for key in ("optimizer", "tensor_parallel", "compression_training"):
-        if key in data and key != "optimizer":
+    for key in ("tensor_parallel", "compression_training"):
+        if key in data:
             reading.refused.append(f"{key}: not read from a DeepSpeed configuration")
             done.add(key)
     if isinstance(data.get("optimizer"), dict):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rematbench.spec.configfile import ConfigError, read_mapping
+from rematbench.spec.configfile import ConfigError, read_mapping, read_text
 from rematbench.spec.foreign import Package, package_of, pointer
 from rematbench.spec.huggingface import is_huggingface
 from rematbench.spec.jobfiles.deepspeed import read_deepspeed
@@ -83,11 +83,7 @@ def _package(package: Package, data: Mapping[str, Any], label: str) -> Reading:
 
 
 def _launch(path: Path, label: str) -> Reading:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(label, "", f"cannot be read ({reason})") from error
+    text = read_text(path, label)
     if not is_launch(text):
         problem = f"no launch line with --num-layers and --seq-length (read: {READ})"
         raise ConfigError(label, "", problem)
@@ -96,9 +92,6 @@ def _launch(path: Path, label: str) -> Reading:
 
 def _toml(path: Path, label: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(label, "", f"cannot be read ({reason})") from error
+        return tomllib.loads(read_text(path, label))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(label, "", str(error)) from error

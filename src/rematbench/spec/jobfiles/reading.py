@@ -8,13 +8,12 @@ from msgspec import Struct
 
 from rematbench.spec.configfile import ConfigError
 
-Convert = Callable[[Any], Any]
-
 
 class Reading(Struct, kw_only=True):
     """The content of one file.
 
-    `values`: values of the job by the names of `VALUES`; `keys`: the file's key of each value;
+    `values`: values of the job, by the fields of ProblemSpec and by terms from which job.py derives
+    them (nodes, accumulation, shards, ...); `keys`: the file's key of each value;
     `model`: fields of Model; `facts`: facts of the stack; `system`: the shipped stack of the
     package; `method`: the method and its settings (None: the file does not say);
     `ignored`: keys without an effect on bytes or seconds; `unknown`: keys that are not read;
@@ -44,35 +43,6 @@ class Reading(Struct, kw_only=True):
         """A value of the job, or `default` if the file does not have it."""
         return self.values.get(name, default)
 
-
-VALUES = (
-    "model",
-    "gpus",
-    "nodes",
-    "gpus_per_node",
-    "seq_len",
-    "global_batch",
-    "micro_batch",
-    "accumulation",
-    "tp",
-    "cp",
-    "pp",
-    "vpp",
-    "layers_per_chunk",
-    "ulysses",
-    "zero_stage",
-    "shards",
-    "replicas",
-    "inside_node",
-    "sp",
-    "attention",
-    "precision",
-    "optimizer",
-    "parameters",
-    "partition",
-    "vocab",
-)
-"""The values of a job that files of packages give."""
 
 AUTO = "auto"
 """A value that the trainer fills in."""

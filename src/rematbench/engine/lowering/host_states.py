@@ -1,0 +1,48 @@
+"""Host bytes of the states that a plan has in host memory."""
+
+from rematbench.costs.states import (
+    PARAMETER_STAGE,
+    HostStates,
+    shard,
+    zero1_host_states,
+    zero3_host_states,
+)
+from rematbench.plan import Plan
+from rematbench.problem import Problem, operator_tensors, rank_parameters, weighted_operators
+
+
+def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
+    """Host bytes of the states of one rank that a plan has in host memory."""
+    system, layout = problem.system, problem.layout
+    parameter, gradient = plan.state("parameter"), plan.state("gradient")
+    optimizer = plan.state("optimizer")
+    sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
+    hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
+    if not (hosted or leaves) or not system.host_gradients:
+        count = rank_parameters(problem, plan, rank)
+        states = zip((parameter, gradient, optimizer), sizes, strict=True)
+        away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
+        return HostStates(held=sum(away))
+    tensors = rank_tensors(problem, plan, rank)
+    if layout.zero_stage == PARAMETER_STAGE:
+        shards = optimizer.shards
+        return zero3_host_states(tensors, shards, system, optimizer=hosted, parameters=leaves)
+    accumulates = layout.num_micro_batches > 1
+    return zero1_host_states(tensors, optimizer.shards, system, accumulates=accumulates)
+
+
+def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:
+    """Parameters of each tensor of a rank, in the order of the model."""
+    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    tables = [problem.embedding] if rank == 0 else []
+    tables += layers
+    tables += [problem.head] if rank == problem.layout.pp - 1 else []
+    by_table = {
+        id(table): [
+            count
+            for op in weighted_operators(problem, table)
+            for count in reversed(operator_tensors(problem, table, op))
+        ]
+        for table in tables
+    }
+    return [count for table in tables for count in by_table[id(table)]]
