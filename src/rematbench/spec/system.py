@@ -173,7 +173,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     eager_operators: bool = False
     held_logit_bytes: StateBytes = 0
     tp_overlap: TpOverlap
-    gemm_overlap_links: OverlapLinks = "all"
+    gemm_overlap_links: OverlapLinks = "nvlink"
     p2p_overlap: P2pOverlap
     p2p_synchronous: bool = False
     holds_outputs: bool = False
