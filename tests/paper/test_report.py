@@ -62,6 +62,7 @@ def page(results: Path) -> Page:
     config = load_report()
     return Page(
         config=config,
+        measured="24 < 25 searches.",
         outcome="5 % < 6 %",
         trusted="Bands hold.",
         unmeasured=("No GPU.",),
@@ -117,6 +118,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -
     assert "<script" not in text
     assert "@import" not in text
     assert "a|b &lt;i&gt;" in text
+    assert "24 &lt; 25 searches." in text
     assert "5 % &lt; 6 %" in text
     for name in NAMES:
         assert f"paper/tables/{name}.csv" in text
