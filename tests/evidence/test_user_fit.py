@@ -275,7 +275,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
         assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": 1e12}])
     with pytest.raises(CommandError, match="the fitted scales are outside the range"):
-        calibrate_user_stack(mine, tmp_path / "none.yaml", 1)
+        calibrate_user_stack(mine, tmp_path / "none.yaml", 1, force=True)
     assert not (tmp_path / "none.yaml").exists()
     assert "WARNING: row 1 is suspect" in capsys.readouterr().out
     peak = 2.0 * plain[0]["pred_peak_device_bytes"]
