@@ -1,10 +1,13 @@
 """The operators of a mixture of experts, as Megatron-core's alltoall dispatcher runs them.
 
-Every expert receives as many tokens as every other ("balanced").  Router probabilities scale the
+Every expert receives as many tokens as every other ("balanced"), or the worst rank's experts
+receive `imbalance` times as many.  Router probabilities scale the
 activation inside an expert, so the second GEMM's output is not saved.
 Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
 experts.py; saved bytes from traces of its layers on fake tensors.
 """
+
+from math import ceil
 
 from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
@@ -14,6 +17,8 @@ from rematbench.workload import Experts
 
 INDEX = 8
 """Bytes of an index (int64)."""
+COUNTS = "expert_counts"
+"""The operator whose end the host awaits."""
 
 
 def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
@@ -21,6 +26,7 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
     region."""
     routed = out if not experts.shared_ffn else "routed_out"
     _route(b, experts, x)
+    _count(b, layout, experts)
     _permute(b, experts, x)
     rows = _dispatch(b, layout, experts)
     _grouped(b, layout, experts, rows)
@@ -58,6 +64,25 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
             backward_input=(Elementwise(6 * wide, 6), Gemm(rows, h, count)),
             backward_weight=(Gemm(h, count, rows),),
             parameters=count * (h + experts.router_bias),
+            replicated=True,
+        )
+    )
+
+
+def _count(b: Builder, layout: Layout, experts: Experts) -> None:
+    """Count the tokens of each expert and gather the counts of all ranks that exchange tokens; the
+    host waits for them, because they are the sizes of the exchange and of the grouped GEMMs."""
+    ranks = layout.ep * layout.expert_tp
+    counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
+    gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
+    b.ops.append(
+        Op(
+            name=COUNTS,
+            inputs=("router_scores",),
+            outputs=(counts,),
+            forward=(Elementwise(b.s.shard_tokens * experts.count, 2),),
+            reduce=gathered if ranks > 1 else None,
+            row_local=False,
         )
     )
 
@@ -73,8 +98,9 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     b.ops.append(
         Op(
             name="permute",
-            inputs=(x, "router_scores"),
+            inputs=(x, "router_scores", "expert_counts"),
             outputs=(tokens, probs, saved),
+            row_local=False,
             saves=(saved,),
             forward=(Elementwise(2 * moved + b.nbytes(saved), 4),),
             backward_input=(Elementwise(2 * moved + b.nbytes(saved), 2),),
@@ -84,8 +110,10 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
 
 def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
     """Send the copies to the ranks of their experts and sort them by expert; returns the rows that
-    a rank's experts receive."""
+    a rank's experts receive: on the worst rank, if experts are not balanced."""
     rows = b.s.shard_tokens * experts.active
+    if layout.ep > 1:
+        rows = ceil(rows * b.imbalance)
     names: tuple[str, ...] = ("permuted", "permuted_probs")
     if layout.ep > 1:
         b.add("dispatched", rows, b.model.hidden * b.e)
@@ -101,6 +129,7 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
             name="sort",
             inputs=names,
             outputs=(tokens, probs),
+            row_local=False,
             forward=(Elementwise(2 * gathered, 2),),
             backward_input=(Elementwise(2 * gathered, 2),),
             gather=Comm("all_gather", "etp", gathered) if split else None,
@@ -115,8 +144,17 @@ def _all_to_all(
     b: Builder, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Add an all-to-all over the expert-parallel ranks; the backward moves the same bytes."""
-    comm = Comm("all_to_all", "ep", b.nbytes(*outputs))
-    b.ops.append(Op(name=name, inputs=inputs, outputs=outputs, reduce=comm, grad_gather=comm))
+    comm = Comm("all_to_all", "ep", max(b.nbytes(*inputs), b.nbytes(*outputs)))
+    b.ops.append(
+        Op(
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            reduce=comm,
+            grad_gather=comm,
+            row_local=False,
+        )
+    )
     return outputs
 
 
@@ -125,7 +163,7 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
     model, h, e = b.model, b.model.hidden, b.e
     count, width = experts.count // layout.ep, experts.ffn // layout.expert_tp
     columns = width * (2 if model.gated else 1)
-    each = rows // count
+    each = ceil(rows / count)
     b.add("expert_fc1_out", rows, columns * e)
     b.ops.append(
         Op(
@@ -171,14 +209,16 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
 def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
     """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
     ranks, and sum each token's copies."""
-    rows, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
+    sent, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
     whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
-    back = b.add("unsorted", rows, hidden)
+    received = b.activations["expert_in"].rows // layout.expert_tp
+    back = b.add("unsorted", received, hidden)
     b.ops.append(
         Op(
             name="unsort",
             inputs=("expert_out",),
             outputs=(back,),
+            row_local=False,
             forward=(Elementwise(2 * whole),),
             backward_input=(Elementwise(2 * whole),),
             reduce=Comm("reduce_scatter", "etp", whole) if split else None,
@@ -187,7 +227,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
         )
     )
     if layout.ep > 1:
-        b.add("combined", rows, hidden)
+        b.add("combined", sent, hidden)
         (back,) = _all_to_all(b, "combine", (back,), ("combined",))
     b.shard(out)
     moved = b.nbytes(back, out)
@@ -197,6 +237,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
             inputs=(back,),
             outputs=(out,),
             saves=("permutation",),
+            row_local=False,
             forward=memory_kernel(moved),
             backward_input=memory_kernel(moved),
         )
@@ -237,5 +278,6 @@ def _sum(b: Builder, experts: Experts, inputs: tuple[str, str], out: str) -> Non
             backward_input=memory_kernel(3 * b.nbytes(out)) if gate else (),
             alias_inputs=() if gate else inputs,
             parameters=gate,
+            replicated=gate > 0,
         )
     )
