@@ -62,9 +62,9 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(
                 f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
             )
-        absent = [name for name in self.modules if known.isdisjoint(MODULES[name])]
-        if absent:
-            return Unsupported(f"no layer of {problem.workload.model.name} has {absent[0]}")
+        if self.modules and known.isdisjoint(n for one in self.modules for n in MODULES[one]):
+            model = problem.workload.model.name
+            return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
         kept = kept_activations(problem, base) - {"layer_input"}
         modules = {name for module in self.modules for name in MODULES[module]}
         wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}

@@ -110,6 +110,20 @@ def test_sequence_parallel_ranks_sum_the_routers_gradients() -> None:
     assert norms[0] - norms[1] == given().system.grad_bytes * routers
 
 
+def test_the_allgather_dispatcher_gathers_all_tokens() -> None:
+    found = given(system_changes={"dispatcher": "allgather"})
+    count = found.workload.model.num_layers
+    assert exchanges(found) == {
+        (Kind.ALL_GATHER, "sort"): count,
+        (Kind.REDUCE_SCATTER, "unsort"): count,
+        (Kind.ALL_GATHER, "unsort"): count,
+        (Kind.REDUCE_SCATTER, "sort"): count,
+    }
+    moved = {a.comm.nbytes for a in actions(found) if a.comm and a.comm.group == "ep"}
+    assert moved == {4 * found.layer(0).activations["mlp_norm_out"].nbytes}
+    assert found.layer(0).saved_bytes == given().layer(0).saved_bytes
+
+
 @pytest.mark.parametrize("ep", [1, 4])
 def test_the_host_waits_for_the_counts(ep: int) -> None:
     found = given(ep=ep)

@@ -60,6 +60,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "unfused": {"system": "megatron-lm", "model": GPT, "attention": "unfused", "tp": 2},
     "experts": {"model": EXPERTS, "dp": 4, "pp": 2, "ep": 4, "global_batch": 8},
     "split experts": {"model": EXPERTS, "tp": 2, "dp": 2, "ep": 2, "etp": 2, "global_batch": 4},
+    "gathered experts": {
+        "model": EXPERTS,
+        "tp": 2,
+        "dp": 2,
+        "ep": 2,
+        "etp": 2,
+        "global_batch": 2,
+        "system_changes": {"dispatcher": "allgather"},
+    },
     "experts over tp": {
         "model": EXPERTS,
         "system": "megatron-core",

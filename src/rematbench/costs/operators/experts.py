@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts, as Megatron-core's alltoall dispatcher runs them.
+"""The operators of a mixture of experts, as Megatron-core's dispatchers run them.
 
 Every expert receives as many tokens as every other ("balanced"), or the worst rank's experts
 receive `imbalance` times as many.  Router probabilities scale the
@@ -11,7 +11,7 @@ from math import ceil
 
 from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
-from rematbench.costs.operators.ops import Comm, Op, memory_kernel
+from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
 from rematbench.spec.layout import Layout
 from rematbench.workload import Experts
 
@@ -27,10 +27,14 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
     routed = out if not experts.shared_ffn else "routed_out"
     _route(b, experts, x)
     _count(b, layout, experts)
-    _permute(b, experts, x)
-    rows = _dispatch(b, layout, experts)
-    _grouped(b, layout, experts, rows)
-    _combine(b, layout, experts, routed)
+    if b.system.dispatcher == "allgather" and layout.ep * layout.expert_tp > 1:
+        ranks = layout.ep * layout.expert_tp
+        _grouped(b, layout, experts, _gather(b, layout, experts, x))
+        _scatter(b, layout, ranks, routed)
+    else:
+        _permute(b, experts, x)
+        _grouped(b, layout, experts, _dispatch(b, layout, experts))
+        _combine(b, layout, experts, routed)
     if experts.shared_ffn:
         _shared(b, experts, x)
         _sum(b, experts, (routed, "shared_out"), out)
@@ -47,6 +51,12 @@ def router_bytes(experts: Experts) -> int:
     if experts.groups > 1:
         nbytes += count + 20 * experts.groups
     return nbytes
+
+
+def permutation_bytes(experts: Experts) -> int:
+    """Bytes of a token for which the order of its copies is saved: the map of tokens to experts,
+    the probabilities by expert, and the order."""
+    return (1 + FP32) * experts.count + INDEX * experts.active
 
 
 def _route(b: Builder, experts: Experts, x: str) -> None:
@@ -81,7 +91,7 @@ def _count(b: Builder, layout: Layout, experts: Experts) -> None:
             inputs=("router_scores",),
             outputs=(counts,),
             forward=(Elementwise(b.s.shard_tokens * experts.count, 2),),
-            reduce=gathered if ranks > 1 else None,
+            reduce=gathered if ranks > 1 and b.system.dispatcher != "allgather" else None,
             row_local=False,
         )
     )
@@ -91,7 +101,7 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     """Copy each token once for each of its experts, in the order of experts.  Saved are the map of
     tokens to experts, the probabilities by expert, and the order."""
     rows = b.s.shard_tokens
-    saved = b.add("permutation", rows, (1 + FP32) * experts.count + INDEX * experts.active, False)
+    saved = b.add("permutation", rows, permutation_bytes(experts), False)
     tokens = b.add("permuted", rows * experts.active, b.model.hidden * b.e)
     probs = b.add("permuted_probs", rows * experts.active, FP32)
     moved = b.nbytes(tokens)
@@ -138,6 +148,57 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
         )
     )
     return rows
+
+
+def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
+    """Gather the tokens of all ranks that share experts and copy those of the own experts, in the
+    order of experts; returns their rows."""
+    rows = b.s.shard_tokens * experts.active * layout.expert_tp
+    if layout.ep > 1:
+        rows = ceil(rows * b.imbalance)
+    saved = b.add("permutation", b.s.shard_tokens, permutation_bytes(experts), False)
+    tokens = b.add("expert_in", rows, b.model.hidden * b.e)
+    probs = b.add("expert_probs", rows, FP32)
+    whole = layout.ep * layout.expert_tp * b.nbytes(x)
+    group: Group = "ep" if layout.ep > 1 else "etp"
+    b.ops.append(
+        Op(
+            name="sort",
+            inputs=(x, "router_scores", COUNTS),
+            outputs=(tokens, probs, saved),
+            saves=(saved,),
+            row_local=False,
+            forward=(Elementwise(2 * b.nbytes(tokens, probs), 4),),
+            backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, 2),),
+            gather=Comm("all_gather", group, whole),
+            grad_reduce=Comm("reduce_scatter", group, whole),
+            gathered_bytes=whole,
+        )
+    )
+    return rows
+
+
+def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
+    """Add the outputs of the own experts to the rows of their tokens, and sum the rows over the
+    ranks that share experts."""
+    b.shard(out)
+    whole = ranks * b.nbytes(out)
+    group: Group = "ep" if layout.ep > 1 else "etp"
+    moved = b.nbytes("expert_out") + whole
+    b.ops.append(
+        Op(
+            name="unsort",
+            inputs=("expert_out",),
+            outputs=(out,),
+            saves=("permutation",),
+            row_local=False,
+            forward=(Elementwise(moved, 2),),
+            backward_input=(Elementwise(moved, 2),),
+            reduce=Comm("reduce_scatter", group, whole),
+            grad_gather=Comm("all_gather", group, whole),
+            unreduced_bytes=whole,
+        )
+    )
 
 
 def _all_to_all(

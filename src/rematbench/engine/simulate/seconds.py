@@ -45,7 +45,8 @@ class ActionCosts:
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._blocks = system.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
-        self._counts_alone = layout.ep * layout.expert_tp == 1
+        alone = layout.ep * layout.expert_tp == 1
+        self._counts_alone = alone or system.dispatcher == "allgather"
         self._groups = get_args(Group) if experts else DENSE_GROUPS
         self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
         self._holds = self._holds or experts is not None
