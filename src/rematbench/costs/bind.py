@@ -81,11 +81,25 @@ class CostModel(KernelCosts):
                 seconds = collectives.all_reduce_s(comm.nbytes, size, nodes, ring, common)
             case "all_to_all":
                 seconds = collectives.all_to_all_s(
-                    comm.nbytes, size, shape.fewest_per_node, nodes, nvlink, nic, common
+                    comm.nbytes,
+                    size,
+                    shape.fewest_per_node,
+                    nodes,
+                    nvlink,
+                    nic,
+                    common,
+                    self._copies_of(comm),
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
         return float(seconds) * self.system.scales.communication
+
+    def _copies_of(self, comm: Comm) -> int:
+        """Copies of each token in an all-to-all whose dispatcher sends a node one of them; 0 where
+        each copy is sent by itself."""
+        experts = self.workload.model.experts
+        once = self.system.dispatcher in ("deepep", "hybridep")
+        return experts.active if experts and once and comm.group == "ep" else 0
 
     def _group_nvlink_bytes_per_s(self, ranks_in_domain: int) -> float:
         """Reached NVLink rate of a GPU in a group with `ranks_in_domain` ranks in its domain."""
@@ -186,9 +200,8 @@ class CostModel(KernelCosts):
         if shape.nodes == 1:
             return 0.0
         most = min(shape.fewest_per_node, self.network.ring_nics)
-        return collectives.network_bytes(
-            comm.kind, comm.nbytes, shape.ranks, shape.fewest_per_node, most
-        )
+        copies = self._copies_of(comm)
+        return collectives.network_bytes(comm.kind, comm.nbytes, shape, most, copies)
 
     def device_copy_s(self, nbytes: int) -> float:
         """Seconds of a copy inside the device (SPLIT, JOIN)."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from msgspec import Struct
 
-from rematbench.costs.collectives import degrees, group_stride
+from rematbench.costs.collectives import EXPERT_AXES, degrees, group_stride, worst_group
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration, CommonConstants
@@ -244,7 +244,8 @@ def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[
     """Numbers of a rank's communicators: (within an NVLink domain, over several).
 
     A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
-    ranks; the first and the last stage share one more group for the embedding.  Groups with equal
+    ranks; the first and the last stage share one more group for the embedding, and ranks with
+    expert parallelism have groups of experts.  Groups with equal
     ranks are one communicator (torch's default group, for example, serves a run with data
     parallelism only).
     """
@@ -259,4 +260,8 @@ def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[
             inside += count
         else:
             between += count
+    for name in EXPERT_AXES if layout.ep > 1 else ():
+        shape = worst_group(layout, name, 0, domain, order)
+        inside += shape.ranks > 1 and shape.nodes == 1
+        between += shape.nodes > 1
     return inside, between

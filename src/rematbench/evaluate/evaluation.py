@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
-from rematbench.costs.states import reduce_buckets, shard
+from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.host_states import host_states
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STATE_COPIES, Kind
@@ -19,7 +19,14 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Plan
-from rematbench.problem import NOT_TIMED, Problem, gathers_by_layer, has_exact_pins, rank_parameters
+from rematbench.problem import (
+    NOT_TIMED,
+    Problem,
+    gathers_by_layer,
+    has_exact_pins,
+    rank_parameters,
+    rank_sharded,
+)
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
@@ -242,7 +249,7 @@ def _rank_bytes(
     host = host_states(problem, plan, rank)
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
-        nbytes = shard(count, fate.shards) * sizes[kind]
+        nbytes = rank_sharded(problem, plan, rank, fate) * sizes[kind]
         if kind == "gradient" and plan.state("optimizer").update == "backward":
             nbytes = 0  # each unit's gradients live only until its update
         if fate.home == "device":

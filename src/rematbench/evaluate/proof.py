@@ -38,7 +38,7 @@ Unit = tuple[str, int]
 
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
-REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
+REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "ep", "h2d"))
 """Streams whose tensors reuse memory that compute freed; tensors of dp and pp_recv have their
 own."""
 BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})

@@ -105,6 +105,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "gpus": lay.gpus,
             "seq_len": work.seq_len,
             **({"document_len": work.document_len} if work.packed else {}),
+            **({"imbalance": work.imbalance} if work.imbalance > 1.0 else {}),
             **{name: getattr(lay, name) for name in WORDS},
             **({"shard_degree": lay.shard_degree} if lay.shard_degree else {}),
             "sp": lay.sequence_parallel,
@@ -408,7 +409,8 @@ def assumed(problem: Problem) -> str:
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
-    return "; ".join(part for part in (text, unread(problem), model.left_out) if part)
+    balance = problem.workload.balance
+    return "; ".join(part for part in (text, balance, unread(problem), model.left_out) if part)
 
 
 def faster_attention(problem: Problem) -> str:

@@ -139,7 +139,7 @@ class _RankLowering:
         self.matched: set[int] = set()
         self.phased = phased(plan.rules)
         self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
-        parameter, peers = plan.state("parameter"), lay.state_shards > 1
+        parameter, peers = plan.state("parameter"), lay.has_peers
         self.update_in_backward = plan.state("optimizer").update == "backward"
         gradient = plan.state("gradient")
         self.buckets = buckets_of(plan, problem, self.chunks)
@@ -298,6 +298,7 @@ class _RankLowering:
                     self.width,
                     tied,
                     peers=peers,
+                    expert_peers=self.problem.layout.expert_dp > 1,
                     release=release,
                     keeps_ends=ends,
                 )

@@ -45,7 +45,7 @@ class Kind(Enum):
 
 COMPUTE, HOST_UPDATE = "compute", "host_update"
 """The streams of kernels, and of an optimizer that runs on the rank's own CPU cores."""
-STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE)
+STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE, "ep")
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
+from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
 from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.engine.program.program import Program
@@ -19,6 +20,10 @@ DIRECTION: dict[Kind, Direction] = {
     Kind.BACKWARD_INPUT: "backward_input",
     Kind.BACKWARD_WEIGHT: "backward_weight",
 }
+
+
+DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "dp", "pp", "replica")
+"""The groups of models without experts."""
 
 
 class ActionCosts:
@@ -39,7 +44,12 @@ class ActionCosts:
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._blocks = system.launch_blocking
+        layout, experts = problem.layout, problem.workload.model.experts
+        alone = layout.ep * layout.expert_tp == 1
+        self._counts_alone = alone or system.dispatcher == "allgather"
+        self._groups = get_args(Group) if experts else DENSE_GROUPS
         self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
+        self._holds = self._holds or experts is not None
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
             if self.crowd.kernel_delay_share:
@@ -108,10 +118,12 @@ class ActionCosts:
 
     def held(self, action: Action) -> bool:
         """Whether the host waits for the action: for a message to arrive if the stack makes
-        messages synchronous, for a copy of activations to end if its copies block, or for each
-        action to end if launches block."""
+        messages synchronous, for a copy of activations to end if its copies block, for the counts
+        of experts' tokens, or for each action to end if launches block."""
         if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
             return True
+        if action.op == COUNTS:
+            return action.comm is not None or self._counts_alone
         if action.kind in (Kind.D2H, Kind.H2D):
             return self.problem.system.blocking_copies and action.op not in STATE_COPIES
         return self._waits_for_messages and action.wait.startswith("recv_")
@@ -121,7 +133,7 @@ class ActionCosts:
         groups and for their messages to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
         peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
-        groups = tuple(cost.group(group, rank) for group in get_args(Group))
+        groups = tuple(cost.group(group, rank) for group in self._groups)
         sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
         return (groups, sends)
 

@@ -114,7 +114,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     if routed:
         model = expert_columns.read_experts(row, model)
         assumed = "; ".join(filter(None, (assumed, expert_columns.balance_remark(row))))
-        dropped = expert_columns.module_settings(row, model)
+        dropped = expert_columns.module_settings(row)
         method, settings = (
             (method, settings) if dropped is None else ("selective_recompute", dropped)
         )
