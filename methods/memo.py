@@ -56,7 +56,10 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `buffers`: rounding buffers (0: fresh memory for each layer)."""
 
     name: ClassVar[str] = "memo"
-    grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(5))
+    grid: ClassVar[tuple[Settings, ...]] = (
+        *({"alpha": a / 4} for a in range(5)),
+        {"alpha": 1.0, "exempt_layers": 0},  # the fewest bytes of all, for what fits in no other
+    )
     alpha: Fraction | None = None
     host_bytes: PositiveInt | None = None
     exempt_layers: NonNegativeInt = 2

@@ -45,7 +45,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: ClassVar[str] = "mst"
     pieces: ClassVar[bool] = True
     grid: ClassVar[tuple[Settings, ...]] = tuple(
-        {"mlp_chunks": 1 << power, "head_chunks": 1 << power} for power in range(1, 7)
+        {"mlp_chunks": 1 << power, "head_chunks": 1 << power} for power in range(1, 11)
     )
     mlp_chunks: PositiveInt | None = None
     max_mlp_chunks: PositiveInt = 32

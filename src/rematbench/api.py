@@ -119,9 +119,9 @@ def search(
     `rematbench search`; `attrs["gap"]` is the share of the first row's step time by which another
     plan may be shorter.
 
-    The degrees of `problem` itself are ignored: the degrees in `fixed` (tp, cp, ulysses, pp, vpp,
-    micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search to
-    the named methods and their compositions.
+    The degrees of `problem` itself are ignored: the degrees in `fixed` (tp, sp, cp, ulysses, pp,
+    vpp, micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search
+    to the named methods and their compositions.
     """
     if not isinstance(problem, ProblemSpec):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")

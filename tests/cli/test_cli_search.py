@@ -36,7 +36,8 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     target = tmp_path / "found.csv"
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
     assert answer.exit_code == 0, answer.output
-    assert "proved gap: no plan in the search space is more than" in answer.output
+    assert "proved gap: no plan of this space (" in answer.output
+    assert "not searched: " in answer.output
     kernels = "attention fa2, norm fused, loss in place, on ampere"
     told = f"{kernels}; constants of cluster a800-80gb, stack default"
     assert f"assumes: {told}" in " ".join(answer.output.split())

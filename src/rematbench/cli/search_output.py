@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
+from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.processes import Progress
 from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
@@ -54,10 +55,7 @@ def show_space(out: Console, job: SearchJob) -> None:
         )
     )
     show_assumed(out, job)
-    layouts, plans = len(job.space.choices), len(job.variants)
-    many = "s" if layouts > 1 else ""
-    text = f"space: {layouts:,} layout{many}, each with {plans} methods and their compositions"
-    out.print(plain(text))
+    out.print(plain(f"space: {space_words(job)}"))
     out.print()
 
 
@@ -106,6 +104,7 @@ def where(result: Result) -> str:
     """A layout in words: what is above one, and where the optimizer's states are."""
     lay, uneven = result.problem.layout, result.job.uneven_layers
     words = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
+    words += ["without sp"] if lay.tp > 1 and not lay.sp else []
     words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
     words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
     words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
@@ -148,6 +147,7 @@ def _plan_line(found: Result) -> str:
 def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
     lay = found.problem.layout
     more = f"\n  layers {row['partition']}" if found.job.uneven_layers else ""
+    more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
     more += "\n  optimizer on host" if _hosts(found) else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
@@ -169,8 +169,9 @@ def notes(
     stopped = "" if ended else "stopped: "
     if found:
         yield (
-            f"{stopped}proved gap: no plan in the search space is more than {100 * at.gap:.2f} % "
-            f"faster than the first row ({at.simulations} of {at.plans:,} plans simulated)"
+            f"{stopped}proved gap: no plan of this space ({space_words(job)}) is more than "
+            f"{100 * at.gap:.2f} % faster than the first row ({at.simulations} of {at.plans:,} "
+            "plans simulated)"
         )
         yield from _rows_note(job, at, found)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
@@ -189,6 +190,7 @@ def notes(
         )
     else:
         yield "NOTHING FITS: every plan was excluded, but none for lack of device memory"
+    yield f"not searched: {'; '.join(not_searched(job))}"
     dropped = [f"{count:,} {rule}" for rule, count in job.space.refused.items()]
     if dropped:
         yield f"layouts not allowed: {'; '.join(dropped)}"

@@ -419,7 +419,8 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     numbers = {name: int(row[name]) for name in named if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
-    spec = convert({**numbers, **words}, ProblemSpec)
+    sp = {"sp": False} if row.get("sp") == "no" else {}
+    spec = convert({**numbers, **words, **sp}, ProblemSpec)
     search, layout = SearchJob(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)
