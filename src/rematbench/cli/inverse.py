@@ -47,8 +47,8 @@ class Inverse(Struct, frozen=True, kw_only=True):
 
 
 def ask(out: Console, job: SearchJob, inverse: Inverse, processes: int) -> None:
-    """Print each answer as soon as the search has it, then what is not searched; after Ctrl-C, the
-    best so far and exit code 130."""
+    """Print each value as soon as it is tried, then what is not tried and the answer; after Ctrl-C,
+    the best so far and exit code 130."""
     request = job.request
     if not inverse.find:
         _prices(out, request, processes)
@@ -62,6 +62,7 @@ def ask(out: Console, job: SearchJob, inverse: Inverse, processes: int) -> None:
         ended = True
     except KeyboardInterrupt:
         out.print(plain("stopped: the answer is not proved"))
+    out.print(plain(f"not tried: {'; '.join(not_searched(job))}"), soft_wrap=True)
     if best is not None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
@@ -73,7 +74,6 @@ def ask(out: Console, job: SearchJob, inverse: Inverse, processes: int) -> None:
             else "NO PLAN reaches the target"
         )
         out.print(plain(none), style="bold")
-    out.print(plain(f"not tried: {'; '.join(not_searched(job))}"), soft_wrap=True)
     if not ended:
         raise Exit(130)
 

@@ -358,7 +358,7 @@ def _kind(choice: Choice) -> tuple[object, ...]:
     lay = choice.layout
     degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
     above = [degree > 1 for degree in degrees]
-    return (*above, lay.zero_stage, choice.even, choice.hosted)
+    return (*above, lay.sequence_parallel, lay.zero_stage, choice.even, choice.hosted)
 
 
 def _reserving(reserve_gib: float | None, problem: Problem) -> Problem:
