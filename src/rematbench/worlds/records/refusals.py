@@ -42,6 +42,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         and lay.zero_stage > 0,
         "outputs that a pipeline stage holds": system.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
+        "optimizer states in pieces": plan.state("optimizer").pieces is not None,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_in_backward(problem, plan),
         **_refused_of_units(problem, plan),
