@@ -108,7 +108,7 @@ class _RankCheck:
                     f"{action.kind.value} {action.part}.{action.op}"
                 )
                 self._step(action, micro_batch, chunk)
-        missing = self.states.pieces.missing()
+        missing = self.states.pieces.missing(self.clocks[COMPUTE])
         if missing:
             raise CheckError(f"rank {self.rank.rank}: {missing}")
         if self.made:
@@ -245,6 +245,10 @@ class _Pieces:
         late = ""
         if action.kind is Kind.OPTIMIZER or action.op == GRADIENTS_DOWN:
             late = self.gradients[piece].add(stream, clock, write=action.kind is Kind.OPTIMIZER)
+        elif action.op in (WEIGHTS_UP, STATES_DOWN):
+            late = self.gradients[piece].late(clock, write=True)  # the update wrote last
+        elif action.op == WEIGHTS_DOWN:
+            late = self.weights[piece].late(clock, write=False)
         if writes:
             self.up.add(piece)
             late = late or self.weights[piece].add(stream, clock, write=True)
@@ -269,8 +273,12 @@ class _Pieces:
                 return piece, late
         return None
 
-    def missing(self) -> str:
-        """A piece that the step leaves out, in words; empty if none."""
+    def missing(self, clock: VectorClock) -> str:
+        """A piece that the step leaves out, or that compute, with its last `clock`, has not waited
+        for, in words; empty if none."""
+        for piece, uses in (*self.gradients.items(), *self.weights.items()):
+            if late := uses.late(clock, write=True):
+                return f"the step ends while {late} may still update {piece}"
         numbers = sorted(int(piece[1:]) for piece in self.updated)
         gap = next((at for at, number in enumerate(numbers) if at != number), None)
         if gap is not None:

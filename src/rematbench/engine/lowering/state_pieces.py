@@ -30,7 +30,7 @@ from rematbench.engine.program.action import (
     visit_buffer,
 )
 from rematbench.engine.program.program import Block
-from rematbench.plan import Piece, Plan
+from rematbench.plan import Piece, Pieces, Plan
 from rematbench.problem import Problem
 
 
@@ -98,16 +98,18 @@ def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | No
     return found
 
 
-def update_block(pieces: Sequence[Piece], slots: int, widths: PieceWidths) -> Block:
-    """Update a rank's pieces, of which at least one is not resident on the device."""
-    return Block("OPT_HOST", tuple(_Writer(pieces, slots, widths).run()))
+def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> Block:
+    """Update a rank's pieces, of which at least one is not resident on the device.  Without `cut`
+    there is one piece, which has no name."""
+    return Block("OPT_HOST", tuple(_Writer(pieces, cut, widths).run()))
 
 
 class _Writer:
     """Writes the update of a rank's pieces, in the order of the pieces."""
 
-    def __init__(self, pieces: Sequence[Piece], slots: int, widths: PieceWidths) -> None:
-        self.pieces, self.slots, self.widths = pieces, slots, widths
+    def __init__(self, pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> None:
+        self.pieces, self.widths = pieces, widths
+        self.slots, self.named = (cut.slots if cut else 0), cut is not None
         self.w = BlockWriter()
         self.ready = self.w.mark(COMPUTE)
         """All gradients and their norm; without slots also the end of the piece before."""
@@ -116,7 +118,7 @@ class _Writer:
         self.down: dict[int, str] = {}  # the arrival of each piece's gradients on the host
         self.back: list[str] = []
         hosted = [piece for piece in pieces if piece.place == "host"]
-        self.next = {one.number: other for one, other in pairwise(hosted)} if slots else {}
+        self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
 
     def run(self) -> list[Action]:
         """The actions of all pieces."""
@@ -131,7 +133,7 @@ class _Writer:
         return self.w.actions
 
     def _part(self, piece: Piece) -> str:
-        return piece_part(piece.number) if len(self.pieces) > 1 else ""
+        return piece_part(piece.number) if self.named else ""
 
     def _resident(self, piece: Piece) -> None:
         self._on_device(piece, ())
@@ -191,15 +193,13 @@ class _Writer:
             return
         (piece, done), self.updated = self.updated, None
         part, nbytes = self._part(piece), self.widths.up * piece.count
-        if not nbytes:
-            self.w.wait(COMPUTE, done)
-            return
         allocs = (Alloc(master_buffer(part), nbytes),) if self.widths.master else ()
-        up = self.w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=done, allocs=allocs)
-        if not self.widths.master and self.slots:
-            self.back.append(up)
+        if nbytes:
+            done = self.w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=done, allocs=allocs)
+        if self.slots and not allocs:
+            self.back.append(done)
             return
-        self.w.wait(COMPUTE, up)
+        self.w.wait(COMPUTE, done)
         for alloc in allocs:
             self.w.add(
                 Action(

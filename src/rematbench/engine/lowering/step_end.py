@@ -83,12 +83,8 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
     pieces, widths = optimizer.cut(count), piece_widths(plan, problem)
-    slots = optimizer.pieces.slots if optimizer.pieces else 0
-    steps.add(
-        ("OPT_HOST", pieces, widths),
-        partial(update_block, pieces, slots, widths),
-        Pass(False, 0, 0),
-    )
+    update = partial(update_block, pieces, optimizer.pieces, widths)
+    steps.add(("OPT_HOST", pieces, widths), update, Pass(False, 0, 0))
 
 
 def _parameters(chunk: ChunkOps) -> int:
