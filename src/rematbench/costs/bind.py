@@ -234,11 +234,34 @@ class CostModel(KernelCosts):
         return int(whole - other)
 
     def host_update_s(self, parameters_per_rank: int) -> float:
-        """Seconds of the update of a rank's parameters on the host, with an equal share of the
-        node's cores for each rank.  0 for a cluster without a rate; the evaluation's `not_timed`
-        then states that the step has no seconds."""
+        """Seconds of the update of a rank's parameters on the host, without the cast of the weights
+        (`host_cast_s`), with an equal share of the node's cores for each rank.  0 for a cluster
+        without a rate; the evaluation's `not_timed` then states that the step has no seconds."""
         rate = self.cluster.host_update_parameters_per_s
         return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
+
+    def host_dram_s(self, nbytes: float) -> float:
+        """Seconds in which a rank's bytes pass through its share of the node's DRAM; 0 for a
+        cluster without a rate."""
+        ranks = min(self.cluster.gpus_per_node, self.layout.gpus)
+        rate = self.cluster.socket_bytes_per_s(ranks) * self.common.dram_efficiency
+        return nbytes / rate
+
+    def host_cast_s(self, parameters: int) -> float:
+        """Seconds in which the host casts updated weights of a rank to compute precision: master
+        weights are read, weights written."""
+        width = self.system.host_grad_bytes + self.system.param_bytes
+        return self.host_dram_s(width * parameters)
+
+    def host_update_beside_s(self, parameters: int, visiting_bytes: float) -> float:
+        """Seconds of the update of a rank's parameters on the host beside copies: a share of what
+        update, cast and copy up take one after another, and a share of the copies of the states
+        that visit meanwhile (`visiting_bytes` for each parameter updated on the host)."""
+        common = self.common
+        alone_s = self.host_update_s(parameters) + self.host_cast_s(parameters)
+        alone_s += self.copy_s(self.system.param_bytes * parameters, "h2d")
+        visits_s = self.copy_s(visiting_bytes * parameters, "h2d") if visiting_bytes else 0.0
+        return common.host_beside_share * alone_s + common.visit_delay_share * visits_s
 
     def overlapped_s(self, seconds: float, concurrent_s: float, stream: str) -> float:
         """Seconds of compute that overlaps with `concurrent_s` seconds of work on `stream`."""

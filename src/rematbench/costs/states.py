@@ -129,6 +129,20 @@ def zero3_host_states(
     return HostStates(held=held, update=update)
 
 
+def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: System) -> int:
+    """Host bytes of a rank's optimizer states in pieces of `updated` or `visiting` parameters.
+
+    The states of a piece that visits the device are one pinned buffer, so that a visit is one copy.
+    A piece that the host updates has pageable states, the pinned gradients that the update reads,
+    and pinned weights in compute precision on their way to the device."""
+    held = sum(_block(system, system.optimizer_bytes * count) for count in visiting)
+    for count in updated:
+        held += system.optimizer_bytes * count
+        held += _block(system, system.host_grad_bytes * count)
+        held += _block(system, system.param_bytes * count)
+    return held
+
+
 def zero1_host_states(
     tensors: Sequence[int], shards: int, system: System, *, accumulates: bool
 ) -> HostStates:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import reduce_buckets
-from rematbench.engine.lowering.host_states import host_states
+from rematbench.engine.lowering.host_states import host_states, on_device
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
@@ -252,8 +252,9 @@ def _rank_bytes(
         nbytes = rank_sharded(problem, plan, rank, fate) * sizes[kind]
         if kind == "gradient" and plan.state("optimizer").update == "backward":
             nbytes = 0  # each unit's gradients live only until its update
-        if fate.home == "device":
-            device[kind] = nbytes
+        device[kind] = nbytes if fate.home == "device" else 0
+    for kind, left in on_device(plan, count).items():
+        device[kind] += sizes[kind] * left
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],

@@ -96,7 +96,9 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     layer's CUDA graph holds in addition to the layer's kept activations, as a share of these
     activations.  `host_system_share`: the share of a node's host memory that the system and the
     training processes take; with an optimizer in host memory `host_other_bytes`, or
-    `host_other_share` of a node with less memory than the measured nodes.
+    `host_other_share` of a node with less memory than the measured nodes.  `host_beside_share`,
+    `visit_delay_share`: how copies beside an optimizer on the host slow it (costs/bind.py,
+    `host_update_beside_s`).
     """
 
     nccl_base_s: tuple[float, ...]
@@ -113,6 +115,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dram_efficiency: float
     host_other_bytes: float = 0.0
     host_other_share: float = 0.0
+    host_beside_share: float = 1.0
+    visit_delay_share: float = 0.0
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

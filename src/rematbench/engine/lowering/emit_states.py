@@ -1,5 +1,6 @@
 """Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from rematbench.costs.operators.ops import Comm, CommKind, Group
@@ -218,6 +219,8 @@ class GradReducer:
     memory, the part that this rank updates is copied to the host as soon as it is reduced,
     during the rest of the backward, in every micro-batch.  The host sums these parts.
     DeepSpeed instead moves its sum to the device and back, which costs more.
+    `leaving`: the parameters of each unit whose gradients leave, if the host updates only some
+    pieces of the states; the gradients of the other pieces stay on the device.
     `layout.has_peers`: there are data-parallel peers.  `tied`: the embedding's unit if
     the head of the same rank uses its weight; the head adds to that gradient first.
     """
@@ -230,7 +233,9 @@ class GradReducer:
         layout: Layout,
         width: int,
         tied: Unit | None = None,
+        leaving: Mapping[str, int] | None = None,
     ) -> None:
+        self.leaving = leaving
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
         self.transient = gradient.shards > 1 or self.update or self.leaves
@@ -331,12 +336,20 @@ class GradReducer:
         event = self._exchange(w, size, names, allocs) if self.shared else w.mark(COMPUTE)
         names = (*names, *(alloc.name for alloc in allocs))
         if self.leaves:
-            part, shards = self.bucket[-1].prefix, self.optimizer.shards
-            count = sum(-(-unit.parameters // shards) for unit in self.bucket)
-            nbytes = self.system.host_grad_bytes * count
-            event = w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names)
+            part = self.bucket[-1].prefix
+            nbytes = self.system.host_grad_bytes * sum(map(self._leaving, self.bucket))
+            if nbytes:
+                event = w.state_copy(
+                    Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names
+                )
         self.in_flight += [(event, name) for name in names]
         self.bucket = []
+
+    def _leaving(self, unit: Unit) -> int:
+        """The parameters of this rank's part of a unit whose gradients go to the host."""
+        if self.leaving is not None:
+            return self.leaving[unit.prefix]
+        return -(-unit.parameters // self.optimizer.shards)
 
     def _exchange(
         self, w: BlockWriter, size: int, names: tuple[str, ...], allocs: tuple[Alloc, ...]

@@ -10,9 +10,9 @@ from rematbench.engine.lowering.emit_buckets import buckets_of
 from rematbench.engine.lowering.emit_states import gradient_reductions, norm_reduction
 from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import last_backwards
+from rematbench.engine.lowering.state_pieces import piece_widths, update_block
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
-    host_update_block,
     norm_block,
     optimizer_block,
     reduce_block,
@@ -81,11 +81,9 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
         update = partial(optimizer_block, nbytes, scratch, down)
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
-    gone = plan.state("gradient").home == "host"  # each backward waited for its copies
-    down = 0 if gone else system.host_grad_bytes * count
-    up = nbytes if plan.state("parameter").home == "device" else 0
-    key = ("OPT_HOST", count, down, up)
-    steps.add(key, partial(host_update_block, down, nbytes, up), Pass(False, 0, 0))
+    pieces, widths = optimizer.cut(count), piece_widths(plan, problem)
+    update = partial(update_block, pieces, optimizer.pieces, widths)
+    steps.add(("OPT_HOST", pieces, widths), update, Pass(False, 0, 0))
 
 
 def _parameters(chunk: ChunkOps) -> int:

@@ -4,13 +4,23 @@ from collections.abc import Hashable
 from math import fsum
 from typing import get_args
 
+from rematbench.costs.bind import CopyDirection
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
-from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
+from rematbench.engine.program.action import (
+    HOST_UPDATE,
+    STALL,
+    STATE_COPIES,
+    STATES_DOWN,
+    STATES_UP,
+    WEIGHTS_UP,
+    Action,
+    Kind,
+)
 from rematbench.engine.program.program import Program
-from rematbench.engine.simulate.copy_contention import copy_traffic
+from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
 from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
 from rematbench.problem import Problem
 
@@ -35,6 +45,7 @@ class ActionCosts:
         self, problem: Problem, program: Program | None = None, crowd: CopyTraffic = NO_TRAFFIC
     ) -> None:
         self.problem, self.cost, self.crowd = problem, problem.cost, crowd
+        self.pieces = PieceTraffic()
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
@@ -52,6 +63,7 @@ class ActionCosts:
         self._holds = self._holds or experts is not None
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
+            self.pieces = piece_traffic(program, problem.system.param_bytes)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
@@ -185,9 +197,15 @@ class ActionCosts:
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _copy_s(self, action: Action, _: int) -> float:
-        return self.cost.copy_s(
-            action.nbytes, "d2h" if action.kind is Kind.D2H else "h2d", self.crowd
-        )
+        """Seconds of a copy.  Weights that the host updated are cast first, unless the device casts
+        them.  States that visit share the link with states on their way back if visits overlap."""
+        direction: CopyDirection = "d2h" if action.kind is Kind.D2H else "h2d"
+        visits = action.op in (STATES_UP, STATES_DOWN)
+        crowd = self.pieces.traffic if visits else self.crowd
+        seconds = self.cost.copy_s(action.nbytes, direction, crowd)
+        if action.op == WEIGHTS_UP and not action.allocs:
+            seconds += self.cost.host_cast_s(action.nbytes // self.problem.system.param_bytes)
+        return seconds
 
     def _device_copy_s(self, action: Action, _: int) -> float:
         return self.cost.device_copy_s(action.nbytes)
@@ -196,8 +214,11 @@ class ActionCosts:
         """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
         the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.param_bytes
-        on_host = action.stream == HOST_UPDATE
-        return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
+        if action.stream != HOST_UPDATE:
+            return self.cost.optimizer_s(count)
+        if not self.pieces.beside:
+            return self.cost.host_update_s(count)
+        return self.cost.host_update_beside_s(count, self.pieces.visiting_bytes)
 
 
 _OTHERS = {
