@@ -15,6 +15,7 @@ from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import (
     StateBytes,
     non_torch_bytes,
+    room_bytes,
     state_bytes,
 )
 from rematbench.plan import Plan, StateFate
@@ -162,6 +163,12 @@ class Problem:
     def usable_bytes(self) -> int:
         """Device bytes that the framework's allocator may reserve."""
         return self.cluster.hbm_bytes - self.non_torch_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Device bytes that processes may take: `usable_bytes`, the CUDA context and the
+        communicators."""
+        return room_bytes(self.cluster, self.calibration)
 
     @property
     def cost(self) -> "CostFacade":

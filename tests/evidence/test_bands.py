@@ -1,6 +1,5 @@
 """Bands: quantiles over sources of the same weight, kinds of evidence, and whether they hold."""
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -8,21 +7,17 @@ import pytest
 
 from rematbench.evidence.bands import (
     FEWEST_SOURCES,
-    LEVEL,
     bands_of,
     coverage,
-    fits_word,
-    peak_half_width,
     pooled,
-    quantile,
     ratio_band,
     ratio_coverage,
     ratio_errors,
-    reserve_bytes,
     shipped,
     speed_errors,
 )
 from rematbench.evidence.job_evidence import JobProperties, LeftOutCell, covered, left_out_cells
+from rematbench.evidence.quantiles import LEVEL, quantile
 
 
 def job(**changes: Any) -> JobProperties:
@@ -121,20 +116,6 @@ def test_the_coverage_of_ratios_leaves_the_source_out() -> None:
     assert (found["a"].rows, found["a"].inside) == (2, 0.5)
     assert found["b"].half_width > 0.2
     assert found["b"].inside == 1.0
-
-
-def test_peaks_count_where_they_were_underestimated() -> None:
-    row = {"source": "a", "peak_device_bytes": "100", "pred_peak_device_bytes": "50"}
-    assert peak_half_width([row]) == pytest.approx(math.log(2))
-    assert peak_half_width([{**row, "pred_peak_device_bytes": "200"}]) == 0.0
-
-
-def test_tight_is_what_the_reserve_would_not_leave() -> None:
-    usable = 75 << 30
-    reserve = reserve_bytes(usable)
-    assert 0 < reserve < 0.2 * usable
-    words = [fits_word(left, usable) for left in (-1, 0, reserve - 2, reserve + 1)]
-    assert words == ["no", "tight", "tight", "yes"]
 
 
 # -- whether they hold: the bars of the issue, each source left out in turn ------------------------

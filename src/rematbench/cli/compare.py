@@ -21,6 +21,7 @@ from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line
 from rematbench.cli.targets import Json, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
+from rematbench.evidence.peaks import about
 from rematbench.host.console import GIB, CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import write_sheet
 from rematbench.problem import Problem
@@ -396,7 +397,7 @@ def parts(result: Result, share: float, between: str = ", ") -> str:
 def notes(results: Sequence[Result]) -> list[str]:
     """Lines that explain the table: ties, parts of the step, bands and their evidence."""
     fitting = [result for result in results if result.fits and result.timed]
-    lines = untimed_lines(results)
+    lines = [*untimed_lines(results), *(about(results[0].problem) if results else ())]
     if not fitting:
         return [*lines, *retry_lines([result for result in results if result.fits])]
     if any(result.tied and not result.same_as for result in fitting):

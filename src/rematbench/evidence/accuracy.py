@@ -16,9 +16,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from rematbench.evidence.bands import fits_word
 from rematbench.evidence.decisions import regret, sweeps
 from rematbench.evidence.job_evidence import REFITTED
+from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration, FitRule, is_fit
@@ -466,17 +466,11 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
             continue
         cell = (str(row["status"]), str(row["pred_status"]))
         counts[cell] = counts.get(cell, 0) + 1
-        left = headroom_bytes(row)
-        if left is not None:
+        left, total = number(row, "pred_headroom_bytes"), number(row, "pred_device_total_bytes")
+        if left is not None and total is not None:
             headroom[cell] = (*headroom.get(cell, ()), left)
-            tight += fits_word(left, number(row, "pred_usable_bytes") or 0.0) == "tight"
+            tight += fits_word(left, left + total) == "tight"
     return Verdicts(tight=tight, counts=counts, headroom_bytes=headroom)
-
-
-def headroom_bytes(row: Row) -> float | None:
-    """Usable device bytes minus the predicted peak; None if the row has no prediction."""
-    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
-    return None if peak is None or usable is None else usable - peak
 
 
 def left_out_errors(

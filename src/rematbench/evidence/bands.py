@@ -12,7 +12,6 @@ config/left_out.csv. `coverage` tests the rows of each source against bands lear
 sources. LEVEL is the share of rows that a band promises to hold.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,6 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
 from rematbench.evidence.job_evidence import (
-    PEAK,
     JobProperties,
     LeftOutCell,
     Range,
@@ -34,48 +32,19 @@ from rematbench.evidence.job_evidence import (
     job_of,
     left_out_cells,
     log_error,
-    out_of_source,
 )
 from rematbench.evidence.open_causes import widened
+from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, number
+from rematbench.evidence.quantiles import Errors, quantile, source_quantile
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-
-LEVEL = 0.8
-"""Share of published rows that a band promises to hold."""
 
 FEWEST_SOURCES = 5
 """Smallest number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
 error.  Our choice."""
 
-Errors = dict[str, list[float]]
-"""Absolute log errors by source."""
-
-
 # -- widths -------------------------------------------------------------------------------------
-
-
-def quantile(errors: Errors, level: float = LEVEL) -> float:
-    """Weighted quantile of errors: each source has weight 1, divided equally among its values.
-
-    The quantile is linear between the middles of the values' weights.  For n values of weight 1 it
-    is the value of rank level (n + 1/3) + 1/3, which is median-unbiased for every distribution
-    (Hyndman and Fan 1996, The American Statistician 50(4), type 8, their recommendation).  Hazen's
-    rule (type 5), rank level n + 1/2, takes a lower value and covers fewer rows.
-    """
-    values = sorted((value, 1.0 / len(some)) for some in errors.values() for value in some)
-    wanted, seen, last = level * len(errors) + (level - 0.5) / 3.0, 0.0, (0.0, values[0][0])
-    for value, weight in values:
-        middle = seen + weight / 2.0
-        if middle >= wanted:
-            return last[1] + (value - last[1]) * (wanted - last[0]) / (middle - last[0])
-        seen, last = seen + weight, (middle, value)
-    return values[-1][0]
-
-
-def source_quantile(errors: Sequence[float]) -> float:
-    """Quantile of the errors of one source; each error has weight 1."""
-    return quantile({str(row): [error] for row, error in enumerate(errors)})
 
 
 class Pool(Struct, frozen=True):
@@ -157,7 +126,7 @@ def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
     return dict(found)
 
 
-# -- ratios and peaks ---------------------------------------------------------------------------
+# -- ratios -------------------------------------------------------------------------------------
 
 
 def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
@@ -171,16 +140,6 @@ def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
         for one, other in combinations(some, 2):
             found[one.source].append(abs(one.log_error - other.log_error))
     return dict(found)
-
-
-def peak_half_width(rows: Iterable[Row]) -> float:
-    """80 % quantile of ln(published / predicted peak); an overestimated peak counts as 0."""
-    found: Errors = defaultdict(list)
-    for row in rows:
-        error = log_error(row, PEAK)
-        if error is not None:
-            found[row["source"]].append(max(0.0, -error))
-    return quantile(found)
 
 
 # -- shipped bands ------------------------------------------------------------------------------
@@ -210,31 +169,6 @@ def ratio_band(*, one_layout: bool = True) -> float:
     """Half-width of ln(speed / other speed) on one stack, either at one layout (methods or
     micro-batches differ) or between layouts of a sweep."""
     return quantile(ratio_errors(left_out_cells(), one_layout=one_layout))
-
-
-@cache
-def peak_band() -> float:
-    """Half-width of ln(actual peak / predicted peak), as in `peak_half_width`."""
-    return peak_half_width(out_of_source())
-
-
-def reserve_bytes(usable_bytes: int) -> int:
-    """Device bytes to leave free so that a plan still fits if its peak is exp(`peak_band`) times
-    the predicted peak."""
-    return math.ceil(usable_bytes * -math.expm1(-peak_band()))
-
-
-def leaving_reserve(problem: Problem) -> Problem:
-    """The problem whose tuned plans leave `reserve_bytes` of the device free."""
-    return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.usable_bytes))
-
-
-def fits_word(headroom_bytes: float, usable_bytes: float) -> Fit:
-    """`yes`, `tight` (the headroom is below the error of predicted peaks), or `no`."""
-    if headroom_bytes < 0:
-        return "no"
-    need = (usable_bytes - headroom_bytes) * math.exp(peak_band())
-    return "tight" if need > usable_bytes else "yes"
 
 
 # -- coverage -------------------------------------------------------------------------------------
@@ -331,7 +265,7 @@ def with_band(result: Result, family: str = "") -> Result:
         family = IDENTITY if idle else result.family
     fit: Fit = "no"
     if verdict is not None and verdict.fits:
-        fit = fits_word(verdict.headroom_bytes, problem.usable_bytes)
+        fit = fits_word(verdict.headroom_bytes, problem.room_bytes)
     elif verdict is not None and verdict.expandable:
         fit = "expandable"
     band = None if result.not_timed else band_of(problem, family)

@@ -3,6 +3,7 @@ RowError."""
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import cast, get_args
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from rematbench.evaluate.problems import Variant, make_problem, system_variant
 from rematbench.evidence.published.sheets import (
     NOBODY,
+    PeakKind,
     Row,
     RowError,
     flag,
@@ -64,7 +66,7 @@ SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "sco
 
 class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
-    of the model that the row does not give."""
+    of the model that the row does not give.  `peak_kind`: what its peak is."""
 
     model: Model
     system: System
@@ -72,6 +74,7 @@ class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     settings: dict[str, Value]
     offload: float | None
     assumed: str = ""
+    peak_kind: PeakKind = "allocated"
 
     @property
     def key(self) -> bytes:
@@ -118,7 +121,25 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         method=method,
         settings=settings,
         offload=fraction(row, "offload_fraction"),
+        peak_kind=read_choice(row, "peak_kind", "allocated", PeakKind),
     )
+
+
+@cache
+def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
+    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
+    name, words = claim_of_row(system, note)
+    return load_system(name).name, words
+
+
+def claim_of(row: Row) -> tuple[str, dict[str, str]]:
+    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
+    return _claim(row["system"], row["note"])
+
+
+def stack_of(row: Row) -> str:
+    """The name of a row's stack."""
+    return claim_of(row)[0]
 
 
 # -- model, system, layout --------------------------------------------------------------------

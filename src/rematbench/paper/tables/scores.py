@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import asdict
 
@@ -22,14 +22,10 @@ from rematbench.evidence.accuracy import (
     validate,
 )
 from rematbench.evidence.bands import (
-    LEVEL,
-    Errors,
     bands_of,
     by_source,
     coverage,
-    peak_band,
     pooled,
-    quantile,
     ratio_band,
     ratio_coverage,
     ratio_errors,
@@ -44,9 +40,11 @@ from rematbench.evidence.job_evidence import (
     left_out_cells,
     out_of_source,
 )
+from rematbench.evidence.peaks import in_words
 from rematbench.evidence.published.derived import PUBLISHED
 from rematbench.evidence.published.host_rows import host_rows
-from rematbench.evidence.published.sheets import Row, number, read_predicted
+from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
+from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.spec.constants import Calibration
@@ -243,14 +241,11 @@ def verdict_table(verdicts: Verdicts) -> Table:
         ),
         rows=tuple(rows),
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
-        f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
+        f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted reserved bytes "
         "(negative: does not fit). Cells that a source marks with a dash are not scored. Tight: "
-        f"{verdicts.tight} cells fit, but their headroom is smaller than our memory error "
-        f"({percent(peak_band())} %, from {RESERVED}). {_of_oom(verdicts)}",
+        f"{verdicts.tight} cells fit, but their headroom is below the margin of the device total, "
+        f"{in_words()}. {_of_oom(verdicts)}",
     )
-
-
-RESERVED = "peaks as each source counts them (allocated or reserved)"
 
 
 def _of_oom(verdicts: Verdicts) -> str:
@@ -282,8 +277,14 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         "properties (stack, generation, scale, context, mechanism) outside of the published "
         "range. Ratios on one stack, "
         f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
-        f"{_ratios(one_layout=False)} between layouts. Peaks: {percent(peak_band())} %.",
+        f"{_ratios(one_layout=False)} between layouts. {_margins()}",
     )
+
+
+def _margins() -> str:
+    """The margins of device bytes in a sentence."""
+    each = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
+    return f"Device bytes, published above predicted, by the quantity that rows print: {each}."
 
 
 def _ratios(*, one_layout: bool) -> str:
