@@ -9,12 +9,15 @@ from rematbench.evidence.bands import (
     FEWEST_SOURCES,
     bands_of,
     coverage,
+    inside_shares,
     pooled,
+    pooled_rows,
     ratio_band,
     ratio_coverage,
     ratio_errors,
     shipped,
     speed_errors,
+    with_outside,
 )
 from rematbench.evidence.job_evidence import JobProperties, LeftOutCell, covered, left_out_cells
 from rematbench.evidence.quantiles import LEVEL, quantile
@@ -149,3 +152,40 @@ def test_ratios_at_one_layout_have_a_narrower_band_than_speeds() -> None:
     assert ratio_band() < min(quantile(speeds), *(pool.half_width for pool in shipped().pools))
     assert ratio_band() < ratio_band(one_layout=False)
     assert LEVEL == 0.8
+
+
+def test_a_job_outside_in_a_property_has_the_errors_of_rows_outside_in_it() -> None:
+    """Twelve sources on 8 GPUs, and two on fewer or more, whose rows are ten times as far off."""
+    near = [known(f"n{i}", 0.01) for i in range(12)]
+    far = [known(f"f{gpus}", 0.1, job(gpus=gpus)) for gpus in (4, 64)]
+    bands = bands_of(near + far)
+    larger, other = bands.band(job(gpus=4096)), bands.band(job(stack="x", gpus=8))
+    assert list(larger.outside) == ["scale"]
+    assert larger.half_width == pytest.approx(0.1)
+    assert larger.sources == 2
+    assert list(other.outside) == ["stack"]
+    assert other.half_width < larger.half_width
+
+
+def test_shipped_bands_are_as_wide_as_errors_outside_in_the_same_property() -> None:
+    errors: dict[str, Any] = {}
+    for cell, outside in with_outside(left_out_cells()):
+        for name in outside:
+            of_source = errors.setdefault(name, {}).setdefault(cell.source, [])
+            of_source.append(abs(cell.log_error))
+    assert "scale" in errors
+    covers = shipped().covered.methods
+    strange = {"gpus": 1 << 20, "stack": "torchtitan", "seq_len": 8192, "methods": covers}
+    band = shipped().band(job(**strange))
+    assert list(band.outside) == ["scale"]
+    assert band.half_width >= quantile(errors["scale"])
+
+
+def test_both_shares_inside_are_told_and_differ() -> None:
+    cells = left_out_cells()
+    found, errors = coverage(cells), speed_errors(cells)
+    by_source, by_row = inside_shares()
+    assert by_source == pytest.approx(sum(one.inside for one in found) / len(found))
+    inside = sum(one.inside * one.rows for one in found)
+    assert by_row == pytest.approx(inside / len(cells)) == pooled_rows(found, errors).inside
+    assert by_source > by_row

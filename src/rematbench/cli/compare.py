@@ -17,7 +17,15 @@ from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
+from rematbench.cli.show import (
+    FRAGMENTS,
+    UNTIMED,
+    covers,
+    heading,
+    nominal,
+    tight_line,
+    world_line,
+)
 from rematbench.cli.targets import Json, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
@@ -408,8 +416,9 @@ def notes(results: Sequence[Result]) -> list[str]:
         "the time that copies, communication (tp, cp, dp, pp) and host waits add to the step"
     )
     lines.append(
-        "80 % band: 80 % of published speeds differ by less than this from predictions that were "
-        "fitted without their source; the band is wider for jobs that are unlike the published ones"
+        "80 % band: 80 % of published speeds, of sources of equal weight, differ by less than this "
+        "from predictions that were fitted without their source; the band is wider for jobs that "
+        f"are unlike the published ones ({covers()})"
     )
     bands = [result.error_band for result in fitting if result.error_band]
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())

@@ -17,6 +17,7 @@ from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_ra
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_attention
 from rematbench.evaluate.verdict import Retries
+from rematbench.evidence.bands import inside_shares
 from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem, has_exact_pins
@@ -376,9 +377,18 @@ def tight_line() -> str:
     return f"tight: fits, but the headroom is below the margin of the device total, {in_words()}"
 
 
+def covers() -> str:
+    """The two shares of published rows inside the bands learnt from other sources."""
+    sources, rows = (f"{100 * share:.0f} %" for share in inside_shares())
+    return f"inside: {sources} of rows if each source weighs 1, {rows} if each row does"
+
+
 def trust(band: Band) -> list[str]:
     """Lines on the uncertainty of a speed."""
-    learnt = f"{band.sources} sources, each predicted with constants fitted without it"
+    learnt = (
+        f"{band.sources} sources of equal weight, each predicted with constants fitted without it "
+        f"({covers()})"
+    )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
     if band.open_cause:

@@ -5,16 +5,17 @@ properties are the stack, GPU generation, cluster, scale (GPUs), context, shape 
 half-width of a band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.
 Each row is predicted with constants fitted without its source; every source has weight 1. Kinds
 with fewer than FEWEST_SOURCES sources are pooled with their neighbours, and more properties outside
-never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job on a GPU unlike
-every shipped GPU has at least the same quantile of errors of rows predicted with the constants of
-another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers come from
-config/left_out.csv. `coverage` tests the rows of each source against bands learnt from all other
-sources. LEVEL is the share of rows that a band promises to hold.
+never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job outside in a
+property, such as the scale, has at least the same quantile of the rows outside in it. A job on a
+GPU unlike every shipped GPU has at least the same quantile of errors of rows predicted with the
+constants of another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers
+come from config/left_out.csv. `coverage` tests the rows of each source against bands learnt from
+all other sources. LEVEL is the share of rows that a band promises to hold.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
 from statistics import fmean, median
@@ -65,38 +66,58 @@ def _pool(most: int, *parts: Errors) -> Pool:
 
 
 class Bands(Struct, frozen=True):
-    """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover."""
+    """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover.
+    `properties`: the half-width of the rows outside in each property, and their sources."""
 
     covered: Range
     pools: tuple[Pool, ...]
     devices: Errors = {}
+    properties: dict[str, tuple[float, int]] = {}
 
     def band(self, job: JobProperties) -> Band:
         """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
+        own = [self.properties[name] for name in outside if name in self.properties]
+        half_width, sources = max([(pool.half_width, len(pool.errors)), *own])
         wider = quantile(self.devices) if job.device and self.devices else 0.0
-        if wider > pool.half_width:
+        if wider > half_width:
             sources = len(self.devices)
             return Band(half_width=wider, outside=outside, sources=sources, other_generation=True)
-        return Band(half_width=pool.half_width, outside=outside, sources=len(pool.errors))
+        return Band(half_width=half_width, outside=outside, sources=sources)
 
 
 def bands_of(cells: Sequence[LeftOutCell]) -> Bands:
     """The bands learnt from rows of at least two sources.  The kind of a row is the number of its
     properties that the other sources do not cover."""
     kinds: dict[int, Errors] = defaultdict(lambda: defaultdict(list))
-    for source, own in by_source(cells).items():
-        others = covered(cell.job for cell in cells if cell.source != source)
-        for cell in own:
-            kinds[len(others.outside(cell.job))][source].append(abs(cell.log_error))
+    properties: dict[str, Errors] = defaultdict(lambda: defaultdict(list))
+    for cell, outside in with_outside(cells):
+        error = abs(cell.log_error)
+        kinds[len(outside)][cell.source].append(error)
+        for name in outside:
+            properties[name][cell.source].append(error)
     pools: list[Pool] = []
     for most in sorted(kinds):
         pools.append(_pool(most, kinds[most]))
         while len(pools) > 1 and not _apart(pools[-2], pools[-1]):
             wider, narrower = pools.pop(), pools.pop()
             pools.append(_pool(wider.most, narrower.errors, wider.errors))
-    return Bands(covered(cell.job for cell in cells), tuple(pools), device_errors(cells))
+    jobs = covered(cell.job for cell in cells)
+    own = {name: (quantile(errors), len(errors)) for name, errors in properties.items()}
+    return Bands(jobs, tuple(pools), device_errors(cells), own)
+
+
+def with_outside(
+    cells: Sequence[LeftOutCell],
+) -> Iterator[tuple[LeftOutCell, tuple[str, ...]]]:
+    """Every row with the names of its properties that the other sources do not cover."""
+    sources = by_source(cells)
+    jobs = {source: {cell.job for cell in own} for source, own in sources.items()}
+    for source, own in sources.items():
+        others = covered(job for other in jobs if other != source for job in jobs[other])
+        outside = {job: tuple(others.outside(job)) for job in jobs[source]}
+        yield from ((cell, outside[cell.job]) for cell in own)
 
 
 def device_errors(cells: Iterable[LeftOutCell]) -> Errors:
@@ -190,7 +211,8 @@ def coverage(cells: Sequence[LeftOutCell]) -> list[Coverage]:
     found = []
     for source, own in by_source(cells).items():
         bands = bands_of([cell for cell in cells if cell.source != source])
-        widths = [bands.band(cell.job).half_width for cell in own]
+        of_job = {job: bands.band(job).half_width for job in {cell.job for cell in own}}
+        widths = [of_job[cell.job] for cell in own]
         errors = [abs(cell.log_error) for cell in own]
         found.append(
             Coverage(
@@ -251,6 +273,27 @@ def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
         half_width=median(one.half_width for one in coverages),
         error=quantile(errors),
     )
+
+
+def pooled_rows(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
+    """The coverage over all sources, each row of weight 1; `errors`: as in `pooled`."""
+    rows = [one.rows for one in coverages]
+    return Coverage(
+        source="all, each row weighs 1",
+        rows=sum(rows),
+        inside=fmean((one.inside for one in coverages), rows),
+        half_width=median(one.half_width for one in coverages for _ in range(one.rows)),
+        error=source_quantile([error for own in errors.values() for error in own]),
+    )
+
+
+@cache
+def inside_shares() -> tuple[float, float]:
+    """The shares of the published rows inside the bands learnt from the other sources: each source
+    of weight 1, and each row of weight 1."""
+    cells = left_out_cells()
+    found, errors = coverage(cells), speed_errors(cells)
+    return pooled(found, errors).inside, pooled_rows(found, errors).inside
 
 
 # -- results ------------------------------------------------------------------------------------

@@ -26,16 +26,17 @@ from rematbench.evidence.bands import (
     by_source,
     coverage,
     pooled,
+    pooled_rows,
     ratio_band,
     ratio_coverage,
     ratio_errors,
     shipped_coverage,
     speed_errors,
+    with_outside,
 )
 from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
 from rematbench.evidence.job_evidence import (
     LeftOutCell,
-    covered,
     left_out_by_source,
     left_out_cells,
     out_of_source,
@@ -73,9 +74,10 @@ TABLES = (
 )
 SHOWN = 40
 READ = (
-    "Errors cover predictions only, not fitted cells; n counts in-sample and held-out "
-    "cells. floor: one constant MFU fitted to the same cells as the model. left out: mean error "
-    "when the constants are refitted without this source (- where not refitted)."
+    "Errors cover predictions only, not fitted cells; n counts the others. sibling: constants were "
+    "fitted to other cells of the source, not to these. floor: one constant MFU fitted to the same "
+    "cells as the model. left out: mean error when the constants are refitted without this source "
+    "(- where not refitted)."
 )
 
 REACH = (
@@ -172,6 +174,7 @@ def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Ro
             Column("n", "n"),
             Column("held-out", "held-out"),
             Column("in-sample", "in-sample"),
+            Column("sibling", "sibling"),
             Column("fitted", "fitted"),
             Column("constants", "constants"),
             Column("mean", "mean %", percent),
@@ -260,7 +263,8 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
     the predicted bands of `rows`."""
     found = coverage(cells) if cells else shipped_coverage(rows)
     if cells:
-        found.append(pooled(found, speed_errors(cells)))
+        errors = speed_errors(cells)
+        found += [pooled(found, errors), pooled_rows(found, errors)]
     return Table(
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band learnt from the other sources",
@@ -331,14 +335,15 @@ def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
     of its properties outside, or at NOTHING if it has none."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
-    for source, own in by_source(cells).items():
-        others = [cell for cell in cells if cell.source != source]
-        bands, published = bands_of(others), covered(cell.job for cell in others)
-        for cell in own:
-            width = bands.band(cell.job).half_width
-            for kind in (*(published.outside(cell.job) or (NOTHING,)), ALL):
-                errors[kind][source].append(abs(cell.log_error))
-                widths[kind].append(width)
+    bands = {
+        source: bands_of([cell for cell in cells if cell.source != source])
+        for source in by_source(cells)
+    }
+    for cell, outside in with_outside(cells):
+        width = bands[cell.source].band(cell.job).half_width
+        for kind in (*(outside or (NOTHING,)), ALL):
+            errors[kind][cell.source].append(abs(cell.log_error))
+            widths[kind].append(width)
     rows = [
         {
             "outside": kind,
