@@ -36,7 +36,7 @@ from rematbench.spec.load import (
     names,
 )
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, System, ZeroStage
+from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
 from rematbench.workload import GATED, MlpKind, Model, Precision
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
@@ -120,6 +120,8 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         attention=read_choice(row, "attention", "flash", AttentionChoice),
         method=method,
         settings=settings,
+        optimizer=_home(row, "optimizer"),
+        parameters=_home(row, "parameters"),
         offload=fraction(row, "offload_fraction"),
         peak_kind=read_choice(row, "peak_kind", "allocated", PeakKind),
     )
@@ -140,6 +142,11 @@ def claim_of(row: Row) -> tuple[str, dict[str, str]]:
 def stack_of(row: Row) -> str:
     """The name of a row's stack."""
     return claim_of(row)[0]
+
+
+def _home(row: Row, column: str) -> Home | None:
+    """The memory of a state; None where the row does not say."""
+    return read_choice(row, column, "", Home) if text(row, column) else None
 
 
 # -- model, system, layout --------------------------------------------------------------------
