@@ -16,7 +16,8 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest, search
 from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job, Result, evaluate_method, told_fragmented
-from rematbench.evidence.bands import leaving_reserve, with_band
+from rematbench.evidence.bands import with_band
+from rematbench.evidence.peaks import leaving_reserve
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 from rematbench.spec.configfile import ConfigError, convert

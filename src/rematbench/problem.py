@@ -18,6 +18,7 @@ from rematbench.costs.states import (
     PARAMETER_STAGE,
     StateBytes,
     non_torch_bytes,
+    room_bytes,
     shard,
     state_bytes,
 )
@@ -166,6 +167,12 @@ class Problem:
     def usable_bytes(self) -> int:
         """Device bytes that the framework's allocator may reserve."""
         return self.cluster.hbm_bytes - self.non_torch_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Device bytes that processes may take: `usable_bytes`, the CUDA context and the
+        communicators."""
+        return room_bytes(self.cluster, self.calibration)
 
     @property
     def cost(self) -> "CostFacade":

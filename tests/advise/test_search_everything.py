@@ -15,7 +15,7 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
 from rematbench.evaluate.result import Result
-from rematbench.evidence.bands import reserve_bytes
+from rematbench.evidence.peaks import reserve_bytes
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
 from tests.everything import every_plan, everything
@@ -71,11 +71,12 @@ def at_the_edge(one: SearchRequest, found: Sequence[Trial], share: float) -> Sea
     """The job on devices that hold about this share of the plans and the reserve."""
     needs = sorted(one.result.evaluation.reserved_bytes for one in found if one.result.evaluation)
     need = usable = needs[min(len(needs) - 1, int(share * len(needs)))]
-    while usable - reserve_bytes(usable) < need:
-        usable += need - (usable - reserve_bytes(usable))
     made = SearchJob(one)
-    others = made.problem(made.space.choices[0]).non_torch_bytes
-    return replace(one, spec=replace(one.spec, hbm_bytes=usable + others))
+    first = made.problem(made.space.choices[0])
+    context = first.room_bytes - first.usable_bytes
+    while (left := usable - reserve_bytes(usable + context)) < need:
+        usable += need - left
+    return replace(one, spec=replace(one.spec, hbm_bytes=usable + first.non_torch_bytes))
 
 
 def fastest_that_fits(one: SearchRequest, found: Sequence[Trial]) -> Result | None:

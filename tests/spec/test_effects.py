@@ -190,8 +190,7 @@ def test_facts_act_nowhere_else(stack: str) -> None:
 
 
 def test_every_fact_acts_somewhere() -> None:
-    """But those that say what a stack accepts, and what publications of it mean."""
+    """But those that say what a stack accepts."""
     uses = [one.use for stack in names("system") for one, _ in drawn(stack)]
     idle = {name for name in facts() if not any(map(ACTS[name], uses))}
-    admitting = {"model_parallel", "zero_stages", "features", "wide_attention"}
-    assert idle == {*admitting, "reported_peak"}
+    assert idle == {"model_parallel", "zero_stages", "features", "wide_attention"}

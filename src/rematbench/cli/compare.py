@@ -17,10 +17,19 @@ from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
+from rematbench.cli.show import (
+    FRAGMENTS,
+    UNTIMED,
+    covers,
+    heading,
+    nominal,
+    tight_line,
+    world_line,
+)
 from rematbench.cli.targets import Json, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
+from rematbench.evidence.peaks import about
 from rematbench.host.console import GIB, CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import write_sheet
 from rematbench.problem import Problem
@@ -396,7 +405,7 @@ def parts(result: Result, share: float, between: str = ", ") -> str:
 def notes(results: Sequence[Result]) -> list[str]:
     """Lines that explain the table: ties, parts of the step, bands and their evidence."""
     fitting = [result for result in results if result.fits and result.timed]
-    lines = untimed_lines(results)
+    lines = [*untimed_lines(results), *(about(results[0].problem) if results else ())]
     if not fitting:
         return [*lines, *retry_lines([result for result in results if result.fits])]
     if any(result.tied and not result.same_as for result in fitting):
@@ -407,8 +416,9 @@ def notes(results: Sequence[Result]) -> list[str]:
         "the time that copies, communication (tp, cp, dp, pp) and host waits add to the step"
     )
     lines.append(
-        "80 % band: 80 % of published speeds differ by less than this from predictions that were "
-        "fitted without their source; the band is wider for jobs that are unlike the published ones"
+        "80 % band: 80 % of published speeds, of sources of equal weight, differ by less than this "
+        "from predictions that were fitted without their source; the band is wider for jobs that "
+        f"are unlike the published ones ({covers()})"
     )
     bands = [result.error_band for result in fitting if result.error_band]
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())

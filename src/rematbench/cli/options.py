@@ -17,7 +17,7 @@ from typer import Argument, BadParameter, Option
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job
-from rematbench.evidence.bands import leaving_reserve
+from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import GIB, CommandError
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

@@ -15,6 +15,7 @@ from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result, assumed
 from rematbench.evidence.bands import ratio_band
+from rematbench.evidence.peaks import about
 from rematbench.host.console import (
     GIB,
     CommandError,
@@ -174,6 +175,7 @@ def notes(
             "plans simulated)"
         )
         yield from _rows_note(job, at, found)
+        yield from about(found[0].problem)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))

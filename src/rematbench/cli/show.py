@@ -17,7 +17,8 @@ from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_ra
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_attention
 from rematbench.evaluate.verdict import Retries
-from rematbench.evidence.bands import peak_band
+from rematbench.evidence.bands import inside_shares
+from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem, has_exact_pins
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
@@ -79,6 +80,9 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
         **request.method.parameters,
         **(result.plan.fit if result.plan else {}),
     }
+    values["reserved_bytes"] = result.reserved_bytes
+    values["device_total_bytes"] = result.device_total_bytes
+    values["device_total_checked"] = total_is_checked(request.problem)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["fits"] = result.fit if verdict else None
     values["band"] = _band_values(result)
@@ -305,17 +309,27 @@ def footer(
     """Lines on the allocator, host bytes per node, freed bytes, and the source of the numbers."""
     problem = result.problem
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
-    reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
-    usable = problem.usable_bytes
     return [
-        f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
-        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(result)})",
+        *device_bytes(result, evaluation),
         *retried(result.retries),
         f"host memory per node: {gib(host)} GiB at the peak ({_pins(result)}), of {gib(room)} "
         f"usable and {gib(problem.cluster.host_bytes)} installed",
         _freed_line(evaluation, keep_all),
         *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
         world_line(problem, "; stage bytes are allocated bytes in issue order"),
+    ]
+
+
+def device_bytes(result: Result, evaluation: PlanEvaluation) -> list[str]:
+    """Lines with the three quantities of device memory, and which one the verdict is about."""
+    problem, reserved = result.problem, evaluation.reserved_bytes
+    peak, total = max(evaluation.peak_device_bytes), result.device_total_bytes or 0
+    return [
+        f"device memory, fullest rank: {gib(peak)} GiB allocated; {gib(reserved)} reserved of "
+        f"{gib(problem.usable_bytes)} usable (fragmentation {gib(reserved - peak)}; "
+        f"{_segments(result)}); {gib(total)} in all of {gib(problem.room_bytes)} "
+        f"({gib(total - reserved)} of CUDA context and communicators)",
+        *about(problem),
     ]
 
 
@@ -361,13 +375,21 @@ def _trust(result: Result) -> list[str]:
 
 def tight_line() -> str:
     """What `tight` means."""
-    error = percent(peak_band())
-    return f"tight: fits, but the headroom is smaller than our memory error ({error})"
+    return f"tight: fits, but the headroom is below the margin of the device total, {in_words()}"
+
+
+def covers() -> str:
+    """The two shares of published rows inside the bands learnt from other sources."""
+    sources, rows = (f"{100 * share:.0f} %" for share in inside_shares())
+    return f"inside: {sources} of rows if each source weighs 1, {rows} if each row does"
 
 
 def trust(band: Band) -> list[str]:
     """Lines on the uncertainty of a speed."""
-    learnt = f"{band.sources} sources, each predicted with constants fitted without it"
+    learnt = (
+        f"{band.sources} sources of equal weight, each predicted with constants fitted without it "
+        f"({covers()})"
+    )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
     if band.open_cause:

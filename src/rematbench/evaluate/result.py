@@ -224,6 +224,12 @@ class Result(Struct, frozen=True, kw_only=True):
         return self.problem.usable_bytes - self.verdict.headroom_bytes if self.verdict else None
 
     @property
+    def device_total_bytes(self) -> int | None:
+        """Bytes of the fullest device that a process takes: the reserved bytes, the CUDA context
+        and the communicators."""
+        return self.problem.room_bytes - self.verdict.headroom_bytes if self.verdict else None
+
+    @property
     def host_node_bytes(self) -> int | None:
         """Pinned bytes of the fullest node."""
         room_bytes = self.problem.cost.host_room_bytes
@@ -279,6 +285,7 @@ class Result(Struct, frozen=True, kw_only=True):
             "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else None,
             **{key: getattr(evaluation, key, None) for key in AMOUNTS},
             "reserved_bytes": self.reserved_bytes,
+            "device_total_bytes": self.device_total_bytes,
             "host_node_bytes": self.host_node_bytes,
             **{key: getattr(self.verdict, key, None) for key in ROOMS},
             "usable_bytes": self.problem.usable_bytes,

@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 
 from rematbench.costs.tiles import ALIGNED_BYTES, is_aligned
 from rematbench.evaluate.problems import Variant, system_variant
-from rematbench.evidence.published.row_cases import bundle_of
+from rematbench.evidence.published.row_cases import bundle_of, claim_of
 from rematbench.evidence.published.sheets import (
     LAYOUT,
     SPEED,
@@ -39,7 +39,7 @@ from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration
-from rematbench.spec.load import claim_of_row, load_cluster, load_system, names
+from rematbench.spec.load import load_cluster, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.precision import WIDE, in_precision
 from rematbench.spec.system import System
@@ -397,7 +397,7 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
     error = log_error(row)
     if error is None:
         return None
-    stack, words = _claim(row["system"], row["note"])
+    stack, words = claim_of(row)
     method = str(words.get(row["recompute"].lower(), row["recompute"]))
     sweep = (stack, *(row[key] for key in (*SWEEP, *OPTIONS)))
     return LeftOutCell(
@@ -414,13 +414,6 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
         layout=(*sweep, *(row[key] for key in LAYOUT)),
         sweep=sweep,
     )
-
-
-@cache
-def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
-    name, words = claim_of_row(system, note)
-    return load_system(name).name, words
 
 
 @cache

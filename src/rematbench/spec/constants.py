@@ -192,11 +192,18 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Whether kernels of a GPU generation have rates."""
         return generation in self.gpus and generation in self.kernels.generations
 
-    def outside_torch_bytes(self, generation: str) -> float:
-        """Device bytes of the driver and of a CUDA context on a GPU generation; for one without
+    def withheld_bytes(self, generation: str) -> float:
+        """Device bytes that the driver of a GPU generation gives to no process; for one without
         constants, the most of any generation."""
-        named = [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())
-        return max(gpu.withheld_bytes + gpu.context_bytes for gpu in named)
+        return max(gpu.withheld_bytes for gpu in self._like(generation))
+
+    def context_bytes(self, generation: str) -> float:
+        """Device bytes of a CUDA context on a GPU generation; for one without constants, the most
+        of any generation."""
+        return max(gpu.context_bytes for gpu in self._like(generation))
+
+    def _like(self, generation: str) -> list[GpuConstants]:
+        return [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())
 
     def network_entry(self, names: Sequence[str]) -> str:
         """The first of a cluster's entries (Cluster.constants) in the file, or `default`."""

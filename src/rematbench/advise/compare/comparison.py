@@ -34,8 +34,9 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 COLUMNS = (
     *("name", "origin", "same_as", "status", "reason", "step_s", "tokens_per_s_per_gpu"),
     *("mfu_causal", "mfu_dense", "hfu", "gpu_hours_per_1e9_tokens", "peak_device_bytes"),
-    *("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes", "headroom_bytes"),
-    *("host_headroom_bytes", "binds", "allocator_retries", "allocator_fails"),
+    *("recompute_flop", "offload_bytes", "reserved_bytes", "device_total_bytes"),
+    *("host_node_bytes", "headroom_bytes", "host_headroom_bytes", "binds"),
+    *("allocator_retries", "allocator_fails"),
     *(f"{part}_s" for part in PARTS),
     *("plan", "fits", "low_tokens_per_s_per_gpu", "high_tokens_per_s_per_gpu", "outside"),
     *("evidence", "tied_with_best", "host_bytes", "runs_on", "days", "cost"),

@@ -37,7 +37,8 @@ from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.problems import hosting, make_problem
 from rematbench.evaluate.result import WORDS, Job, Result
-from rematbench.evidence.bands import band_of, fits_word, leaving_reserve, ratio_band
+from rematbench.evidence.bands import band_of, ratio_band
+from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
@@ -315,7 +316,7 @@ class SearchJob:
                     job=replace(one.job, words=self._words(choice)),
                     family=family,
                     error_band=band_of(problem, family),
-                    fit=fits_word(one.verdict.headroom_bytes, problem.usable_bytes),
+                    fit=fits_word(one.verdict.headroom_bytes, problem.room_bytes),
                     tied=one is not first and one.fitting_s <= limit_s,
                     parts_s=parts_of(problem, lower(one.plan, problem), one.fitting_s),
                 )
