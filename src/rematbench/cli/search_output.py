@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
+from rematbench.advise.search.candidates import LARGEST_UNIT
 from rematbench.advise.search.processes import Progress
 from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
@@ -56,8 +57,11 @@ def show_space(out: Console, job: SearchJob) -> None:
     show_assumed(out, job)
     layouts, plans = len(job.space.choices), len(job.variants)
     many = "s" if layouts > 1 else ""
-    text = f"space: {layouts:,} layout{many}, each with {plans} methods and their compositions"
-    out.print(plain(text))
+    each = f"{plans} methods and their compositions"
+    if job.package:
+        largest = f"groups of more than {LARGEST_UNIT} layers are not tried"
+        each = f"{plans} policies that {job.package.name} has options for ({largest})"
+    out.print(plain(f"space: {layouts:,} layout{many}, each with {each}"))
     out.print()
 
 

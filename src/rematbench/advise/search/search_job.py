@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from functools import cached_property, partial
-from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rematbench.advise.search.candidates import (
     FixedCandidates,
     Tree,
     Variant,
+    package_variants,
     rebuilds,
     variants,
 )
@@ -40,7 +40,7 @@ from rematbench.evaluate.result import WORDS, Job, Result
 from rematbench.evidence.bands import band_of, fits_word, leaving_reserve, ratio_band
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import IDENTITY, MethodError, Registry
+from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
@@ -126,10 +126,11 @@ class SearchJob:
 
     @cached_property
     def variants(self) -> list[Variant]:
-        """The methods to try, alone and composed.  With an engine, only methods that the engine has
-        options for on at least one of three sample layouts.  If it has no options there for the
-        plan that keeps everything, the sample is a layout of the first kind for which it has
-        options."""
+        """The methods to try, alone and composed.  With our executor as the engine, only methods
+        that it runs on at least one of three sample layouts; with a package, the package's own
+        policies on any layout that it runs."""
+        if self.package:
+            return self._policies(self.package)
         found = variants(self.registry, load_compare(), self._only)
         if not self.request.engine:
             return found
@@ -137,21 +138,30 @@ class SearchJob:
         alone = [choice for choice in choices if choice.layout.pp == 1]
         some = (*alone[:1], choices[len(choices) // 2], choices[-1])
         engines = [Engines(self.problem(one), self.request.engine) for one in some]
-        if not self._runs(IDENTITY, engines):
-            kinds = {_kind(choice): choice for choice in choices}.values()
-            others = (Engines(self.problem(one), self.request.engine) for one in kinds)
-            engines = list(islice((one for one in others if self._runs(IDENTITY, [one])), 1))
-        if not engines:
-            name = self.request.engine
-            raise MethodError(
-                f"engine {name} cannot run stack {self.system.name} on any of these layouts"
-            )
         return [one for one in found if self._runs(one.at(1), engines)]
+
+    @cached_property
+    def package(self) -> MethodEntry | None:
+        """The package whose policies alone are searched; None for our methods."""
+        return baselines().get(self.request.engine)
+
+    def _policies(self, package: MethodEntry) -> list[Variant]:
+        """The package's policies.  Which there are depends on the kind of a layout and on the
+        layers of its chunks; options for uneven chunks are none of its policies'."""
+        even = (choice for choice in self.space.choices if choice.even)
+        kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
+        problems = map(self.problem, kinds.values())
+        runs = [one for one in problems if not package.cls.inexpressible(one)]
+        if not runs:
+            raise MethodError(
+                f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
+            )
+        return package_variants(package, runs, self._only)
 
     @cached_property
     def planners(self) -> tuple[str, ...]:
         """The planners to try at the end: the requested ones, or all of them."""
-        if self.request.only:
+        if self.request.only or self.package:
             return tuple(name for name in self.request.only if name not in self._only)
         return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
 
@@ -295,7 +305,7 @@ class SearchJob:
             assert one.verdict is not None
             one_layout = _parallel(choice) == _parallel(self.choice(first))
             limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
-            family = self.registry.resolve(one.method, None, problem).name
+            family = self.registry.resolve(one.method, None, problem).family
             found.append(
                 replace(
                     one,
@@ -363,6 +373,12 @@ def _registry(request: SearchRequest) -> Registry:
     if request.engine and request.engine not in engines:
         raise MethodError(f"unknown engine {request.engine!r} (known: {', '.join(engines)})")
     registry = discover(request.folders)
+    for text in request.only if request.engine in baselines() else ():
+        if text != IDENTITY and text.partition(":")[0] != request.engine:
+            raise MethodError(
+                f"{text!r}: engine {request.engine} has policies of its own: give their names, "
+                f"such as {request.engine}:KEY=VALUE, or no method"
+            )
     planned = [_planned(registry, name) for name in request.only]
     if planned and all(planned):
         why = "a planner starts from the plans of other methods: add a method that is not a planner"
