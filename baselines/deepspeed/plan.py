@@ -43,6 +43,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: ClassVar[str] = "deepspeed"
     system: ClassVar[str] = "deepspeed"
+    stacks: ClassVar[tuple[str, ...]] = ("deepspeed",)
     checkpointing: Literal["none", "plain", "partitioned", "cpu", "partitioned_cpu"] = "none"
     offload_optimizer: bool = False
     offload_param: bool = False

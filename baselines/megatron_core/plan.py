@@ -85,6 +85,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     name: ClassVar[str] = "megatron_core"
+    stacks: ClassVar[tuple[str, ...]] = ("megatron-core", "megatron-kwai")
     by_layer: ClassVar[tuple[str, dict[str, str]]] = (
         "num_layers",
         {"recompute": "full", "method": "block"},

@@ -18,7 +18,6 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_e
 from rematbench.advise.search.space import Choice, Fixed, partitions
 from rematbench.advise.search.trials import Site
 from rematbench.cli.app import command_line
-from rematbench.cli.search_output import simplest
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.result import Result
@@ -310,19 +309,13 @@ def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
     assert [found.tied for found in made.completed([one, same, other])] == [False, False, True]
 
 
-def test_the_simplest_plan_of_the_tie_is_named() -> None:
-    """Fewest methods first, then fewest host bytes; what does not tie is no choice."""
+def test_a_row_has_the_family_and_the_engines_of_its_plan() -> None:
     made = SearchJob(asked())
     (best,) = made.completed(last(asked()).results[:1])
     composed = made.registry.resolve(best.method, None, best.problem)
     assert best.family == composed.name
     assert best.plan == composed.plan(best.problem, best.base)
     assert with_engines(best).runs_on == Engines(best.problem).of(best.plan)  # type: ignore[arg-type]
-    best = replace(best, family="one+two")
-    slower, simple = replace(best, family="keep_all"), replace(best, family="one", tied=True)
-    assert simplest([best, slower, simple]) is simple
-    assert simplest([best, slower]) is None
-    assert simplest([]) is None
 
 
 def test_a_number_of_gpus_without_a_layout_reaches_nothing(

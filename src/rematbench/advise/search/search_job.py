@@ -63,7 +63,8 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     leave free (None: the usual reserve).  `within`: the gap to prove, a share of the best step.
     With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
     the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
-    fits, and bounds no step."""
+    fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
+    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -74,6 +75,8 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     within: float = 0.005
     faster_than_s: float = inf
     any_fit: bool = False
+    most_methods: int | None = None
+    hosts: bool = True
 
 
 class SearchJob:
@@ -106,8 +109,11 @@ class SearchJob:
     @cached_property
     def space(self) -> Space:
         """The layouts of the job; LayoutError if no layout is possible."""
-        work = self.request.spec.workload(self.model)
-        found = space(self.request.spec, self.request.fixed, work, self.cluster, self.system)
+        spec = self.request.spec
+        if not self.request.hosts and spec.optimizer is None and not self.system.optimizer_on_host:
+            spec = replace(spec, optimizer="device")
+        work = spec.workload(self.model)
+        found = space(spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:
             reasons = [
                 f"{count} layouts break the rule: {rule}" for rule, count in found.refused.items()
@@ -188,7 +194,8 @@ class SearchJob:
             [self._shard(index) for index in self._part_indices(part, parts)],
         )
         keeping = not request.only or IDENTITY in request.only
-        most, exact = load_compare().most_methods, request.within == 0 and not request.any_fit
+        most, exact = request.most_methods, request.within == 0 and not request.any_fit
+        most = load_compare().most_methods if most is None else most
         tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
         return Search(
             shards,
@@ -253,6 +260,8 @@ class SearchJob:
             again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.variants
             probes = {variant: bounds.shard.probe(Candidate((variant,))) for variant in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+        if not self.request.hosts:
+            return [{s: p for s, p in one.items() if "offload" not in p.kinds} for one in found]
         return found
 
     def _shard(self, index: int) -> ShardBounds:
