@@ -188,6 +188,20 @@ def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
     assert both.best_s == free.best_s
 
 
+def test_the_best_micro_batch_is_found() -> None:
+    """Any divisor of a replica's sequences may be the fastest, one or a power of two or not."""
+    one = replace(asked(seq_len=512, global_batch=24, hbm_bytes=40 * GIB), only=("keep_all",))
+    fixed = Fixed(tp=1, cp=1, pp=1, zero_stage=1)
+    by_size = {
+        size: last(replace(one, fixed=replace(fixed, micro_batch=size), within=0.0)).best_s
+        for size in (1, 2, 3, 6)
+    }
+    found = last(replace(one, fixed=fixed, within=0.0)).results[0]
+    size = found.problem.layout.micro_batch
+    assert size == min(by_size, key=by_size.__getitem__) == 6
+    assert found.fitting_s == by_size[size] < 0.999 * min(by_size[1], by_size[2])
+
+
 def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
     """Inside a node every number is tried where four are too few and eight reach the speed."""
     one = asked(gpus=8, global_batch=24, hbm_bytes=40 * GIB)

@@ -40,7 +40,10 @@ def level(one: Result) -> tuple[int, bool]:
     ("width", "only"),
     [
         (1.0, TIGHT.only),
-        (1.0, ("pp_offload:alpha=0.5", "balanced_checkpointing:point=all")),
+        pytest.param(
+            *(1.0, ("pp_offload:alpha=0.5", "balanced_checkpointing:point=all")),
+            marks=pytest.mark.full,
+        ),
         (0.0, TIGHT.only),
     ],
 )
