@@ -43,12 +43,20 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: ClassVar[str] = "deepspeed"
     system: ClassVar[str] = "deepspeed"
+    stacks: ClassVar[tuple[str, ...]] = ("deepspeed",)
     checkpointing: Literal["none", "plain", "partitioned", "cpu", "partitioned_cpu"] = "none"
     offload_optimizer: bool = False
     offload_param: bool = False
     overlap_comm: bool = False
     mlp_tiles: PositiveInt = 1
     loss_tiles: PositiveInt = 1
+
+    @property
+    def mechanism(self) -> str:
+        """The method of methods/ that changes the same things, if there is one."""
+        if self.mlp_tiles > 1 or self.loss_tiles > 1:
+            return self.name
+        return "keep_all" if self.checkpointing == "none" else "full_recompute"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan with the fates of this stack's saved tensors under the settings."""

@@ -41,19 +41,13 @@ def has_transformer_engine(job: PackageJob) -> bool:
 
 
 def _with_transformer_engine(run: RunSpec, policy: MegatronCore) -> list[Reason]:
-    inside = {"attn_norm", "mlp_norm"} & set(policy.offload_modules)
-    norms = policy.recompute == "selective" and "layernorm" in policy.modules
     return [
         (
             run.precision == "fp32",
             "fp32 on TransformerEngine, whose fp32 products are TF32 and whose attention has no "
             "fp32 but the quadratic one",
         ),
-        (
-            norms or bool(inside),
-            "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
-            "linear after them: 0.16.1 does nothing and says nothing",
-        ),
+        policy.norms,
     ]
 
 

@@ -31,6 +31,7 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.workload import Model, PositiveInt
 from rematbench.worlds.packages.limits import Reason, Setup, active_reasons, setup_of
+from rematbench.worlds.packages.stack import StackProblem
 
 T = TypeVar("T")
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
@@ -84,6 +85,11 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     name: ClassVar[str] = "megatron_core"
+    stacks: ClassVar[tuple[str, ...]] = ("megatron-core", "megatron-kwai")
+    by_layer: ClassVar[tuple[str, dict[str, str]]] = (
+        "num_layers",
+        {"recompute": "full", "method": "block"},
+    )
     recompute: Literal["none", "full", "selective"] = "none"
     method: Literal["uniform", "block"] = "uniform"
     num_layers: PositiveInt = 1
@@ -96,7 +102,12 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan with the fates of this stack's saved tensors under the settings."""
-        refused = active_reasons(self.limits(setup_of(problem)))
+        setup, sizes = setup_of(problem), _sizes(base)
+        itself = base.partition == problem.base_plan.partition
+        refused = active_reasons([
+            *_model(setup), *_layout(setup), _uneven(setup, itself and len(sizes) > 1),
+            *_policy(self, setup.model, sizes), *self._inside_linears(problem),
+        ])  # fmt: skip
         if refused:
             return Unsupported(refused[0])
         plan = replace(base, orders=_orders(problem))
@@ -104,6 +115,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             plan = self._full(problem, plan)
         elif self.recompute == "selective":
             dropped = tuple(name for module in self.modules for name in DROPPED[module])
+            if "mlp" in self.modules and _norms_in_linears(problem):
+                dropped += ("mlp_norm_out",)
             plan = _dropping(problem, plan, dropped)
         if self.offload_modules:
             plan = self._offloading(problem, plan)
@@ -114,16 +127,19 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Every policy that Megatron-core's options can express for this problem, simplest
         first."""
         fused = problem.workload.model.mlp == "swiglu" and problem.system.fused_swiglu
-        setup, made = setup_of(problem), partial(cls, bias_activation_fusion=fused)
+        model, per_chunk = problem.workload.model, _per_chunk(setup_of(problem))
+        made = partial(cls, bias_activation_fusion=fused)
         full = partial(made, recompute="full")
-        found = [made()]
-        for count in range(1, _per_chunk(setup) + 1):
-            found += [full(num_layers=count), full(method="block", num_layers=count)]
         sets = _subsets(get_args(RecomputeModule))
         moves = _subsets(get_args(OffloadModule))
-        found += [made(recompute="selective", modules=modules) for modules in sets]
+        found = [made(), *(made(recompute="selective", modules=modules) for modules in sets)]
         found += [made(offload_modules=modules) for modules in moves]
-        yield from (policy for policy in found if not active_reasons(_policy(policy, setup)))
+        for count in range(1, per_chunk + 1):
+            found += [full(num_layers=count), full(method="block", num_layers=count)]
+        for policy in found:
+            reasons = [*_policy(policy, model, {per_chunk}), *policy._inside_linears(problem)]
+            if not active_reasons(reasons):
+                yield policy
 
     @classmethod
     def inexpressible(cls, problem: Problem) -> tuple[str, ...]:
@@ -133,11 +149,39 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             problem.system.optimizer_on_host,
             "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
         )
-        return active_reasons([*_model(setup), *_layout(setup), hosted])
+        return active_reasons([*_model(setup), *_layout(setup), _uneven(setup), hosted])
 
     def limits(self, setup: Setup) -> list[Reason]:
         """The jobs that 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
-        return [*_model(setup), *_layout(setup), *_policy(self, setup)]
+        policy = _policy(self, setup.model, {_per_chunk(setup)})
+        return [*_model(setup), *_layout(setup), _uneven(setup), *policy]
+
+    @property
+    def norms(self) -> Reason:
+        """Whether norms are recomputed or offloaded, with the reason why this does nothing where
+        norms are part of linears."""
+        moved = bool({"attn_norm", "mlp_norm"} & set(self.offload_modules))
+        return (
+            moved or (self.recompute == "selective" and "layernorm" in self.modules),
+            "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
+            "linear after them: 0.16.1 does nothing and says nothing",
+        )
+
+    @property
+    def mechanism(self) -> str:
+        """The method of methods/ that changes the same things, if there is one."""
+        if self.offload_modules:
+            return self.name
+        names = {"full": "full_recompute", "selective": "selective_recompute"}
+        return names.get(self.recompute, "keep_all")
+
+    @property
+    def unit(self) -> int:
+        """The layers of a group: a chunk has whole groups."""
+        return self.num_layers if (self.recompute, self.method) == ("full", "uniform") else 1
+
+    def _inside_linears(self, problem: Problem) -> list[Reason]:
+        return [self.norms] if _norms_in_linears(problem) else []
 
     def flags(self, problem: Problem) -> str:
         """The arguments of Megatron-LM's pretraining script for layout and policy."""
@@ -232,6 +276,17 @@ def _per_chunk(setup: Setup) -> int:
     return setup.model.num_layers // setup.layout.num_chunks
 
 
+def _sizes(base: Plan) -> set[int]:
+    """The numbers of layers that chunks have."""
+    return {len(layers) for rank in base.partition for layers in rank}
+
+
+def _norms_in_linears(problem: Problem) -> bool:
+    """Whether norms are part of the linears after them: TransformerEngine's are, on which stacks
+    with fused norms run.  The stack that runs here without it has norms of its own (stack.py)."""
+    return problem.system.norm == "fused" and not isinstance(problem, StackProblem)
+
+
 def _model(setup: Setup) -> list[Reason]:
     model = setup.model
     some = model.proj_bias or model.mlp_bias
@@ -269,10 +324,6 @@ def _layout(setup: Setup) -> list[Reason]:
         (lay.ulysses > 1, "Ulysses needs TransformerEngine (cp_comm_type a2a)"),
         (model.num_kv_heads % lay.tp != 0, "KV heads replicated over tp"),
         (
-            model.num_layers % lay.num_chunks != 0,
-            f"{model.num_layers} layers in pp x vpp = {lay.num_chunks} chunks: only even ones",
-        ),
-        (
             lay.cp > 1 and setup.attention == "unfused",
             "unfused attention under context parallelism",
         ),
@@ -281,10 +332,17 @@ def _layout(setup: Setup) -> list[Reason]:
     ]  # fmt: skip
 
 
-def _policy(policy: MegatronCore, setup: Setup) -> list[Reason]:
+def _uneven(setup: Setup, uneven: bool | None = None) -> Reason:
+    count, chunks = setup.model.num_layers, setup.layout.num_chunks
+    words = f"{count} layers in pp x vpp = {chunks} chunks: only even ones"
+    return (count % chunks != 0 if uneven is None else uneven, words)
+
+
+def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]:
+    """The reasons against a policy of a model whose chunks have `sizes` layers."""
     selective, full = policy.recompute == "selective", policy.recompute == "full"
     modules, moved, layers = set(policy.modules), set(policy.offload_modules), policy.num_layers
-    model, per_chunk = setup.model, _per_chunk(setup)
+    least = min(sizes)
     return [
         (
             selective and "mlp" in modules and has_biases(model),
@@ -302,12 +360,13 @@ def _policy(policy: MegatronCore, setup: Setup) -> list[Reason]:
             f"modules {','.join(policy.modules)} without recompute=selective has no effect",
         ),
         (
-            full and layers > per_chunk,
-            f"num_layers {layers} is more than a chunk's {per_chunk} layers",
+            full and policy.method == "uniform" and layers > least,
+            f"num_layers {layers} is more than a chunk's {least} layers",
         ),
         (
-            full and policy.method == "uniform" and per_chunk % min(layers, per_chunk) != 0,
-            f"uniform groups of num_layers {layers} do not divide a chunk's {per_chunk} layers",
+            full and policy.method == "uniform" and any(n % min(layers, n) != 0 for n in sizes),
+            f"uniform groups of num_layers {layers} do not divide a chunk's "
+            f"{' or '.join(map(str, sorted(sizes)))} layers",
         ),
         (
             "attn_proj" in moved and "core_attn" not in moved,

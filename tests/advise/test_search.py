@@ -18,7 +18,6 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest, with_e
 from rematbench.advise.search.space import Choice, Fixed, partitions
 from rematbench.advise.search.trials import Site
 from rematbench.cli.app import command_line
-from rematbench.cli.search_output import simplest
 from rematbench.engine.lowering.schedule import passes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.result import Result
@@ -189,6 +188,20 @@ def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
     assert both.best_s == free.best_s
 
 
+def test_the_best_micro_batch_is_found() -> None:
+    """Any divisor of a replica's sequences may be the fastest, one or a power of two or not."""
+    one = replace(asked(seq_len=512, global_batch=24, hbm_bytes=40 * GIB), only=("keep_all",))
+    fixed = Fixed(tp=1, cp=1, pp=1, zero_stage=1)
+    by_size = {
+        size: last(replace(one, fixed=replace(fixed, micro_batch=size), within=0.0)).best_s
+        for size in (1, 2, 3, 6)
+    }
+    found = last(replace(one, fixed=fixed, within=0.0)).results[0]
+    size = found.problem.layout.micro_batch
+    assert size == min(by_size, key=by_size.__getitem__) == 6
+    assert found.fitting_s == by_size[size] < 0.999 * min(by_size[1], by_size[2])
+
+
 def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
     """Inside a node every number is tried where four are too few and eight reach the speed."""
     one = asked(gpus=8, global_batch=24, hbm_bytes=40 * GIB)
@@ -310,19 +323,13 @@ def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
     assert [found.tied for found in made.completed([one, same, other])] == [False, False, True]
 
 
-def test_the_simplest_plan_of_the_tie_is_named() -> None:
-    """Fewest methods first, then fewest host bytes; what does not tie is no choice."""
+def test_a_row_has_the_family_and_the_engines_of_its_plan() -> None:
     made = SearchJob(asked())
     (best,) = made.completed(last(asked()).results[:1])
     composed = made.registry.resolve(best.method, None, best.problem)
     assert best.family == composed.name
     assert best.plan == composed.plan(best.problem, best.base)
     assert with_engines(best).runs_on == Engines(best.problem).of(best.plan)  # type: ignore[arg-type]
-    best = replace(best, family="one+two")
-    slower, simple = replace(best, family="keep_all"), replace(best, family="one", tied=True)
-    assert simplest([best, slower, simple]) is simple
-    assert simplest([best, slower]) is None
-    assert simplest([]) is None
 
 
 def test_a_number_of_gpus_without_a_layout_reaches_nothing(

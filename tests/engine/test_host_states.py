@@ -1,6 +1,6 @@
 """Training states in host memory: what they cost, laws, and the published rows of one node each."""
 
-from math import inf
+from math import fsum, inf
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from rematbench.evaluate.proof import CheckError, check
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.plan import Plan, PlanError, StateFate
-from rematbench.problem import Problem
+from rematbench.problem import Problem, rank_parameters
 from rematbench.spec.constants import instant_hosts
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
@@ -85,6 +85,16 @@ def test_a_slower_host_never_makes_a_step_faster(name: str, kinds: tuple[str, ..
     step_s = evaluate(given, plan).step_s
     for slower in ({"host_update_parameters_per_s": RATE / 4}, {"pcie_bytes_per_s": 1e9}):
         assert evaluate(on(given, **slower), plan).step_s > step_s
+
+
+def test_the_host_updates_the_ranks_parameters_at_its_rate() -> None:
+    """Every parameter once: the update's seconds are those of the rate, and nothing else's."""
+    for rate in (RATE, RATE / 4):
+        given, plan = timed("one", ("optimizer",))
+        given = on(given, host_update_parameters_per_s=rate)
+        moved, _ = timeline(given, plan)
+        busy_s = fsum(i.end_s - i.start_s for i in moved if i.action.stream == HOST_UPDATE)
+        assert busy_s == pytest.approx(rank_parameters(given, plan, 0) / rate, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["one", "tp"])

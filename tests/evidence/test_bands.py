@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.evidence.bands import (
     FEWEST_SOURCES,
@@ -19,7 +20,13 @@ from rematbench.evidence.bands import (
     speed_errors,
     with_outside,
 )
-from rematbench.evidence.job_evidence import JobProperties, LeftOutCell, covered, left_out_cells
+from rematbench.evidence.job_evidence import (
+    OPTIONS,
+    JobProperties,
+    LeftOutCell,
+    covered,
+    left_out_cells,
+)
 from rematbench.evidence.quantiles import LEVEL, quantile
 
 
@@ -107,6 +114,11 @@ def test_rows_with_other_options_of_a_stack_are_no_pair() -> None:
     jobs = Counter((cell.job, cell.layout[-6:]) for cell in rows)
     assert set(jobs.values()) == {2}
     assert not ratio_errors(rows, one_layout=False)
+    plain = [  # as if they had the same options: then every job is a pair
+        replace(cell, sweep=cell.sweep[: -len(OPTIONS)], layout=(cell.source, *cell.layout[-6:]))
+        for cell in rows
+    ]
+    assert len(ratio_errors(plain, one_layout=False)["torchtitan benchmarks"]) >= len(jobs) > 0
 
 
 def test_the_coverage_of_ratios_leaves_the_source_out() -> None:

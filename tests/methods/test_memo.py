@@ -80,12 +80,19 @@ def test_another_row_of_every_layer_does_not_fit_the_host(seq_len: int) -> None:
     assert node_host_bytes(p, plan_of(p, "memo", alpha=alpha + 1 / rows)) > room
 
 
-def test_full_offload_hides_from_about_192k_tokens() -> None:
-    """The paper's figure 1b.  The bandwidth bound grows with the sequence."""
-    bounds = [plan_of(paper(k * KIB), "memo").fit for k in (64, 128, 256, 512)]
-    values = [float(fit["alpha_bandwidth"]) for fit in bounds]
-    assert values == sorted(values)
-    assert values[1] < 1.0 < values[2]
+def test_full_offload_hides_from_the_length_whose_bound_is_one() -> None:
+    """The bandwidth bound grows with the sequence, and the simulated step waits for copies up to
+    the length at which the bound is 1; in the paper's figure 1b that is about 192K tokens."""
+    lengths = range(112, 257, 16)
+    bounds = [float(plan_of(paper(k * KIB), "memo").fit["alpha_bandwidth"]) for k in lengths]
+    assert bounds == sorted(bounds)
+    hides = next(k for k, bound in zip(lengths, bounds, strict=True) if bound >= 1.0)
+    assert 128 < hides < 256
+    for k in (hides - 16, hides):
+        p = paper(k * KIB, zero_stage=0)
+        found = evaluate(p, plan_of(p, "memo", alpha=1.0))
+        compute, tp = found.simulation.stream_busy_s[0][:2]
+        assert (found.step_s > 1.002 * (compute + tp)) == (k < hides)
 
 
 def test_copies_hide_up_to_the_bound_and_not_beyond() -> None:

@@ -7,7 +7,14 @@ import typer
 from typer import Option
 
 from rematbench.cli.baseline import finish_baseline, of_baseline
-from rematbench.cli.options import Request, RunOptions, Timeout, request, takes_run
+from rematbench.cli.options import (
+    Request,
+    RunOptions,
+    Timeout,
+    refuse_baseline,
+    request,
+    takes_run,
+)
 from rematbench.cli.real import (
     Address,
     Local,
@@ -66,6 +73,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     need_file("--out", out)
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
+    refuse_baseline(run.method)
     asked = request(_with_defaults(run))
     given = None
     if is_launched(rank, world_size, (address, port), asked.problem.layout.gpus):
@@ -133,6 +141,7 @@ def trace(
         _need_stage(stage, made)
         finish_baseline(package.run_stage(made.problem, made.method, made.base, stage), out, json)
         return
+    refuse_baseline(run.method)
     asked = request(run)
     _need_stage(stage, asked)
     record = traced.run(cell_of(asked), stage)

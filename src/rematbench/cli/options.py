@@ -21,7 +21,7 @@ from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import GIB, CommandError
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import Composition, MethodError
+from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.spec.problemspec import ProblemSpec, flag
 from rematbench.worlds.packages.process import baselines
@@ -279,19 +279,19 @@ def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
 
 
 def _method(options: RunOptions, problem: Problem) -> Composition:
-    """The requested method; CommandError for the name of a baseline, which has its own commands."""
-    try:
-        found = discover(options.methods or ())
-        return found.resolve(options.method, settings_of(options.settings), problem)
-    except MethodError as error:
-        named = [word.strip() for word in options.method.split("+")]
-        name = next((word for word in named if word in baselines()), "")
-        if not name:
-            raise
+    """The requested method."""
+    found = discover(options.methods or ())
+    return found.resolve(options.method, settings_of(options.settings), problem)
+
+
+def refuse_baseline(text: str) -> None:
+    """CommandError for a baseline's policy, which the package executes and not our executor."""
+    name = text.partition(":")[0].strip()
+    if name in baselines():
         raise CommandError(
             f"{name} is a baseline, not a method: `rematbench baseline run {name}` executes it, "
-            f"`rematbench baseline predict {name}` simulates its policy"
-        ) from error
+            f"`rematbench trace {name}` traces it"
+        )
 
 
 def settings_of(texts: list[str] | None) -> dict[str, str]:

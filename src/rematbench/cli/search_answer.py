@@ -10,8 +10,16 @@ from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.processes import Progress, solve_planners
 from rematbench.advise.search.questions import would_fit
 from rematbench.advise.search.search_job import SearchJob, search_row, with_engines
+from rematbench.advise.search.tie import of_packages, simplest
 from rematbench.cli.inverse import in_words
-from rematbench.cli.search_output import assumed_of, notes, planner_line, show_plans
+from rematbench.cli.search_output import (
+    assumed_of,
+    notes,
+    package_line,
+    plan_line,
+    planner_line,
+    show_plans,
+)
 from rematbench.evaluate.result import Result
 from rematbench.host.console import plain
 
@@ -28,6 +36,8 @@ class SearchAnswer:
         self.planned: list[Result] = []
         self.without: dict[str, str] = {}  # planners without a plan that fits, and why
         self.changes: list[str] = []
+        self.simple: Result | None = None
+        self.alone: dict[str, Result | None] = {}  # the best of each package's own options
 
     def table(self, *, solved: bool) -> None:
         """Print the plans, the proof and what was excluded; `solved`: planners are solved next."""
@@ -39,14 +49,16 @@ class SearchAnswer:
             self.out.print(plain(text), soft_wrap=True)
 
     def more(self, limit_s: int, processes: int) -> None:
-        """The last part of a search that ended: planners, each within `limit_s` CPU
-        seconds (0: none); where nothing fits, the changes that would make the job fit.  After
-        Ctrl-C, the answers so far."""
+        """The last part of a search that ended: the simplest plan of the tie, what packages reach
+        alone, and planners, each within `limit_s` CPU seconds (0: none); where nothing fits, the
+        changes that would make the job fit.  After Ctrl-C, the answers so far."""
         try:
             if self.ended and not self.results:
                 self._changes(processes)
-            elif self.ended and limit_s:
-                self._planners(limit_s, processes)
+            elif self.ended:
+                self._beside(processes)
+                if limit_s:
+                    self._planners(limit_s, processes)
         except KeyboardInterrupt:
             sys.stderr.write("interrupted: a longer search may give better plans\n")
 
@@ -54,6 +66,15 @@ class SearchAnswer:
         for change, result in would_fit(self.job.request, self.at, processes):
             self.changes.append(f"{change}: {in_words(result)}")
             self._say(f"WOULD FIT: {self.changes[-1]}")
+
+    def _beside(self, processes: int) -> None:
+        best = self.results[0]
+        self.simple = simplest(self.job, best, processes)
+        if self.simple is not None:
+            self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
+        for name, one in of_packages(self.job, best, processes):
+            self.alone[name] = one
+            self._say(package_line(name, one, best))
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
@@ -92,6 +113,8 @@ class SearchAnswer:
             "assumes": assumed_of(self.job),
             "rows": rows[:count],
             "planners": rows[count:],
+            "simplest": search_row(0, self.simple) if self.simple else None,
+            "packages": {n: search_row(0, one) if one else None for n, one in self.alone.items()},
             "planners_without_plan": self.without,
             "not_searched": not_searched(self.job),
             "refused": self.job.space.refused,

@@ -27,7 +27,6 @@ from rematbench.host.console import (
     print_uncut,
     rounded,
 )
-from rematbench.plugins.registry import IDENTITY
 
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
@@ -71,14 +70,11 @@ def show_assumed(out: Console, job: SearchJob) -> None:
 
 
 def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
-    """Print the fastest plan and the simplest of its tie, then the plans' table with the columns
-    that have room; no cell is cut."""
+    """Print the fastest plan, then the plans' table with the columns that have room; no cell is
+    cut."""
     if not found:
         return
-    out.print(plain(f"FASTEST: {_plan_line(found[0])}"), style="bold")
-    if (simple := simplest(found)) is not None:
-        place = found.index(simple) + 1
-        out.print(plain(f"SIMPLEST of the tied plans (place {place}): {_plan_line(simple)}"))
+    out.print(plain(f"FASTEST: {plan_line(found[0])}"), style="bold")
     out.print()
     longest = 0 if out.width < WIDE else LONGEST
     rows = []
@@ -120,21 +116,7 @@ def _hosts(result: Result) -> bool:
     return result.base.state("optimizer").home == "host"
 
 
-def simplest(results: list[Result]) -> Result | None:
-    """The plan of the tie with the fewest methods, of these that with the fewest host bytes; None
-    where that is the fastest."""
-
-    def order(one: Result) -> tuple[int, int]:
-        assert one.evaluation is not None
-        methods = [name for name in one.family.split("+") if name != IDENTITY]
-        return len(methods), one.evaluation.host_node_bytes
-
-    tie = [one for one in results if one.tied or one is results[0]]
-    simple = min(tie, key=order, default=None)
-    return None if simple is None or simple is tie[0] else simple
-
-
-def _plan_line(found: Result) -> str:
+def plan_line(found: Result) -> str:
     """A plan in a line: method, layout, speed with its band, bytes that are left and pinned."""
     row = search_row(0, found)
     low, speed, high = (rounded(row[f"{end}tokens_per_s_per_gpu"]) for end in ("low_", "", "high_"))
@@ -235,7 +217,18 @@ def planner_line(end: Result, best: Result) -> str:
     beside = f"{percent(abs(share))} {'slower' if share > 0 else 'FASTER'} than the first row"
     if abs(share) < ALIKE:
         beside = "as fast as the first row"
-    return f"planner: {_plan_line(end)}: {beside}{', a tie' if end.tied else ''}"
+    return f"planner: {plan_line(end)}: {beside}{', a tie' if end.tied else ''}"
+
+
+def package_line(name: str, end: Result | None, best: Result) -> str:
+    """What a package's own options reach compared with the first row, in a line."""
+    if end is None:
+        return f"{name} alone: no plan found that fits"
+    share = best.fitting_s / end.fitting_s - 1.0
+    words = f"{100 * share:+.1f} %{', a tie' if end.tied else ''}"
+    if abs(share) < ALIKE:
+        words = "as fast as the first row"
+    return f"{name} alone: {end.method} at {where(end)}, {words}"
 
 
 def _stopped(at: Progress) -> str:

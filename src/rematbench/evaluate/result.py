@@ -131,14 +131,14 @@ def _layers(base: Plan) -> str:
 class Result(Struct, frozen=True, kw_only=True):
     """The result of a method on a problem.
 
-    `method` is the text that `simulate` takes; `family` has the names of its methods without their
-    parameters, joined by `+`; `origin` says why a table has the row (`compare`'s candidates).  A
-    plan may fit without a modelled time: its status is ok, its bytes hold, it has no speeds, and
-    the reason says why (`not_timed`).  The fields after `proof` are filled in if a table asks for
-    them: `error_band` is the error of the speed, `fit` a word for the headroom, `tied` whether the
-    result cannot be told from the fastest given the error of ratios of speeds, `parts_s` the
-    seconds of the step by part, `runs_on` the engines that can run the plan, `same_as` an earlier
-    result with an equal plan, `bound_s` a lower bound of the step.
+    `method` is the text that `simulate` takes; `family` has the names of its methods' mechanisms
+    without parameters, joined by `+`; `origin` says why a table has the row (`compare`'s
+    candidates). A plan may fit without a modelled time: its status is ok, its bytes hold, it has no
+    speeds, and the reason says why (`not_timed`). The fields after `proof` are filled in if a table
+    asks for them: `error_band` is the error of the speed, `fit` a word for the headroom, `tied`
+    whether the result cannot be told from the fastest given the error of ratios of speeds,
+    `parts_s` the seconds of the step by part, `runs_on` the engines that can run the plan,
+    `same_as` an earlier result with an equal plan, `bound_s` a lower bound of the step.
     """
 
     job: Job
@@ -325,7 +325,7 @@ def evaluate_method(
     if shared is not None:
         problem = dataclasses.replace(problem, evaluator=shared.evaluate, weigher=shared.weigh)
     job = Job(problem=problem, base=problem.base_plan if base is None else base, words=words)
-    blank = Result(job=job, method=text or method.text, family=method.name, status="failed")
+    blank = Result(job=job, method=text or method.text, family=method.family, status="failed")
     try:
         plan = method.plan(problem, base)
         if isinstance(plan, Unsupported):

@@ -8,6 +8,7 @@ unavailable, and the registry has the reason.
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
             _enter(cast(type[Any], point.load()), point.value, None, methods)
         except Exception as error:  # a foreign distribution may fail in any way
             broken[point.name] = _one_line(error)
-    return Registry(dict(sorted(methods.items())), broken, shipped_policies())
+    packages = cache(lambda: load_baselines()[0])
+    return Registry(dict(sorted(methods.items())), broken, shipped_policies(), packages)
 
 
 def entry_of(path: Path) -> MethodEntry:
@@ -100,6 +102,16 @@ def load_module(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def load_baselines() -> tuple[dict[str, MethodEntry], dict[str, str]]:
+    """Every baseline's policy by name, from the `plan.py` of its folder, and the reasons why files
+    could not be loaded, by file."""
+    found: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    for path in sorted(data_dir("baselines").glob("*/plan.py")):
+        load_file(path, found, broken, load=load_baseline)
+    return dict(sorted(found.items())), broken
 
 
 def load_baseline(path: Path) -> ModuleType:

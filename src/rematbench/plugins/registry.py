@@ -48,7 +48,10 @@ class Method(Protocol):
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
     and frees more transient bytes.  If a method is Unsupported for the same `reason` at one value
     of `share` or `grid` and at the last value, `search` treats it as Unsupported at all values, so
-    a reason that depends on the value must contain the value.
+    a reason that depends on the value must contain the value.  An instance may have an attribute
+    `unit`: there is a plan only for chunks whose number of layers is a multiple of it; and an
+    attribute `mechanism`: the name of a method that changes the same things, whose published rows
+    count for its band.
     """
 
     name: ClassVar[str]
@@ -102,6 +105,11 @@ class Composition(Struct, frozen=True):
     def name(self) -> str:
         """The methods' names, joined as `a+b`."""
         return "+".join(m.name for m in self.methods)
+
+    @property
+    def family(self) -> str:
+        """The names of the methods' mechanisms (see Method), joined as `a+b`."""
+        return "+".join(getattr(m, "mechanism", m.name) for m in self.methods)
 
     @property
     def text(self) -> str:
@@ -176,15 +184,17 @@ def _where(method: Method, error: Exception) -> str:
 
 class Registry(Struct, frozen=True):
     """All discovered methods; the reasons why files could not be loaded, by file; and the baseline
-    policies, whose names mean a method with settings."""
+    policies, whose names mean a method with settings.  `packages` loads the policies of the real
+    packages in baselines/, which a text may name like a method."""
 
     methods: dict[str, MethodEntry]
     broken: dict[str, str]
     policies: dict[str, Policy] = {}
+    packages: Callable[[], Mapping[str, MethodEntry]] = dict
 
     def has_planner(self, names: Iterable[str]) -> bool:
         """Whether any of some methods is a planner."""
-        return any(self.methods[name].planner for name in names)
+        return any(self.entry(name).planner for name in names)
 
     def resolve(
         self,
@@ -220,7 +230,7 @@ class Registry(Struct, frozen=True):
         policy = self.policies.get(text) or self.policies.get(start)
         if policy is None:
             name, _, words = text.partition(":")
-            entry = self._entry(name.strip())
+            entry = self.entry(name.strip())
             own = [key for key, one in self.policies.items() if one.method == entry.name]
             near = start if tuned.isdigit() else text
             return entry, _inline(words, spec, lambda: closest(near, own))
@@ -233,7 +243,7 @@ class Registry(Struct, frozen=True):
                 f"example {example}"
             )
         amount = {policy.smallest: int(tuned)} if policy.smallest else {}
-        return self._entry(policy.method), {**policy.settings, **amount}
+        return self.entry(policy.method), {**policy.settings, **amount}
 
     def _parts(self, spec: str) -> list[str]:
         """The parts of a text such as `a:key=x+y+b`: a plus sign belongs to a value unless the name
@@ -247,9 +257,12 @@ class Registry(Struct, frozen=True):
                 found.append(word)
         return found
 
-    def _entry(self, name: str) -> MethodEntry:
+    def entry(self, name: str) -> MethodEntry:
+        """The method or the package's policy with this name; MethodError for another name."""
         if name in self.methods:
             return self.methods[name]
+        if name in self.packages():
+            return self.packages()[name]
         for path, reason in self.broken.items():
             if Path(path).stem == name:
                 raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")

@@ -13,8 +13,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.advise.compare.compositions import KINDS, CompareConfig, Kind, place
+from rematbench.advise.compare.compositions import (
+    KINDS,
+    CompareConfig,
+    Kind,
+    changed_kinds,
+    place,
+)
 from rematbench.advise.search.probes import Probe
+from rematbench.plan import Unsupported
 from rematbench.plugins.registry import (
     IDENTITY,
     Composition,
@@ -22,11 +29,16 @@ from rematbench.plugins.registry import (
     MethodEntry,
     MethodError,
     Registry,
+    build,
     changed_settings,
     method_text,
 )
+from rematbench.problem import Problem
 
 Scale = Literal["share", "layers", "pieces"]
+
+LARGEST_UNIT = 8
+"""Largest group of layers that a package's policies are searched with: a probe has five groups."""
 
 
 class Scalar(Struct, frozen=True):
@@ -118,7 +130,7 @@ def candidates_of(composed: Composition, registry: Registry) -> tuple[Candidate,
 
 
 def _settings(method: Method, registry: Registry) -> list[Variant]:
-    entry, settings = registry.methods[method.name], changed_settings(method)
+    entry, settings = registry.entry(method.name), changed_settings(method)
     if method.name == IDENTITY:
         return []
     parameter, steps = getattr(entry.cls, "share", ("", 0))
@@ -136,7 +148,7 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
 def chooses(method: Method, registry: Registry) -> bool:
     """Whether a method chooses grid parameters by itself, from facts that differ between the
     layouts of a shard (pieces follow from the shapes of tensors)."""
-    entry = registry.methods[method.name]
+    entry = registry.entry(method.name)
     if _cuts(entry):
         return False
     return any(getattr(method, key) is None for each in entry.grid for key in each)
@@ -167,7 +179,7 @@ def _tuned(registry: Registry, text: str) -> Variant:
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: name single methods only; search composes them itself")
-    cuts = _cuts(registry.methods[methods[0].name])
+    cuts = _cuts(registry.entry(methods[0].name))
     return Variant(methods[0].name, text, composes="=" in text, cuts=cuts)
 
 
@@ -181,6 +193,52 @@ def _of_method(entry: MethodEntry) -> Iterable[Variant]:
         values = tuple(method_text(entry, each) for each in settings)
         return [Variant(entry.name, entry.name, Scalar("pieces", values=values), cuts=True)]
     return [Variant(entry.name, method_text(entry, each), cuts=_cuts(entry)) for each in settings]
+
+
+def package_variants(
+    entry: MethodEntry, problems: Iterable[Problem], only: Sequence[str] = ()
+) -> list[Variant]:
+    """The policies that a package's options express on any of some problems, each by itself, with
+    the fewest settings that make its plan.  Of the policies that differ in a number of layers in
+    which costs are linear (`by_layer`), one variant varies that number.  `only`: texts of the
+    policies to take; empty, or the package's name, for all."""
+    found = dict.fromkeys(text for text in only if text not in (entry.name, IDENTITY))
+    seen: dict[str, str] = {}
+    for problem in problems if not only or entry.name in only else ():
+        for policy in entry.cls.candidates(problem):
+            text = _varied(entry, changed_settings(policy))
+            if text not in seen and getattr(policy, "unit", 1) <= LARGEST_UNIT:
+                needed = _needed(entry, policy, problem)
+                if needed is not None:
+                    seen[text] = _varied(entry, needed)
+    return [
+        Variant(text, text, Scalar("layers") if "{}" in text else None, composes=False)
+        for text in dict.fromkeys((*found, *seen.values()))
+    ]
+
+
+def _varied(entry: MethodEntry, settings: dict[str, str]) -> str:
+    """A policy's text, with an open number of layers if costs are linear in it."""
+    parameter, linear = getattr(entry.cls, "by_layer", ("", {}))
+    varies = bool(linear) and linear.items() <= settings.items()
+    return method_text(entry, {**settings, parameter: "{}"} if varies else settings)
+
+
+def _needed(entry: MethodEntry, policy: Method, problem: Problem) -> dict[str, str] | None:
+    """The settings of a policy without which it would have another plan; None if there is no plan,
+    or if it changes other things than activations: layouts say where states are."""
+    base = problem.base_plan
+    plan = policy.plan(problem, base)
+    if isinstance(plan, Unsupported) or plan.states != base.states:
+        return None
+    if not {"rebuild", "offload"} & changed_kinds(base, plan):
+        return None
+    settings = changed_settings(policy)
+    for name in tuple(settings):
+        fewer = {key: value for key, value in settings.items() if key != name}
+        if build(entry, fewer).plan(problem, base) == plan:
+            settings = fewer
+    return settings
 
 
 def _cuts(entry: MethodEntry) -> bool:

@@ -3,7 +3,7 @@ no layout has here."""
 
 from collections.abc import Iterator
 
-from rematbench.advise.search.candidates import Variant
+from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.space import MOST_MICRO_BATCH
 from rematbench.spec.layout import Layout
@@ -13,14 +13,18 @@ def space_words(job: SearchJob) -> str:
     """The space of a search: the proof covers it and nothing else."""
     layouts, methods = len(job.space.choices), len(job.variants)
     many = "s" if layouts > 1 else ""
-    return f"{layouts:,} layout{many}, each with {methods} methods and their compositions"
+    each = f"{methods} methods and their compositions"
+    if job.package:
+        each = f"{methods} policies that {job.package.name} has options for"
+    return f"{layouts:,} layout{many}, each with {each}"
 
 
 def not_searched(job: SearchJob) -> list[str]:
     """What the space leaves out although `simulate` has it, and then what `simulate` does not
     model."""
     layouts = [choice.layout for choice in job.space.choices]
-    return [*_of_layouts(job, layouts), *_of_methods(job.variants), *_not_modelled(job, layouts)]
+    methods = _of_package() if job.package else _of_methods(job.variants)
+    return [*_of_layouts(job, layouts), *methods, *_not_modelled(job, layouts)]
 
 
 def pieces_limits(variants: list[Variant]) -> Iterator[str]:
@@ -41,6 +45,10 @@ def _of_layouts(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
         yield "shard_degree (replicas of shards)"
     if "param_offload" in features:
         yield "parameters in host memory"
+
+
+def _of_package() -> Iterator[str]:
+    yield f"groups of more than {LARGEST_UNIT} layers"
 
 
 def _of_methods(variants: list[Variant]) -> Iterator[str]:

@@ -79,9 +79,9 @@ class ChunkCost(NamedTuple):
         return self.forward.net_bytes + self.boundary_bytes - self.released_bytes
 
 
-def further(more: ChunkCost, less: ChunkCost) -> ChunkCost:
-    """Return the costs that one layer adds to a chunk."""
-    return combined(more, less, lambda a, b: a - b)
+def further(more: ChunkCost, less: ChunkCost, layers: int = 1) -> ChunkCost:
+    """Return the costs that one layer adds to a chunk; `more` has `layers` more."""
+    return combined(more, less, lambda a, b: (a - b) / layers)
 
 
 def combined(first: ChunkCost, second: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:

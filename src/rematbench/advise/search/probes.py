@@ -113,7 +113,7 @@ class Prober:
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.plans: dict[tuple[str, tuple[int, ...]], Plan | Refused] = {}
         self._before: dict[tuple[str, tuple[int, ...]], Plan | Unsupported] = {}
-        self._layers: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods
+        self._layers: dict[tuple[str, ...], int] = {}  # layers of a probe, by methods and unit
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
@@ -133,33 +133,37 @@ class Prober:
         """What `measure` finds of a method.  Some methods have no plan for one or two layers, and
         copies by layer repeat only after a few layers: such a method is measured with more, at once
         where the methods needed so many with other settings."""
-        names = tuple(each.name for each in method.methods)
-        fewest = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        unit = unit_of(method)
+        names = (*(each.name for each in method.methods), str(unit))
+        least = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        fewest = whole(least, unit)
         found = measure(method, fewest)
         for layers in MORE_LAYERS:
             if not isinstance(found, Refused):
                 break
-            if max(layers, found.layers) > fewest:
-                fewest = max(layers, found.layers)
+            if (more := whole(max(layers, found.layers), unit)) > fewest:
+                fewest = more
                 found = measure(method, fewest)
         if not isinstance(found, Refused):
             self._layers[names] = fewest
         return found
 
     def _one_rank(self, method: Composition, fewest: int) -> Probe | Refused:
-        made, more = (self._measured(method, (layers,)) for layers in (fewest, fewest + 1))
+        unit = unit_of(method)
+        made, more = (self._measured(method, (layers,)) for layers in (fewest, fewest + unit))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
 
         def lines(traffic: CopyTraffic | None) -> Facts:
             base = made.cost(0, traffic)
-            line = Line(fewest, base, further(more.cost(0, traffic), base))
+            line = Line(fewest, base, further(more.cost(0, traffic), base, unit))
             return Facts(line, line, line)
 
         return Probe(made, made.pinned.further(more.pinned), lines)
 
     def _pipeline(self, method: Composition, fewest: int) -> Probe | Refused:
-        sizes = _sizes(fewest)
+        unit = unit_of(method)
+        sizes = _sizes(fewest, unit)
         ends = sizes[-1]
         same = self._same_end(method, sizes)
         made = self._measured(method, sizes, end=same is None)
@@ -167,7 +171,7 @@ class Prober:
             return made
         ended = made
         if same is None and _spares_end(made):
-            more = self._measured(method, (fewest, fewest, fewest, ends + 1), ranks=(3,))
+            more = self._measured(method, (fewest, fewest, fewest, ends + unit), ranks=(3,))
             if isinstance(more, Refused):
                 return more
             ended = more
@@ -180,11 +184,11 @@ class Prober:
             else:
                 keep = self._keeping
                 first = behind_embedding(middle, keep.cost(0, traffic), keep.cost(1, traffic))
-            slope = ending = further(deeper, middle)
+            slope = ending = further(deeper, middle, unit)
             if same is not None:
-                ending = further(same.cost(2, traffic), same.cost(1, traffic))
+                ending = further(same.cost(2, traffic), same.cost(1, traffic), unit)
             elif ended is not made:  # no copies of the last rank's chunk
-                ending = further(ended.cost(3, traffic), last)
+                ending = further(ended.cost(3, traffic), last, unit)
             return Facts(
                 Line(fewest, first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
             )
@@ -204,28 +208,32 @@ class Prober:
         return None if isinstance(found, Refused) else found
 
     def _floor_of_one(self, method: Composition, fewest: int) -> Floor | Refused:
-        made, more = (self._planned(method, (layers,)) for layers in (fewest, fewest + 1))
+        unit = unit_of(method)
+        made, more = (self._planned(method, (layers,)) for layers in (fewest, fewest + unit))
         if isinstance(made, Refused) or isinstance(more, Refused):
             return made if isinstance(made, Refused) else Refused(str(more))
         (base,), (longer,) = (
             self._small((layers,)).stored(plan)
-            for layers, plan in ((fewest, made), (fewest + 1, more))
+            for layers, plan in ((fewest, made), (fewest + unit, more))
         )
-        line = Line(fewest, base.cost, further(longer.cost, base.cost))
+        line = Line(fewest, base.cost, further(longer.cost, base.cost, unit))
         system = self.problem.system
-        moved = pinned(made, fewest, base, system).further(pinned(more, fewest + 1, longer, system))
+        moved = pinned(made, fewest, base, system).further(
+            pinned(more, fewest + unit, longer, system)
+        )
         return Floor(Facts(line, line, line), moved)
 
     def _floor(self, method: Composition, fewest: int) -> Floor | Refused:
         """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
         has no floor."""
-        sizes = _sizes(fewest)
+        unit = unit_of(method)
+        sizes = _sizes(fewest, unit)
         plan = self._planned(method, sizes)
         if isinstance(plan, Refused):
             return plan
         found = self._small(sizes).stored(plan)
         first, middle, deeper, last = (chunk.cost for chunk in found)
-        slope, nothing = further(deeper, middle), compute_cost(0.0, 0.0)
+        slope, nothing = further(deeper, middle, unit), compute_cost(0.0, 0.0)
         ending = (nothing, nothing) if copies(plan) else (last, slope)
         lines = (Line(fewest, first, slope), Line(fewest, middle, slope), Line(sizes[-1], *ending))
         return Floor(Facts._make(lines), pinned(plan, fewest, found[1], self.problem.system))
@@ -303,9 +311,20 @@ def _spares_end(measured: Measured) -> bool:
     return measured.transfers.granularity == "chunk" and copied[1] == 0 < copied[0]
 
 
-def _sizes(fewest: int) -> tuple[int, ...]:
+def unit_of(method: Composition) -> int:
+    """The number of layers of which a chunk must have a multiple for a method to have a plan
+    (see Method)."""
+    return max(getattr(part, "unit", 1) for part in method.methods) if method.methods else 1
+
+
+def whole(layers: int, unit: int) -> int:
+    """The least multiple of `unit` that is no less than `layers`."""
+    return -(-layers // unit) * unit
+
+
+def _sizes(fewest: int, unit: int) -> tuple[int, ...]:
     """Layers of the ranks of a probe's pipeline."""
-    return fewest, fewest, fewest + 1, min(fewest, 3)
+    return fewest, fewest, fewest + unit, whole(min(fewest, 3), unit)
 
 
 def _rhythm(moves: Transfers) -> int:

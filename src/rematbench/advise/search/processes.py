@@ -138,10 +138,11 @@ def rounds(
     shown: int = 10,
     processes: int = 2,
     most_rounds: int | None = None,
+    limit_s: float = inf,
 ) -> Generator[Progress, None, None]:
     """Yield the progress after each round.  The rounds end if the gap is proved and the first
-    `shown` plans are final (or LATER rounds have searched for them), if no plan is left, or after
-    `most_rounds` rounds."""
+    `shown` plans are final (or LATER rounds have searched for them), if no plan is left, if none
+    left takes less than `limit_s`, or after `most_rounds` rounds."""
     pools: list[Pool[Round, State]] = [
         Pool(1, partial(Part, lists=shown > 1), (request, part, processes), LIMIT_S)
         for part in range(processes)
@@ -151,7 +152,7 @@ def rounds(
         for done in count(1):
             listing = later > 0 and shown > 1
             for pool in pools:
-                pool.add([Round(at.best_s, listing)])
+                pool.add([Round(min(at.best_s, limit_s), listing)])
                 pool.begin()
             states = _living([answer for pool in pools for _, answer in pool.run()])
             fitting = distinct([*fitting, *(one for state in states for one in state.trials)])
@@ -161,7 +162,7 @@ def rounds(
             proved = later > LATER or (later > 0 and at.lists(shown, request.within))
             left_s = at.listed_s if listing else at.bound_s
             ends = left_s == inf and (listing or shown == 1 or not at.results)
-            if proved or ends or done == most_rounds:
+            if proved or ends or at.bound_s >= limit_s or done == most_rounds:
                 return
     finally:
         for pool in pools:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from functools import cached_property, partial
-from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from rematbench.advise.search.candidates import (
     FixedCandidates,
     Tree,
     Variant,
+    package_variants,
     rebuilds,
     variants,
 )
@@ -41,7 +41,7 @@ from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import IDENTITY, MethodError, Registry
+from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
 from rematbench.problem import Problem, rank_states
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
@@ -64,7 +64,8 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     leave free (None: the usual reserve).  `within`: the gap to prove, a share of the best step.
     With `faster_than_s` the search counts the layouts that have a plan with a shorter step, keeps
     the first such plan of each, and proves no best plan.  With `any_fit` it looks for any plan that
-    fits, and bounds no step."""
+    fits, and bounds no step.  `most_methods`: the most methods of a plan (None: as in
+    config/compare.yaml).  `hosts`: whether plans may use host memory beyond what the job says."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -75,6 +76,8 @@ class SearchRequest(Struct, frozen=True, kw_only=True):
     within: float = 0.005
     faster_than_s: float = inf
     any_fit: bool = False
+    most_methods: int | None = None
+    hosts: bool = True
 
 
 class SearchJob:
@@ -120,8 +123,11 @@ class SearchJob:
     @cached_property
     def space(self) -> Space:
         """The layouts of the job; LayoutError if no layout is possible."""
-        work = self.request.spec.workload(self.model)
-        found = space(self.request.spec, self.request.fixed, work, self.cluster, self.system)
+        spec = self.request.spec
+        if not self.request.hosts and spec.optimizer is None and not self.system.optimizer_on_host:
+            spec = replace(spec, optimizer="device")
+        work = spec.workload(self.model)
+        found = space(spec, self.request.fixed, work, self.cluster, self.system)
         if not found.choices:
             reasons = [
                 f"{count} layouts break the rule: {rule}" for rule, count in found.refused.items()
@@ -140,10 +146,11 @@ class SearchJob:
 
     @cached_property
     def variants(self) -> list[Variant]:
-        """The methods to try, alone and composed.  With an engine, only methods that the engine has
-        options for on at least one of three sample layouts.  If it has no options there for the
-        plan that keeps everything, the sample is a layout of the first kind for which it has
-        options."""
+        """The methods to try, alone and composed.  With our executor as the engine, only methods
+        that it runs on at least one of three sample layouts; with a package, the package's own
+        policies on any layout that it runs."""
+        if self.package:
+            return self._policies(self.package)
         found = variants(self.registry, load_compare(), self._only)
         if not self.request.engine:
             return found
@@ -151,21 +158,30 @@ class SearchJob:
         alone = [choice for choice in choices if choice.layout.pp == 1]
         some = (*alone[:1], choices[len(choices) // 2], choices[-1])
         engines = [Engines(self.problem(one), self.request.engine) for one in some]
-        if not self._runs(IDENTITY, engines):
-            kinds = {_kind(choice): choice for choice in choices}.values()
-            others = (Engines(self.problem(one), self.request.engine) for one in kinds)
-            engines = list(islice((one for one in others if self._runs(IDENTITY, [one])), 1))
-        if not engines:
-            name = self.request.engine
-            raise MethodError(
-                f"engine {name} cannot run stack {self.system.name} on any of these layouts"
-            )
         return [one for one in found if self._runs(one.at(1), engines)]
+
+    @cached_property
+    def package(self) -> MethodEntry | None:
+        """The package whose policies alone are searched; None for our methods."""
+        return baselines().get(self.request.engine)
+
+    def _policies(self, package: MethodEntry) -> list[Variant]:
+        """The package's policies.  Which there are depends on the kind of a layout and on the
+        layers of its chunks; options for uneven chunks are none of its policies'."""
+        even = (choice for choice in self.space.choices if choice.even)
+        kinds = {(_kind(choice), choice.sizes[:1]): choice for choice in even}
+        problems = map(self.problem, kinds.values())
+        runs = [one for one in problems if not package.cls.inexpressible(one)]
+        if not runs:
+            raise MethodError(
+                f"engine {package.name} cannot run stack {self.system.name} on any of these layouts"
+            )
+        return package_variants(package, runs, self._only)
 
     @cached_property
     def planners(self) -> tuple[str, ...]:
         """The planners to try at the end: the requested ones, or all of them."""
-        if self.request.only:
+        if self.request.only or self.package:
             return tuple(name for name in self.request.only if name not in self._only)
         return tuple(name for name, entry in self.registry.methods.items() if entry.planner)
 
@@ -192,7 +208,8 @@ class SearchJob:
             [self._shard(index) for index in self._part_indices(part, parts)],
         )
         keeping = not request.only or IDENTITY in request.only
-        most, exact = load_compare().most_methods, request.within == 0 and not request.any_fit
+        most, exact = request.most_methods, request.within == 0 and not request.any_fit
+        most = load_compare().most_methods if most is None else most
         tree = Tree(self._samples(), most, keeping=keeping, exact=exact)
         return Search(
             shards,
@@ -257,6 +274,8 @@ class SearchJob:
             again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.variants
             probes = {variant: bounds.shard.probe(Candidate((variant,))) for variant in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+        if not self.request.hosts:
+            return [{s: p for s, p in one.items() if "offload" not in p.kinds} for one in found]
         return found
 
     def _shard(self, index: int) -> ShardBounds:
@@ -309,7 +328,7 @@ class SearchJob:
             assert one.verdict is not None
             one_layout = _parallel(choice) == _parallel(self.choice(first))
             limit_s = math.exp(ratio_band(one_layout=one_layout)) * first.fitting_s
-            family = self.registry.resolve(one.method, None, problem).name
+            family = self.registry.resolve(one.method, None, problem).family
             found.append(
                 replace(
                     one,
@@ -377,6 +396,12 @@ def _registry(request: SearchRequest) -> Registry:
     if request.engine and request.engine not in engines:
         raise MethodError(f"unknown engine {request.engine!r} (known: {', '.join(engines)})")
     registry = discover(request.folders)
+    for text in request.only if request.engine in baselines() else ():
+        if text != IDENTITY and text.partition(":")[0] != request.engine:
+            raise MethodError(
+                f"{text!r}: engine {request.engine} has policies of its own: give their names, "
+                f"such as {request.engine}:KEY=VALUE, or no method"
+            )
     planned = [_planned(registry, name) for name in request.only]
     if planned and all(planned):
         why = "a planner starts from the plans of other methods: add a method that is not a planner"

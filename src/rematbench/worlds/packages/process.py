@@ -21,7 +21,7 @@ from rematbench.evaluate.result import Status
 from rematbench.host.errors import UserError
 from rematbench.host.files import scratch
 from rematbench.host.ranks import error_of_exit, error_of_record, record_status
-from rematbench.plugins.discover import load_baseline, load_file
+from rematbench.plugins.discover import load_baselines
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
 from rematbench.spec.configfile import closest
@@ -75,14 +75,11 @@ class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 @cache
 def baselines() -> dict[str, MethodEntry]:
     """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
-    found: dict[str, MethodEntry] = {}
-    broken: dict[str, str] = {}
-    for path in sorted(data_dir("baselines").glob("*/plan.py")):
-        load_file(path, found, broken, load=load_baseline)
+    found, broken = load_baselines()
     if broken:
         path_name, reason = next(iter(broken.items()))
         raise BaselineError(f"{path_name}: {reason}")
-    return dict(sorted(found.items()))
+    return found
 
 
 def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:

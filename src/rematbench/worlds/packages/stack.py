@@ -163,10 +163,9 @@ def package_problem(method: Composition, problem: Problem) -> Problem:
     """The problem with the tensors of the package's stack, evaluated with the package's activation
     peaks; the unchanged problem if the baseline has no `stack.py` or the policy gives no plan."""
     policy = method.methods[0]
-    if isinstance(method.plan(problem), Unsupported):
-        return problem
     stack = stack_of(policy.name, policy, problem)
-    return problem if stack is None else stack.problem(problem, partial(_evaluated, policy))
+    here = problem if stack is None else stack.problem(problem, partial(_evaluated, policy))
+    return problem if isinstance(method.plan(here), Unsupported) else here
 
 
 def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:

@@ -1,0 +1,85 @@
+"""Beside the fastest plan: the simplest of its tie, and the best of a package's own options."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.advise.search import search_job, tie
+from rematbench.advise.search.processes import in_one_process
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.space import Fixed
+from rematbench.cli.search_output import package_line
+from rematbench.evaluate.result import Result
+from rematbench.spec.problemspec import ProblemSpec
+from tests.everything import everything
+
+GIB = 2**30
+TIGHT = SearchRequest(
+    spec=ProblemSpec(
+        model="gpt-1.3b", cluster="a800-80gb", system="megatron-core", gpus=4, seq_len=8192,
+        global_batch=8, hbm_bytes=16 * GIB,
+    ),
+    only=("keep_all", "balanced_checkpointing:point=all", "pp_offload:alpha=0.5"),
+    fixed=Fixed(cp=1, micro_batch=1, vpp=1, zero_stage=1),
+    within=0.0,
+)  # fmt: skip
+
+
+def best_of(made: SearchJob) -> Result:
+    results, _ = in_one_process(made.search(), most_work=1 << 40)
+    return made.completed(results[:1])[0]
+
+
+def level(one: Result) -> tuple[int, bool]:
+    """Methods, and whether host memory is used."""
+    return len(set(one.family.split("+")) - {"keep_all"}), bool(one.host_node_bytes)
+
+
+@pytest.mark.parametrize(
+    ("width", "only"),
+    [
+        (1.0, TIGHT.only),
+        pytest.param(
+            *(1.0, ("pp_offload:alpha=0.5", "balanced_checkpointing:point=all")),
+            marks=pytest.mark.full,
+        ),
+        (0.0, TIGHT.only),
+    ],
+)
+def test_the_simplest_plan_of_the_tie_is_that_of_all_plans(
+    width: float, only: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewest methods, then no host memory, then the fastest: of all plans, none of them shown."""
+    for module in (tie, search_job):
+        monkeypatch.setattr(module, "ratio_band", lambda *, one_layout: width)
+    made = SearchJob(replace(TIGHT, only=only))
+    best = best_of(made)
+    tied = [
+        replace(one.result, family=made.registry.resolve(one.result.method).family)
+        for one in everything(made.request)
+        if one.result.fitting_s <= math.exp(width) * best.fitting_s
+    ]
+    least = min((level(one), one.fitting_s) for one in tied)
+    simple = tie.simplest(made, best, 1)
+    assert (simple is None) == (level(best) == least[0])
+    assert simple is None or (level(simple), simple.fitting_s) == least
+
+
+def test_what_a_package_reaches_alone_is_a_line() -> None:
+    """On its own stacks only, and not in a search of the package itself."""
+    made = SearchJob(TIGHT)
+    best = best_of(made)
+    ((name, alone),) = tie.of_packages(made, best, 1)
+    assert name == "megatron_core"
+    assert alone is not None
+    own = SearchJob(replace(TIGHT, only=(), engine=name))
+    assert alone.fitting_s == best_of(own).fitting_s
+    share = 100 * (best.fitting_s / alone.fitting_s - 1.0)
+    tied = ", a tie" if alone.tied else ""
+    assert package_line(name, alone, best).endswith(f", {share:+.1f} %{tied}")
+    assert package_line(name, best, best).endswith(", as fast as the first row")
+    assert "no plan" in package_line(name, None, best)
+    assert not list(tie.of_packages(own, best, 1))
+    other = SearchJob(replace(TIGHT, spec=replace(TIGHT.spec, system="torchtitan")))
+    assert not list(tie.of_packages(other, best, 1))
