@@ -22,7 +22,7 @@ SHARDED = ["--system", "torchtitan"]
 KEYS = """
 allocator_retries band fits step_s tokens_per_s_per_gpu mfu_causal mfu_dense hfu peak_device_bytes
 peak_host_bytes recompute_flop offload_bytes parameters headroom_bytes binds status reason job
-run_with
+run_with reserved_bytes device_total_bytes device_total_checked
 """
 
 

@@ -279,7 +279,7 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
         "is the quantile of the other sources' errors over jobs with the same number of "
         "properties (stack, generation, scale, context, mechanism) outside of the published "
-        "range. Ratios on one stack, "
+        "range, and at least that over jobs outside in the same property. Ratios on one stack, "
         f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
         f"{_ratios(one_layout=False)} between layouts. {_margins()}",
     )
