@@ -2,7 +2,6 @@
 and a simulated plan that does not fit may exclude further plans of its candidate."""
 
 from collections import Counter
-from functools import partial
 from math import inf
 from operator import itemgetter
 
@@ -140,14 +139,7 @@ class MemoryRules:
         self, place: Place, candidate: Candidate, pieces: int, bound_s: float, below: float
     ) -> None:
         """Queue a candidate in the fewest pieces (more than `pieces`) in which its bytes may fit at
-        a step less than `below`.  Pieces change neither the kept bytes nor the host bytes.  A
-        search for any fit asks only where the bytes that the candidate keeps leave room for any
-        pieces."""
-        assert candidate.pieces is not None
-        if self.queue.lean and not self.may_fit(
-            place, candidate.without(candidate.pieces), Candidate((candidate.pieces,))
-        ):
-            return
+        a step less than `below`.  Pieces change neither the kept bytes nor the host bytes."""
         bounds, at = place.bounds, place.index
         known = bounds.of(candidate, pieces)
         if isinstance(known, Refused):
@@ -196,20 +188,6 @@ class MemoryRules:
             else:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
-
-    def may_fit(self, place: Place, lean: Candidate, pieces: Candidate | None) -> bool:
-        if (lean, pieces) not in place.families:
-            place.families[lean, pieces] = self._holds(place, lean, pieces)
-        return place.families[lean, pieces]
-
-    def _holds(self, place: Place, lean: Candidate, pieces: Candidate | None) -> bool:
-        shard, minimum = place.shard, place.bounds.minimum
-        for bytes_of in (minimum.of_all, partial(minimum.of_family, lean)):
-            over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
-            if over > 0:
-                self.excluded.lacks_device(over)
-                return False
-        return True
 
     def after_failure(self, bound_s: float, place: Place, item: Item, trial: Trial) -> None:
         """Queue the work that follows a plan that does not fit."""
