@@ -42,9 +42,9 @@ SECONDS = ("first", "before", "time", "tight", "keep")
 
 class Checked(NamedTuple):
     """One candidate: what it is, and its bounds as shares of what is simulated; `before`: the one
-    of the candidate without its last method; `keep`: the one of keeping everything; `more` and
-    `more_host`: bytes as fewer pieces bound them; `kept`, `copied`: bytes on the device and the
-    host by the plan's fates alone."""
+    of the candidate without its last method; `keep`: the one of keeping everything; `least`: bytes
+    of every plan; `more` and `more_host`: bytes as fewer pieces bound them; `kept`, `copied`: bytes
+    on the device and the host by the plan's fates alone."""
 
     text: str
     first: float
@@ -54,6 +54,7 @@ class Checked(NamedTuple):
     keep: float
     peak: float
     host: float
+    least: float
     more: float
     more_host: float
     kept: float
@@ -133,6 +134,7 @@ def _checked(
         keep / found.step_s,
         float(bounds.peak_bytes[step - 1, 0]) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
+        float(own.minimum.of_all(candidate.cutting if candidate.cutting.parts else None)[0]) / peak,
         more,
         more_host,
         (float(short.device[step - 1, 0]) + float(shard.usable_bytes[0])) / peak,

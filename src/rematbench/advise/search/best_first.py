@@ -241,8 +241,10 @@ class Search:
         )
 
     def _expand(self, bound_s: float, place: Place, candidate: Candidate) -> None:
-        """Queue the candidates with one more method than `candidate`; in a search for any fit the
-        leanest candidate of each family before them."""
+        """Queue the candidates with one more method than `candidate`, if the smallest plan may fit;
+        in a search for any fit the leanest candidate of each family before them."""
+        if not self.memory.may_fit(place):
+            return
         if self.queue.lean and candidate == KEEP:
             for leanest in self.tree.leanest:
                 self.queue.push(0.0, Item("compose", place, None, leanest))

@@ -189,6 +189,21 @@ class MemoryRules:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
 
+    def may_fit(self, place: Place) -> bool:
+        """Whether a plan that keeps no activation may fit a layout, in pieces if any method has
+        them."""
+        if place.holds is None:
+            pieces = [Candidate((one,)) for one in self.tree.added if one.cuts]
+            least = min(
+                float(place.bounds.minimum.of_all(one)[place.index]) for one in (None, *pieces)
+            )
+            over = least - float(place.shard.usable_bytes[place.index])
+            place.holds = over <= 0
+            if over > 0:
+                self.excluded.lacks_device(over)
+                self.excluded.counts["device memory too small even for the smallest plans"] += 1
+        return place.holds
+
     def after_failure(self, bound_s: float, place: Place, item: Item, trial: Trial) -> None:
         """Queue the work that follows a plan that does not fit."""
         candidate, result = item.candidate, trial.result

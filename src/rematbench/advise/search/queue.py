@@ -37,15 +37,18 @@ BEGINNING: tuple[Stage, ...] = ("layout", "root")
 
 class Place(Struct):
     """A layout during the search: the bounds of its shard, and its index there.  `fits`: the lowest
-    step of its share at which a candidate fits, in as few pieces as it has; `tightened`: whether any of its candidates has a bound by the schedule;
-    `judged`: candidates and pieces that have bounds; `simulated`: plans, by content; `short`:
-    live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces;
-    `ends`: a share's lowest step that host memory cannot hold; `refused`: candidates without a plan
-    at any step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
+    step of its share at which a candidate fits, in as few pieces as it has; `holds`: whether the
+    smallest plan may fit (None: unknown); `tightened`: whether any of its candidates has a bound by
+    the schedule; `judged`: candidates and pieces that have bounds; `simulated`: plans, by content;
+    `short`: live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no
+    pieces; `ends`: a share's lowest step that host memory cannot hold; `refused`: candidates
+    without a plan at any step and in any pieces; `counted`: the layout has a plan faster than
+    `faster_than_s`."""
 
     bounds: ShardBounds
     index: int
     fits: dict[Candidate, int]
+    holds: bool | None = None
     tightened: bool = False
     engines: Engines | None = None
     judged: set[tuple[Candidate, int]] = set()

@@ -74,6 +74,7 @@ class MinimumBytes:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self._shorts: dict[Candidate, Short | None] = {}
+        self._leasts: dict[Candidate | None, Array] = {}
 
     @cached_property
     def shares(self) -> Array:
@@ -104,7 +105,7 @@ class MinimumBytes:
         ends = (floors[0].nbytes, floors[1].nbytes)
         lean, host_bytes = shard.stored(candidate, ends, floors[1].pinned)
         cut = candidate.whole != candidate  # pieces have other transients
-        peak_bytes = peak_bound(shard.columns, lean) if cut else self._above(lean)
+        peak_bytes = peak_bound(shard.columns, lean) if cut else self._above(lean, None)
         device = shard.wide(
             candidate, peak_bytes - shard.rounding_bytes(candidate) - shard.usable_bytes
         )
@@ -124,23 +125,36 @@ class MinimumBytes:
         """Whether methods that compute in pieces leave what layers store as it is."""
         return self.shard.floors(pieces) == self.shard.floors(KEEP)
 
-    def _above(self, facts: Facts) -> Array:
-        """Device bytes of plans that keep what `facts` say, and above it the bytes that passes of
-        the candidate that keeps everything need."""
+    def of_all(self, pieces: Candidate | None) -> Array:
+        """Device bytes that even a plan that keeps no activation needs: in no pieces, or in those
+        of the candidate `pieces`."""
+        if pieces not in self._leasts:
+            keep = self.shard.probe(KEEP)
+            assert isinstance(keep, Probe)
+            lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
+            self._leasts[pieces] = self._above(Facts._make(lines), pieces)
+        return self._leasts[pieces]
+
+    def _above(self, facts: Facts, pieces: Candidate | None) -> Array:
+        """Device bytes of plans that keep what `facts` say, and above it what passes of the
+        candidate that keeps everything need."""
         lines = (
             line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
-            for line, high in zip(facts, self._highs, strict=True)
+            for line, high in zip(facts, self._highs(pieces), strict=True)
         )
         return peak_bound(self.shard.columns, Facts._make(lines))
 
-    @cached_property
-    def _highs(self) -> list[float]:
+    def _highs(self, pieces: Candidate | None) -> list[float]:
         """Bytes that passes of the candidate that keeps everything need above the kept bytes, on
-        the first, a middle and the last rank."""
-        keep = self.shard.probe(KEEP)
-        if isinstance(keep, Refused):
+        the first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
+        many where their number is open."""
+        probe, candidate = self.shard.probe, pieces or KEEP
+        probes = [probe(candidate, at) for at in ((1, 2) if candidate.pieces else (1,))]
+        facts = [one.nbytes for one in probes if isinstance(one, Probe)]
+        if len(facts) < len(probes):
             return [0.0] * 3
-        return [max(0.0, height(line.base)) for line in keep.nbytes]
+        ends = zip(facts[0], facts[-1], strict=True)
+        return [max(0.0, 2 * height(b.base) - height(a.base)) for a, b in ends]
 
 
 class ShardBounds:
