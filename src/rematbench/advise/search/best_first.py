@@ -124,7 +124,8 @@ class Search:
             trial = self._take(0.0 if lean else bound_s, item)
             if lean and item.place:
                 lean.waiting[item.place.choice] -= 1
-            if not entries and self.best_s == self.queue.faster_than_s == inf:  # nothing fits
+            none = not lean and self.best_s == self.queue.faster_than_s == inf
+            if not entries and none:  # nothing fits: by how much is asked
                 self.memory.replay_whole()
                 self.memory.measure_shortage()
             turn += own  # of entries that are more than a comparison of bounds

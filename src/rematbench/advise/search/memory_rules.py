@@ -64,8 +64,6 @@ class MemoryRules:
         case, because a smaller share may suffice with one more method.  Each number of pieces is
         judged once, although both the judgment and the failed plan of fewer pieces request it.  If
         host memory is short, they do not: pieces do not change host bytes."""
-        if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
-            return
         if (candidate, pieces) in place.judged:
             return
         place.judged.add((candidate, pieces))
@@ -75,6 +73,8 @@ class MemoryRules:
         if pieces == 1 and self.tree.ends_next(candidate) and self.lacks_bytes(place, candidate):
             for more in self.tree.more(candidate):
                 self.queue.push(bound_s, Item("compose", place, None, more))
+            return
+        if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
             return
         bounds, at = place.bounds, place.index
         found = self._first_step(place, candidate, pieces, bound_s)
