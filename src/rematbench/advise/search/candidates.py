@@ -329,12 +329,6 @@ class Tree:
             )
         return self._ends_next[candidate]
 
-    def lean(self, candidate: Candidate) -> Candidate:
-        """The lean candidate of a candidate's family, without the method that computes in
-        pieces."""
-        parts = (self.stands_for[part] or part for part in candidate.parts if not part.cuts)
-        return Candidate(tuple(parts))
-
     def plans(self, layers: int) -> int:
         """The number of plans at a layout whose longest chunk has `layers` layers: every step of
         the scalars of every candidate."""
@@ -352,24 +346,17 @@ class Tree:
         return found
 
     @cached_property
-    def families(self) -> list[tuple[Candidate, Candidate | None]]:
-        """Each family: its lean candidate, and the candidate of its pieces alone (None without
-        pieces)."""
-        found: dict[tuple[Candidate, Candidate | None], None] = {}
+    def leanest(self) -> list[Candidate]:
+        """The lean candidate of each family."""
+        found: dict[Candidate, None] = {}
         waiting = [KEEP]
         while waiting:
             for more in self.more(waiting.pop()):
-                key = self.family(more)
-                if key not in found:
-                    found[key] = None
-                    waiting.append(Candidate((*key[0].parts, *(key[1].parts if key[1] else ()))))
+                lean = Candidate(tuple(self.stands_for[part] or part for part in more.parts))
+                if lean not in found:
+                    found[lean] = None
+                    waiting.append(lean)
         return list(found)
-
-    def family(self, candidate: Candidate) -> tuple[Candidate, Candidate | None]:
-        """The family of a candidate: its lean candidate, and the candidate of its pieces alone or
-        None."""
-        cutting = candidate.cutting
-        return self.lean(candidate), cutting if cutting.parts else None
 
 
 class FixedCandidates(Tree):
