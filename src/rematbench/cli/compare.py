@@ -136,6 +136,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     results = comparison.results()
     fits = any(result.fits for result in results)
     changes = [] if fits else would_fit(asked.problem, results, comparison.registry)
+    tight = comparison.when_tight(results)
     rows = table(results, order)
     if json:
         answer = {
@@ -144,10 +145,14 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
             "would_fit": changes,
             "unavailable": comparison.registry.broken,
             "left_out": comparison.left_out,
+            "when_tight": tight and tight.row(),
         }
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
         printed.notes(results, changes)
+        if tight is not None:
+            text = f"FASTER but tight: {_summary(tight)}, with --reserve-gib 0"
+            printed.out.print(plain(text), soft_wrap=True)
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
     if plot is not None:

@@ -1,6 +1,7 @@
 """Every method, composition and baseline policy on one job: evaluated, ranked, and as rows."""
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +43,12 @@ COLUMNS = (
     *("evidence", "tied_with_best", "host_bytes", "runs_on", "days", "cost"),
 )
 """The columns of a comparison in order; the facts of the job and `run_with` follow."""
+
+NEAREST = 8
+"""Results, fastest first, that are tried again without the device's reserve."""
+
+ALIKE = 0.0005
+"""Steps that differ by a smaller share are shown as equal."""
 
 STATUSES = ("ok", "fragmented", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""
@@ -101,7 +108,8 @@ class Comparison:
         self.job, self.config, self.limit_s = job, config, limit_s
         self.registry, self.engines = discover(methods), Engines(job.problem)
         named = named_candidates(self.registry, config, job.problem, (*only, *also))
-        self.pool: Pool[Task, Result] = Pool(processes, Tuning, (job, tuple(methods)), limit_s)
+        self._folders, self._processes = tuple(methods), processes
+        self.pool = self._pool(job)
         self.all, self.named = not only, {candidate.name for candidate in named}
         self.first = first_candidates(self.registry, config) if self.all else []
         names = {candidate.name for candidate in self.first}
@@ -109,6 +117,32 @@ class Comparison:
         self.pairs: dict[str, Pair] = {}
         self.alone: list[tuple[Candidate, Plan]] = []
         self.composed: set[str] = set()
+
+    def _pool(self, job: Job) -> Pool[Task, Result]:
+        return Pool(self._processes, Tuning, (job, self._folders), self.limit_s)
+
+    def when_tight(self, results: Sequence[Result]) -> Result | None:
+        """The fastest of the first `results` on the device without its reserve, if it is faster
+        than they are: methods that tune themselves to the device rebuild and copy less there, and
+        what they leave may be less than the error of predicted peaks.  None without a reserve."""
+        fitting = [one for one in results if one.timed and one.fits and not one.same_as][:NEAREST]
+        problem = self.job.problem
+        if not fitting or not problem.reserve_bytes:
+            return None
+        near = {one.method for one in fitting}
+        names = [c.name for c, one in self.pairs.values() if one.method in near]
+        names = [
+            name for name in names if not self.registry.has_planner(self.pairs[name][0].methods)
+        ]
+        job = replace(self.job, problem=replaced(problem, reserve_bytes=0))
+        pool = self._pool(job)
+        pool.add(named_candidates(self.registry, self.config, job.problem, names))
+        answers = [answer for _, answer in pool.run() if isinstance(answer, Result)]
+        pool.close()
+        best = min(answers, key=lambda one: one.fitting_s, default=None)
+        if best is None or best.fitting_s >= (1.0 - ALIKE) * fitting[0].fitting_s:
+            return None
+        return ranked([replace(best, job=job)])[0]
 
     def quick(self) -> None:
         """Evaluate all candidates except planners, and the best variants of methods' grids."""
