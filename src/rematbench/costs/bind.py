@@ -253,6 +253,21 @@ class CostModel(KernelCosts):
         width = self.system.host_grad_bytes + self.system.param_bytes
         return self.host_dram_s(width * parameters)
 
+    def visiting_share(self, *, two_way: bool) -> float:
+        """The share of optimizer states at home on the host that should visit the device, f* =
+        t_cpu / (t_cpu + t_copy), so that the host's updates and the visits' copies end together.
+        `two_way`: copies up run beside copies down.  A visit also delays the host, which shortens
+        its copy as seen by the host: t_copy - t_delay.  1 on a cluster without a host rate."""
+        if not self.cluster.host_update_parameters_per_s:
+            return 1.0
+        many = 10**9  # beyond the copies' latency
+        cpu_s, states = self.host_update_beside_s(many, 0.0), self.system.optimizer_bytes * many
+        traffic = NO_TRAFFIC._replace(two_way_share=float(two_way))
+        up_s, down_s = self.copy_s(states, "h2d", traffic), self.copy_s(states, "d2h", traffic)
+        copy_s = max(up_s, down_s) if two_way else up_s + down_s
+        delay_s = self.common.visit_delay_share * self.copy_s(states, "h2d")
+        return min(1.0, cpu_s / max(cpu_s, cpu_s + copy_s - delay_s))
+
     def host_update_beside_s(self, parameters: int, visiting_bytes: float) -> float:
         """Seconds of the update of a rank's parameters on the host beside copies: a share of what
         update, cast and copy up take one after another, and a share of the copies of the states

@@ -204,7 +204,9 @@ def not_timed(problem: Problem, plan: Plan) -> str:
     if problem.untimed:
         return problem.untimed
     cluster, parameter = problem.cluster, plan.state("parameter")
-    if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
+    optimizer = plan.state("optimizer")
+    places = optimizer.pieces.places if optimizer.pieces else (optimizer.home,)
+    if "host" in places and cluster.host_update_parameters_per_s is None:
         return (
             f"{NOT_TIMED}an optimizer in host memory on cluster {cluster.name}, whose file has no "
             f"{HOST_RATE}"

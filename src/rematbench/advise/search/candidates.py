@@ -155,11 +155,14 @@ def chooses(method: Method, registry: Registry) -> bool:
 
 
 def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Variant]:
-    """Return every method that is not a planner, at its defaults or at each setting of its grid,
-    and the policies.  `only`: the names of the methods and policies to take; empty for all."""
+    """Return every method that is not a planner and moves no states, at its defaults or at each
+    setting of its grid, and the policies.  `only`: the names of the methods and policies to take;
+    empty for all."""
     found: list[Variant] = []
     for entry in registry.methods.values():
-        if entry.planner or entry.name == IDENTITY or (only and entry.name not in only):
+        if entry.planner or entry.moves_states or entry.name == IDENTITY:
+            continue
+        if only and entry.name not in only:
             continue
         found += _of_method(entry)
     for policy in config.policies:

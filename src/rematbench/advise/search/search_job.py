@@ -402,11 +402,20 @@ def _registry(request: SearchRequest) -> Registry:
                 f"{text!r}: engine {request.engine} has policies of its own: give their names, "
                 f"such as {request.engine}:KEY=VALUE, or no method"
             )
+    for name in request.only:
+        moving = [m.name for m in registry.resolve(name).methods if _moves(registry, m.name)]
+        if moving:
+            why = "places training states, which the bounds of search do not model: use compare"
+            raise MethodError(f"{moving[0]} {why}, or --optimizer")
     planned = [_planned(registry, name) for name in request.only]
     if planned and all(planned):
         why = "a planner starts from the plans of other methods: add a method that is not a planner"
         raise MethodError(f"{request.only[0]}: {why}, or use compare")
     return registry
+
+
+def _moves(registry: Registry, name: str) -> bool:
+    return registry.methods[name].moves_states
 
 
 def _planned(registry: Registry, name: str) -> bool:
