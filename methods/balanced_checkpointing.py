@@ -12,13 +12,24 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from rematbench.plan import Fraction, Plan, Recompute, Rule, Scope, Select, Settings
+from rematbench.plan import (
+    Fraction,
+    Plan,
+    Recompute,
+    Rule,
+    Scope,
+    Select,
+    Settings,
+    Unsupported,
+)
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.pareto import cheapest_within, front
+from rematbench.solve.pareto import candidates, cheapest_within, front
 
 PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "expert_fc2_in", "shared_fc2_in")
 FC1 = ("gate_out", "up_out", "expert_fc1_out", "shared_gate_out", "shared_up_out")
+MOST = 17
+"""Tensors of a layer whose subsets are counted in seconds."""
 
 
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,8 +49,11 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_fraction: Fraction = 0.7
     scope: Scope = "consumer"
 
-    def plan(self, problem: Problem, base: Plan) -> Plan:
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Recompute the point's activations where the base keeps them."""
+        count = max(len(candidates(table)) for table in problem.layer_kinds)
+        if self.point == "front" and count > MOST:
+            return Unsupported(f"front has 2^{count} subsets of a layer's tensors (most: 2^{MOST})")
         kept = kept_activations(problem, base) - {"layer_input"}
         dropped = tuple(sorted(kept & self._dropped(problem)))
         if not dropped:

@@ -418,7 +418,7 @@ def notes(results: Sequence[Result]) -> list[str]:
         lines.append(f"= tied: within {error}, our error when comparing two methods")
     lines.append(
         "where the step goes: compute, recompute and pipeline bubble of the busiest rank, and "
-        "the time that copies, communication (tp, cp, dp, pp) and host waits add to the step"
+        "the time that copies, communication (tp, cp, ep, dp, pp) and host waits add to the step"
     )
     lines.append(
         "80 % band: 80 % of published speeds, of sources of equal weight, differ by less than this "
