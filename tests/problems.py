@@ -56,7 +56,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 """Facts of blocks that neither Llama nor GPT has."""
 ANY_LAYOUT: dict[str, Any] = {
-    "model_parallel": ("tp", "pp", "vpp"),
+    "model_parallel": ("tp", "pp", "vpp", "ep"),
     "zero_stages": (0, 1, 2, 3),
     "wide_attention": "fp64",
 }
