@@ -126,7 +126,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         text = error.format_message()
         where = context.command_path if context else "rematbench"
-        _fail(where, text + (_not_modelled(text) or _our_option(text)))
+        _fail(where, text.rstrip(".") + (_not_modelled(text) or _our_option(text)))
     except UserError as error:
         _fail(command, str(error))
     except UNSOUND as error:
