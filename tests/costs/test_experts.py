@@ -38,10 +38,17 @@ QWEN = Model(
     position="rope",
     tied_embeddings=False,
     qk_norm=True,
-    experts=Experts(count=128, active=8, ffn=768),
+    experts=Experts(count=128, active=8, ffn=768, aux_loss=0.001),
 )
 SIGMOID = Experts(
-    count=256, active=8, ffn=2048, shared_ffn=2048, router="sigmoid", groups=8, dense_layers=(0,)
+    count=256,
+    active=8,
+    ffn=2048,
+    shared_ffn=2048,
+    router="sigmoid",
+    groups=8,
+    dense_layers=(0,),
+    aux_loss=0.001,
 )
 
 
@@ -65,8 +72,11 @@ STATISTICS = 4 * (2 + QWEN.num_heads + QWEN.num_kv_heads)
 VIEWS = 2 * (QWEN.q_width + QWEN.kv_width)
 """The norm of keys reads a view, which keeps the projection's whole output: of it queries (copied
 for their norm) and values (copied for the kernel) are kept once more."""
+INDICES = 8 * 8
+"""Indices (int64) of the auxiliary loss's own choice: autograd saves them and drops them at once,
+because nothing differentiates through the choice."""
 COUNTS = 8 * 128 / TOKENS
-"""The tokens of each expert (int64)."""
+"""The tokens of each expert (int64), which the auxiliary loss saves."""
 TRACED: dict[str, tuple[float, tuple[str, ...]]] = {
     "none": (124_568.25, ()),
     "moe_act": (112_280.25, ("expert_fc2_in",)),
@@ -93,7 +103,7 @@ def test_a_layer_saves_what_megatron_core_saves(module: str) -> None:
     assert set(dropped) <= set(found.saved)
     kept = [name for name in found.saved if name not in dropped]
     more: float = STATISTICS + VIEWS
-    more += 0 if module == "moe" else COUNTS
+    more += 0 if module == "moe" else COUNTS + INDICES
     more -= 8 if module == "layernorm" else 0  # the statistics of both norms
     assert per_token(found, *kept) + more == traced
 
@@ -107,7 +117,7 @@ def test_a_shared_expert_and_a_sigmoid_router_with_groups() -> None:
     """The terms of DeepSeek-V3's experts in its traced layer (459,832.5 bytes a token)."""
     found = table(replace(QWEN, hidden=7168, experts=SIGMOID), ep=8, dp=8)
     router = per_token(found, "router_scores")
-    assert router == 2 * 4 * 256 + 256 + 8 * 8 * 2 + 32 + 2 * 64 + 32 + 8
+    assert router == 2 * 4 * 256 + 256 + 8 * 8 * 2 + 32 + 64 + 32 + 8
     assert per_token(found, "permutation") == 256 + 4 * 256 + 64
     experts = per_token(found, "expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
     assert experts == 114_688 + 98_336

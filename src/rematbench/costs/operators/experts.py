@@ -41,13 +41,16 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
 
 
 def router_bytes(experts: Experts) -> int:
-    """Bytes of a token that a router saves: probabilities of all experts in fp32, indices and
-    probabilities of the active ones, with a sigmoid the logits' own, and with groups their masks
-    and choices."""
+    """Bytes of a token that a router saves: indices and probabilities (fp32) of the active experts;
+    with a sigmoid those of all experts and their sum; with an auxiliary loss its own probabilities
+    of all experts (and their sum); with groups their masks and choices."""
     count, active = experts.count, experts.active
-    nbytes = FP32 * count + (2 * INDEX + FP32) * active
+    sums = FP32 * (experts.router == "sigmoid")
+    nbytes = (INDEX + FP32) * active + sums
     if experts.router == "sigmoid":
-        nbytes += FP32 * count + INDEX
+        nbytes += FP32 * count
+    if experts.aux_loss:
+        nbytes += FP32 * count + sums
     if experts.groups > 1:
         nbytes += count + 20 * experts.groups
     return nbytes
