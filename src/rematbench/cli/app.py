@@ -88,6 +88,7 @@ def command_line(requested: str = "") -> typer.Typer:
         "--help.  For shell completion: rematbench --install-completion.  For the workflow and "
         "Slurm commands: rematbench --help-all",
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )

@@ -17,7 +17,15 @@ from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
+from rematbench.cli.show import (
+    FRAGMENTS,
+    UNTIMED,
+    heading,
+    nominal,
+    over_peak,
+    tight_line,
+    world_line,
+)
 from rematbench.cli.targets import Json, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
@@ -410,10 +418,18 @@ def notes(results: Sequence[Result]) -> list[str]:
         "80 % band: 80 % of published speeds differ by less than this from predictions that were "
         "fitted without their source; the band is wider for jobs that are unlike the published ones"
     )
+    lines += over_peaks(fitting)
     bands = [result.error_band for result in fitting if result.error_band]
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())
     lines += [f"outside of the published range: {'; '.join(outside)}"] if outside else []
     return [*lines, tight_line(), *retry_lines(fitting)]
+
+
+def over_peaks(results: Iterable[Result]) -> list[str]:
+    """A line for each reason why an MFU of the results is over 100 %."""
+    shares = (one.evaluation for one in results if one.evaluation is not None)
+    said = dict.fromkeys(over_peak(each.mfu_causal, each.mfu_dense) for each in shares)
+    return [f"MFU {why}" for why in said if why]
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:

@@ -10,7 +10,7 @@ from rematbench import __version__
 from rematbench.advise.search.processes import Progress
 from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
-from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result, assumed
 from rematbench.evidence.bands import ratio_band
@@ -173,6 +173,7 @@ def notes(
             f"faster than the first row ({at.simulations} of {at.plans:,} plans simulated)"
         )
         yield from _rows_note(job, at, found)
+        yield from over_peaks(found)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
