@@ -87,7 +87,7 @@ def predict_baseline(
       rematbench baseline predict megatron_core --model gpt-22b --cluster a100-80gb-selene
         --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
     """
-    need_file("--out", out)
+    need_file("-o", out)
     made = of_baseline(run)
     here = package_problem(made.method, made.problem)
     result = evaluate_method(here, made.method)
@@ -142,7 +142,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     """
     if device not in ("", "cpu", "cuda"):
         raise CommandError(f"--device {device}: expected cpu or cuda")
-    need_file("--out", out)
+    need_file("-o", out)
     made = of_baseline(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
     try:

@@ -23,6 +23,7 @@ from rematbench.cli.show import (
     covers,
     heading,
     nominal,
+    over_peak,
     tight_line,
     world_line,
 )
@@ -425,10 +426,18 @@ def notes(results: Sequence[Result]) -> list[str]:
         "from predictions that were fitted without their source; the band is wider for jobs that "
         f"are unlike the published ones ({covers()})"
     )
+    lines += over_peaks(fitting)
     bands = [result.error_band for result in fitting if result.error_band]
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())
     lines += [f"outside of the published range: {'; '.join(outside)}"] if outside else []
     return [*lines, tight_line(), *retry_lines(fitting)]
+
+
+def over_peaks(results: Iterable[Result]) -> list[str]:
+    """A line for each reason why an MFU of the results is over 100 %."""
+    shares = (one.evaluation for one in results if one.evaluation is not None)
+    said = dict.fromkeys(over_peak(each.mfu_causal, each.mfu_dense) for each in shares)
+    return [f"MFU {why}" for why in said if why]
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:

@@ -1,5 +1,6 @@
 """The options that describe one run, shared by many commands."""
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -63,14 +64,12 @@ OPTIONS = {
     "model": Option(
         metavar="M",
         show_default=False,
-        help="Model name, YAML file or Hugging Face config.json (required).",
+        help="Model name, YAML file or Hugging Face config.json.",
     ),
-    "cluster": Option(
-        metavar="C", show_default=False, help="Cluster name or YAML file (required)."
-    ),
+    "cluster": Option(metavar="C", show_default=False, help="Cluster name or YAML file."),
     "system": Option(metavar="Y", help="Software stack: name or YAML file."),
-    "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs (required)."),
-    "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens (required)."),
+    "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs."),
+    "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens."),
     "document_len": Option(
         min=0, metavar="D", help="Mean tokens of packed documents; attention inside each (0: none)."
     ),
@@ -78,7 +77,7 @@ OPTIONS = {
         min=1,
         metavar="B",
         show_default=False,
-        help="Sequences per optimizer step, over all GPUs (required).",
+        help="Sequences per optimizer step, over all GPUs.",
     ),
     "micro_batch": Option(min=1, metavar="b", help="Sequences per micro-batch."),
     "tp": Option(min=1, help="Tensor parallel ranks."),
@@ -225,7 +224,12 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
         default = None if field.required else field.default
         default = DEFAULT_SYSTEM if field.name == "system" else default
         kind = hints[field.name] if default is not None else hints[field.name] | None
-        option = Annotated[kind, OPTIONS[field.name]]  # type: ignore[valid-type]  # typer reads it
+        described = copy.copy(OPTIONS[field.name])
+        if (
+            field.required and default is None
+        ):  # typer says so itself only of an option without a default
+            described.help = f"{(described.help or '').removesuffix('.')} (required)."
+        option = Annotated[kind, described]  # type: ignore[valid-type]  # typer reads it
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
 
 

@@ -73,7 +73,7 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
     from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module
 
-    command_line("simulate")(["simulate", *_words(job, output)], standalone_mode=False)
+    command_line()(["simulate", *_words(job, output)], standalone_mode=False)
 
 
 def _named(job: FileJob) -> FileJob:

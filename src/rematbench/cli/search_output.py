@@ -11,7 +11,7 @@ from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.processes import Progress
 from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
-from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result, assumed
 from rematbench.evidence.bands import ratio_band
@@ -158,6 +158,7 @@ def notes(
         )
         yield from _rows_note(job, at, found)
         yield from about(found[0].problem)
+        yield from over_peaks(found)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))

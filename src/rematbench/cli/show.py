@@ -190,6 +190,15 @@ def banner(result: Result) -> str:
     return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
 
 
+def over_peak(causal: float, dense: float) -> str:
+    """Why an MFU (two fractions) is over 100 %; empty if none is."""
+    if causal > 1.0:
+        return "over 100 %: the peak that it divides by is not what these kernels run at"
+    if dense > 1.0:
+        return "over 100 %: dense counts the half of attention that causal kernels skip"
+    return ""
+
+
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
     problem = result.problem
@@ -212,6 +221,8 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
     notes = result.plan.fit if result.plan else {}
+    why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
+    rows += [("MFU", why)] if why else []
     rows += [("waits for the host", percent(share)) for share in _host_shares(result)]
     rows += [("plan", f"{key}: {value}") for key, value in notes.items()]
     for name, value in rows:

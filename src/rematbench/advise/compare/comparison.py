@@ -111,7 +111,8 @@ class Comparison:
         self._folders, self._processes = tuple(methods), processes
         self.pool = self._pool(job)
         self.all, self.named = not only, {candidate.name for candidate in named}
-        self.first = first_candidates(self.registry, config) if self.all else []
+        first = first_candidates(self.registry, config) if self.all else []
+        self.first = sorted(first, key=self._has_planner)  # an equal plan is a planner's last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
@@ -187,9 +188,9 @@ class Comparison:
         return without_repeats(self._listed(), self.named)
 
     def _listed(self) -> list[Pair]:
-        """Candidates and results in the order of declaration, each composition after the methods
-        that it is made of. Compositions that free no bytes compared with their base are left
-        out."""
+        """Candidates and results in the order of declaration, planners last, each composition after
+        the methods that it is made of. Compositions that free no bytes compared with their base are
+        left out."""
         first = {candidate.name: self.pairs.get(candidate.name) for candidate in self.first}
         more = [
             pair for name, pair in self.pairs.items() if name not in first and self._has_row(*pair)
