@@ -182,6 +182,7 @@ ACTS: dict[str, Acts] = {
     "step_scratch_bytes": lambda use: not use.hosted,
     "flat_step": _flat,
     "cp_kind": lambda use: use.layout.cp > 1,
+    "dispatcher": lambda use: use.layout.ep > 1,
     "data_parallel": lambda use: use.stage > 1,
     "compiled": _always,
     "launch_blocking": _always,

@@ -24,6 +24,7 @@ AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 NormKernel = Literal["eager", "torch", "compiled", "fused"]
 RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 """Implementations by name in config/kernels/operators.yaml."""
+Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
 Fp32Copy = Literal["none", "zero", "always"]
 WideAttention = Literal["none", "equal_heads", "fp32", "fp64"]
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
@@ -140,6 +141,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     captured.
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
+    `dispatcher`: how tokens reach their experts: NCCL's all-to-all over expert-parallel ranks, an
+    all-gather of all tokens, or the kernels of DeepEP or HybridEP (one copy of a token for each
+    node).
     `model_parallel`: the degrees that the stack can raise above 1, besides context parallelism
     (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that the stack supports if states can be
     sharded.
@@ -187,6 +191,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step_scratch_bytes: StateBytes = 0
     flat_step: bool = False
     cp_kind: CpKind = "none"
+    dispatcher: Dispatcher = "alltoall"
     model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp", "ep")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     data_parallel: DataParallelKind = "zero"

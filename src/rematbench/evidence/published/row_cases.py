@@ -8,6 +8,7 @@ from typing import cast, get_args
 import msgspec
 
 from rematbench.evaluate.problems import Variant, make_problem, system_variant
+from rematbench.evidence.published import expert_columns
 from rematbench.evidence.published.sheets import (
     NOBODY,
     Row,
@@ -91,7 +92,12 @@ class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
 
 def read_case(row: Row, registry: Registry) -> PublishedCase:
     """The case of a row; RowError if a cell is missing, wrong or not modelled."""
+    routed = expert_columns.has_experts(row)
+    if routed:
+        expert_columns.refuse_unmodelled(row)
     system = _system(row)
+    if routed:
+        system = expert_columns.dispatching(row, system)
     layout = _layout(row, system)
     word = text(row, "recompute")
     said = claim_of_row(text(row, "system"), text(row, "note"))[1]
@@ -105,6 +111,13 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
     model, assumed = _model(row)
+    if routed:
+        model = expert_columns.read_experts(row, model)
+        assumed = "; ".join(filter(None, (assumed, expert_columns.balance_remark(row))))
+        dropped = expert_columns.module_settings(row, model)
+        method, settings = (
+            (method, settings) if dropped is None else ("selective_recompute", dropped)
+        )
     return PublishedCase.at(
         layout,
         model=model,
@@ -289,6 +302,7 @@ def _layout(row: Row, system: System) -> Layout:
         shard_degree=whole(row, "shard_degree", 0),
         micro_batch=whole(row, "micro_batch", 1),
         global_batch=whole(row, "global_batch"),
+        **(expert_columns.expert_layout(row) if expert_columns.has_experts(row) else {}),
     )
     gpus = whole(row, "gpus", layout.gpus)
     if gpus != layout.gpus:

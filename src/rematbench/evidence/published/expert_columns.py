@@ -1,0 +1,123 @@
+"""The columns of a published row that only steps of models with experts have
+(results/published/moe.csv): the experts, their layout, and facts of the stack.  A word that is not
+modelled raises a one-line RowError that names its column."""
+
+import re
+from typing import Any, NoReturn, get_args
+
+from msgspec.structs import replace
+
+from rematbench.evidence.published.sheets import Row, RowError, read_choice, text, whole
+from rematbench.spec.jobfiles.megatron import modules_dropped
+from rematbench.spec.system import Dispatcher, System
+from rematbench.workload import Experts, Model, Precision
+
+NONE = ("", "none", "no", "0")
+REFUSED = {
+    "mtp_layers": "multi-token prediction is not modelled",
+    "ep_overlap": "expert communication beside another micro-batch is not modelled",
+    "cuda_graph": "CUDA graphs of parts of a layer, or of a whole step, are not modelled",
+    "offload": "is not modelled",
+    "pp_layout": "stages of a layout string are not modelled",
+}
+"""Columns whose features are not modelled, each with the reason."""
+BALANCED = re.compile(r"^$|dropless|capacity factor 1(\.0)?, padded")
+"""Routers under which an expert receives as many tokens as another, forced to or by assumption: a
+capacity factor of 1 pads each expert to its share, and drops what is beyond."""
+KINDS = re.compile(r"^(mha|gqa)(?:: (.*))?$")
+BF16_MOMENTS = 4 + 2 + 2
+OPTIMIZERS: dict[str, dict[str, int]] = {
+    "": {},
+    "adam": {},
+    "adam, not sharded": {},
+    "adam fp32 states, fp32 gradients": {"grad_bytes": 4, "reduce_bytes": 4},
+    "mcore distributed adam, bf16 gradient reduce": {"grad_bytes": 2, "reduce_bytes": 2},
+    "adam, precision-aware (bf16 moments)": {"optimizer_bytes": BF16_MOMENTS},
+    "adam, precision-aware (bf16 moments, fp32 master)": {"optimizer_bytes": BF16_MOMENTS},
+}
+"""Published words for the optimizer, each with the facts of the stack that it states (bytes of a
+parameter: an fp32 master copy and two moments)."""
+
+
+def has_experts(row: Row) -> bool:
+    """Whether a row's model has experts."""
+    return text(row, "experts") not in NONE
+
+
+def refuse_unmodelled(row: Row) -> None:
+    """RowError for a feature of a row with experts that is not modelled, or not published."""
+    read_choice(row, "precision", "bf16", Precision)
+    attention_facts(row)
+    for column, reason in REFUSED.items():
+        if text(row, column).lower() not in NONE:
+            _refuse(row, column, reason)
+    if not BALANCED.search(text(row, "router")):
+        _refuse(row, "router", "is not modelled (dropless, or capacity factor 1 with padding)")
+    if text(row, "optimizer") not in OPTIMIZERS:
+        _refuse(row, "optimizer", "is not modelled")
+    if not text(row, "recompute") and not text(row, "recompute_modules"):
+        raise RowError("unsupported", "recomputation not published")
+
+
+def _refuse(row: Row, column: str, reason: str) -> NoReturn:
+    raise RowError("unsupported", f"column {column}: {text(row, column)!r}: {reason}")
+
+
+def read_experts(row: Row, model: Model) -> Model:
+    """The model with the experts of a row, and the heads of the column `attention_kind`.  The first
+    layers are the dense ones."""
+    dense = 0 if text(row, "dense_layers") in NONE else whole(row, "dense_layers")
+    shared = 0 if text(row, "shared_experts_ffn") in NONE else whole(row, "shared_experts_ffn")
+    experts = Experts(
+        count=whole(row, "experts"),
+        active=whole(row, "topk"),
+        ffn=whole(row, "moe_ffn"),
+        shared_ffn=shared,
+        dense_layers=tuple(range(dense)),
+    )
+    return replace(model, experts=experts, **attention_facts(row))
+
+
+def attention_facts(row: Row) -> dict[str, Any]:
+    """The fields of Model in the column `attention_kind` (`gqa: head_dim 128, qk-norm`)."""
+    kind = text(row, "attention_kind").lower()
+    found = KINDS.match(kind)
+    if kind and not found:
+        _refuse(row, "attention_kind", "is not modelled (known: mha, gqa)")
+    words = (found[2] or "").split(", ") if found else []
+    facts: dict[str, Any] = {"qk_norm": True} if "qk-norm" in words else {}
+    widths = [int(word.split()[1]) for word in words if word.startswith("head_dim ")]
+    return facts | ({"head_dim": widths[0]} if widths else {})
+
+
+def dispatching(row: Row, system: System) -> System:
+    """The stack with the dispatcher, the optimizer and the graphs of a row."""
+    word = text(row, "dispatcher") or system.dispatcher
+    if word not in get_args(Dispatcher):
+        known = ", ".join(get_args(Dispatcher))
+        raise RowError("unsupported", f"dispatcher {word!r} is not modelled (known: {known})")
+    return replace(system, dispatcher=word, **OPTIMIZERS[text(row, "optimizer")])
+
+
+def expert_layout(row: Row) -> dict[str, int]:
+    """The degrees `ep` and `etp` of a row; without `etp` experts are split as attention is."""
+    found = {"ep": whole(row, "ep", 1)}
+    return found | ({"etp": whole(row, "etp")} if text(row, "etp") else {})
+
+
+def module_settings(row: Row, model: Model) -> dict[str, Any] | None:
+    """The settings of selective_recompute for the modules of a row; None where the row names none
+    or another policy."""
+    modules = text(row, "recompute_modules").split()
+    if not modules or set(modules) & {"none", "full"}:
+        return None
+    try:
+        dropped = modules_dropped(modules, model)
+    except ValueError as error:
+        raise RowError("unsupported", f"column recompute_modules: {error}") from None
+    return {"activations": dropped}
+
+
+def balance_remark(row: Row) -> str:
+    """What a prediction assumes about the router of a row that was not forced to balance."""
+    return "" if "forced" in text(row, "router") else "experts balanced"

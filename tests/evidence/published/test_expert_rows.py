@@ -1,0 +1,110 @@
+"""moe.csv: every row with experts is read, or refused by the name of what is not modelled."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from rematbench.evidence.published.row_cases import PublishedCase, read_case
+from rematbench.evidence.published.sheets import Cell, RowError, read_sheet
+from rematbench.plugins.discover import discover
+from rematbench.spec.paths import data_dir
+
+REGISTRY = discover(())
+ROWS = read_sheet(data_dir("published") / "moe.csv")
+ZOO = next(row for row in ROWS if row["recompute_modules"] == "layernorm moe")
+READ = {**ZOO, "system": "megatron-core-0.16"}
+
+
+def outcome(row: Cell) -> str:
+    """`read`, or the column of the reason why the row is refused."""
+    try:
+        read_case(row, REGISTRY)
+    except RowError as error:
+        text = re.sub(r"^column ", "", str(error))
+        return re.split(r"[ :]", text)[0] if "not published" not in text else "not published"
+    return "read"
+
+
+def test_columns_of_runs_come_first() -> None:
+    columns = list(ROWS[0])
+    runs = list(read_sheet(data_dir("published") / "runs.csv")[0])
+    assert len(ROWS) == 217
+    assert columns[: len(runs)] == runs
+    assert {row["licence"] for row in ROWS} == {
+        "Apache-2.0",
+        "MIT",
+        "BSD-3-Clause and Apache-2.0 (NVIDIA)",
+    }
+
+
+def test_every_row_is_read_or_refused_by_name() -> None:
+    found = Counter(outcome(row) for row in ROWS)
+    assert found == {
+        "precision": 124,
+        "unknown": 52,
+        "attention_kind": 16,
+        "read": 6,
+        "offload": 6,
+        "ep_overlap": 5,
+        "not published": 5,
+        "cuda_graph": 3,
+    }
+
+
+def case(**changed: str) -> PublishedCase:
+    return read_case({**READ, **changed}, REGISTRY)
+
+
+def test_a_row_says_experts_layout_dispatcher_and_modules() -> None:
+    found = case()
+    experts = found.model.experts
+    assert experts is not None
+    assert (experts.count, experts.active, experts.ffn) == (128, 8, 1536)
+    assert (found.layout.ep, found.layout.etp) == (8, 1)
+    assert found.model.qk_norm
+    assert found.model.head_dim == 128
+    assert found.system.dispatcher == "deepep"
+    dropped = found.settings["activations"]
+    assert isinstance(dropped, tuple)
+    assert {"expert_in", "expert_fc2_in", "attn_norm_out"} < set(dropped)
+    assert not {"shared_up_out", "up_out"} & set(dropped)  # no such tensors in this model
+
+
+def test_shared_experts_dense_layers_and_optimizers_are_read() -> None:
+    found = case(shared_experts_ffn="512", dense_layers="3", recompute_modules="moe mlp")
+    assert found.model.experts is not None
+    assert found.model.experts.shared_ffn == 512
+    assert found.model.experts.dense_layers == (0, 1, 2)
+    assert {"shared_up_out", "up_out"} < set(found.settings["activations"])  # type: ignore[arg-type]
+    assert case(optimizer="adam, precision-aware (bf16 moments)").system.optimizer_bytes == 8
+    assert case(etp="").layout.expert_tp == found.layout.tp
+
+
+def test_balance_is_an_assumption_unless_it_was_forced() -> None:
+    assert "experts balanced" not in case(router="forced balance, dropless").assumed
+    assert case(router="natural, dropless").assumed.endswith("experts balanced")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"precision": "fp8"}, "precision 'fp8' is not modelled (known: bf16, fp16, fp32, fp64)"),
+        ({"attention_kind": "mla: q_lora 1536"}, "attention_kind: 'mla: q_lora 1536': is not"),
+        ({"mtp_layers": "1"}, "mtp_layers: '1': multi-token prediction is not modelled"),
+        ({"ep_overlap": "yes"}, "ep_overlap: 'yes': expert communication beside"),
+        ({"cuda_graph": "full_iteration"}, "cuda_graph: 'full_iteration': CUDA graphs"),
+        ({"offload": "paged stash"}, "offload: 'paged stash': is not modelled"),
+        ({"pp_layout": "Et|(tt|)*30L"}, "pp_layout: 'Et|(tt|)*30L': stages of a layout string"),
+        ({"router": "token drop"}, "router: 'token drop': is not modelled (dropless, or"),
+        ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
+        ({"recompute_modules": "mla_up_proj"}, "recompute_modules: 'mla_up_proj' is not modelled"),
+        ({"dispatcher": "mori"}, "dispatcher 'mori' is not modelled (known: alltoall, allgather"),
+        ({"recompute": "", "recompute_modules": ""}, "recomputation not published"),
+        ({"ep": "7"}, "layout: "),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str) -> None:
+    with pytest.raises(RowError) as refused:
+        case(**changed).problem()
+    assert words in str(refused.value)
