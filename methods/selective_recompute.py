@@ -8,7 +8,7 @@ Deviations: with flash attention there are no scores to drop, so the default is 
 Megatron's flag would recompute the flash kernel without a benefit.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,21 +16,8 @@ from msgspec.structs import replace
 from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.recompute_modules import CORE_ATTENTION, MODULES, Module, modules_dropped
 
-Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
-CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
-MLP = ("gate_out", "up_out", "act_out", "fc2_in")
-SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
-EXPERTS = ("expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
-MODULES: dict[Module, tuple[str, ...]] = {
-    "core_attn": (*CORE_ATTENTION, "lse"),
-    "layernorm": ("attn_norm_out", "mlp_norm_out"),
-    "mlp": MLP,
-    "moe": ("router_scores", "permutation", *EXPERTS, *SHARED, "shared_out"),
-    "moe_act": ("expert_fc2_in",),
-    "shared_experts": SHARED,
-}
-"""The saved tensors inside the modules that Megatron-core recomputes."""
 AT_ONCE = ("mlp", "moe", "shared_experts")
 """The modules that it runs again as a whole, before their backward."""
 
@@ -62,11 +49,11 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(
                 f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
             )
-        if self.modules and known.isdisjoint(n for one in self.modules for n in MODULES[one]):
+        if self.modules and known.isdisjoint(modules_dropped(self.modules)):
             model = problem.workload.model.name
             return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
         kept = kept_activations(problem, base) - {"layer_input"}
-        modules = {name for module in self.modules for name in MODULES[module]}
+        modules = set(modules_dropped(self.modules))
         wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
             wanted |= kept - set(self.keep)

@@ -30,7 +30,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.spec.jobfiles.megatron import modules_dropped
+from rematbench.solve.recompute_modules import modules_dropped
 from rematbench.workload import Model, PositiveInt
 from rematbench.worlds.packages.limits import NOT_RUN, Reason, Setup, active_reasons, setup_of
 from rematbench.worlds.packages.stack import StackProblem
@@ -110,7 +110,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             beside = tuple(name for module in self.modules for name in TRACED.get(module, ()))
             if "mlp" in self.modules and _norms_in_linears(problem):
                 beside += ("mlp_norm_out",)
-            dropped = modules_dropped(self.modules, problem.workload.model)
+            dropped = modules_dropped(self.modules)
             plan = _dropping(problem, plan, (*dropped, *beside))
         if self.offload_modules:
             plan = self._offloading(problem, plan)

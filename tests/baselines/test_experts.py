@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from baselines.megatron_core.plan import TRACED, MegatronCore
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.spec.jobfiles.megatron import modules_dropped
+from rematbench.solve.recompute_modules import modules_dropped
 from rematbench.spec.layout import LayoutError
 from rematbench.workload import Experts, Model
 from rematbench.worlds.packages.process import job as make_job
@@ -68,7 +68,7 @@ class Layered(NamedTuple):
         dropped: set[str] = set(table.saved) - {"layer_input"}
         if self.modules != ("full",):
             beside = [name for module in self.modules for name in TRACED.get(module, ())]
-            dropped = {*modules_dropped(self.modules, few.workload.model), *beside}
+            dropped = {*modules_dropped(self.modules), *beside}
         layer = sum(table.activations[name].nbytes for name in set(table.saved) - dropped)
         return min(few.layout.pp, few.layout.num_micro_batches) * layer + once
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, get_args
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import Row, RowError, read_choice, text, whole
+from rematbench.solve.recompute_modules import MODULES
 from rematbench.spec.system import Dispatcher, System
 from rematbench.workload import Experts, Model, Precision
 
@@ -23,8 +24,6 @@ REFUSED = {
 BALANCED = re.compile(r"^$|dropless|capacity factor 1(\.0)?, padded")
 """Routers under which an expert receives as many tokens as another, forced to or by assumption: a
 capacity factor of 1 pads each expert to its share, and drops what is beyond."""
-MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-"""The modules of selective_recompute."""
 KINDS = re.compile(r"^(mha|gqa)(?:: (.*))?$")
 BF16_MOMENTS = 4 + 2 + 2
 OPTIMIZERS: dict[str, dict[str, int]] = {
