@@ -300,9 +300,15 @@ STAGES = {
 def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
     """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
     those of `experts`, whose states expert data parallelism shards."""
+    shards = layout.expert_dp if shards_experts(fate, layout) else 1
+    return shard(rest, fate.shards) + shard(experts, shards)
+
+
+def shards_experts(fate: StateFate, layout: Layout) -> bool:
+    """Whether expert data parallelism shards a state of experts: if ZeRO shards that of all other
+    parameters, or would if they had peers."""
     parted = fate.shards > 1 or layout.state_shards == 1
-    parted = parted and layout.zero_stage >= STAGES[fate.kind]
-    return shard(rest, fate.shards) + shard(experts, layout.expert_dp if parted else 1)
+    return parted and layout.zero_stage >= STAGES[fate.kind]
 
 
 def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
