@@ -11,7 +11,7 @@ import msgspec
 from rematbench.costs.bind import CostModel
 from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
-from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (
     GRADIENT_STAGE,
     OPTIMIZER_STAGE,
@@ -26,7 +26,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.facts import CPU
 from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.precision import attention_problem, peak_flop_per_s
 from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
@@ -402,23 +402,6 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
     return layers + ends
 
 
-def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
-    one; the middle stages take the remainder, because the ends also hold embedding and head."""
-    stages = layout.num_chunks
-    base, extra = divmod(num_layers, stages)
-    sizes = [base] * stages
-    start = (stages - extra) // 2
-    for i in range(start, start + extra):
-        sizes[i] += 1
-    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
-    virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
-    return tuple(
-        tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
-        for rank in range(layout.pp)
-    )
-
-
 def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
     optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
@@ -515,18 +498,3 @@ class CostFacade(CostModel):
             + fsum(self.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
             for op in rebuild_ops(table, missing, available)
         )
-
-
-def rebuild_ops(
-    table: OpTable, missing: frozenset[str], available: frozenset[str]
-) -> tuple[Op, ...]:
-    """The fewest operators, in forward order, that compute `missing` from `available`."""
-    needed = set(missing)
-    chosen: list[Op] = []
-    for op in reversed(table.ops):
-        if needed.isdisjoint(op.outputs):
-            continue
-        chosen.append(op)
-        needed.difference_update(op.outputs)
-        needed.update(name for name in op.inputs if name not in available)
-    return tuple(reversed(chosen))

@@ -13,15 +13,9 @@ from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
 from rematbench.plan import Plan
-from rematbench.problem import (
-    Problem,
-    even_partition,
-    head_parameters,
-    shards_experts,
-    state_fates,
-)
+from rematbench.problem import Problem, head_parameters, shards_experts, state_fates
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System, ZeroStage
 from rematbench.workload import Workload
