@@ -259,7 +259,11 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     steps = [plain[0]["pred_step_s"], 1000.0 * plain[1]["pred_step_s"]]
     pairs = zip(ROWS[:2], steps, strict=True)
     write_sheet(mine, [{**row, SPEED: "", "step_s": step_s} for row, step_s in pairs])
-    calibrate_user_stack(mine, stack, 1)
+    with pytest.raises(CommandError, match=r"not written: .* has a band of .* needs --force"):
+        calibrate_user_stack(mine, stack, 1)
+    assert not stack.exists()
+    capsys.readouterr()
+    calibrate_user_stack(mine, stack, 1, force=True)
     told = capsys.readouterr().out
     assert "of these rows left out" in told
     assert "WARNING: row 2 is suspect" in told
@@ -271,7 +275,7 @@ def test_the_stack_file_carries_the_band_of_its_rows(
         assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": 1e12}])
     with pytest.raises(CommandError, match="the fitted scales are outside the range"):
-        calibrate_user_stack(mine, tmp_path / "none.yaml", 1)
+        calibrate_user_stack(mine, tmp_path / "none.yaml", 1, force=True)
     assert not (tmp_path / "none.yaml").exists()
     assert "WARNING: row 1 is suspect" in capsys.readouterr().out
     peak = 2.0 * plain[0]["pred_peak_device_bytes"]

@@ -1,5 +1,6 @@
 """The page is self-contained and silent about what is not there; claims pass or say why not."""
 
+import csv
 import html
 import re
 import shutil
@@ -21,6 +22,7 @@ from rematbench.paper.expected import (
     differences,
     load_artifact,
     measured,
+    read_cells,
 )
 from rematbench.paper.html import matrix_grids, page_html
 from rematbench.paper.page import (
@@ -62,6 +64,7 @@ def page(results: Path) -> Page:
     config = load_report()
     return Page(
         config=config,
+        measured="24 < 25 searches.",
         outcome="5 % < 6 %",
         trusted="Bands hold.",
         unmeasured=("No GPU.",),
@@ -117,6 +120,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -
     assert "<script" not in text
     assert "@import" not in text
     assert "a|b &lt;i&gt;" in text
+    assert "24 &lt; 25 searches." in text
     assert "5 % &lt; 6 %" in text
     for name in NAMES:
         assert f"paper/tables/{name}.csv" in text
@@ -293,3 +297,30 @@ def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_f
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
+    """More rows in a table of arms, another winner of a cell and another name among the ties."""
+    expected = ROOT / "results" / "expected"
+    (claim,) = (each for each in load_artifact().claims if each.id == "C7")
+    for name in claim.tables:
+        head, *lines = read_cells(expected / f"{name}.csv") or [[]]
+        mine = [*lines[0]]
+        mine[head.index("arm")] = "mine"
+        if name == "matrix_fastest":
+            ties = head.index("ties")
+            lines[0] = mine
+            lines[1][ties] = f"{lines[1][ties]}, mine"
+        else:
+            lines.append(mine)
+        with (tmp_path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([head, *lines])
+    artifact = Artifact(claims=(claim,), tolerance=1e-6)
+    (finding,) = check(artifact, tmp_path, expected)
+    assert finding.line.startswith("PASS C7")
+    assert finding.line.endswith("4 rows are yours, not compared.")
+    head, *lines = read_cells(expected / "matrix_longest.csv") or [[]]
+    with (tmp_path / "matrix_longest.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([head, *lines[1:]])
+    (finding,) = check(artifact, tmp_path, expected)
+    assert finding.line.startswith("FAIL C7")

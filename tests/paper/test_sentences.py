@@ -11,7 +11,7 @@ from msgspec.structs import fields
 from PIL import Image
 
 from rematbench.evaluate.evaluation import evaluate
-from rematbench.paper.page import GPUS, gpus_used, load_report
+from rematbench.paper.page import GPUS, gpus_used, load_report, what_was_measured
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
@@ -57,6 +57,55 @@ def test_the_one_problem_where_lynxs_heuristic_is_slower_is_what_the_table_says(
     assert gaps[-2] <= 0.3
     told = f"agree within 0.3 % on all problems but one ({gaps[-1]:.1f} %)"
     assert told in words("docs/claims.md")
+
+
+# -- the first screen of the README ---------------------------------------------------------------
+
+
+def test_the_readme_says_what_the_gpu_tables_say() -> None:
+    sentence = what_was_measured(EXPECTED)
+    assert sentence in words("README.md")
+    lost = [100 * float(row["lost"]) for row in rows("gpu_advice")]
+    assert f"{sum(lost) / len(lost):.2f} % slower" in sentence
+    assert f"worst {max(lost):.1f} %" in sentence
+
+
+def test_the_readme_says_what_is_predicted_of_nvidias_70b() -> None:
+    with (ROOT / "results/published/runs_more.csv").open(newline="", encoding="utf-8") as sheet:
+        (row,) = (
+            each
+            for each in csv.DictReader(sheet)
+            if (each["model"], each["gpus"]) == ("llama-3.1-70b", "256")
+            and "dgxc" in each["source"]
+        )
+    problem = make_problem(
+        model="llama-3.1-70b",
+        cluster="h100-80gb",
+        system="nemo-24.12",
+        seq_len=8192,
+        layout=Layout(tp=4, cp=2, pp=4, vpp=5, dp=8, global_batch=512),
+    )
+    predicted = 512 * 8192 / 256 / evaluate(problem, problem.base_plan).step_s
+    sentence = (
+        f"NVIDIA publishes {float(row['tokens_per_s_per_gpu']):,.0f} tokens/s/GPU for "
+        f"Llama-3.1-70B on 256 H100, and the prediction is {predicted:,.0f}."
+    )
+    assert sentence in words("README.md")
+
+
+@pytest.mark.full
+def test_the_figure_of_the_readme_is_drawn_from_the_tables(
+    tmp_path: Path, update_golden: bool
+) -> None:
+    """With --update-golden docs/gpu_steps.png is the figure that is drawn here."""
+    tables = [str(EXPECTED / f"{name}.csv") for name in ("gpu_layers", "gpu_ratios")]
+    script, drawn = ROOT / "figures" / "gpu_steps.py", tmp_path / "gpu_steps.pdf"
+    subprocess.run([sys.executable, str(script), *tables, str(drawn)], check=True, timeout=120)
+    committed = ROOT / "docs" / "gpu_steps.png"
+    if update_golden:
+        committed.write_bytes(drawn.with_suffix(".png").read_bytes())
+    with Image.open(drawn.with_suffix(".png")) as new, Image.open(committed) as old:
+        assert new.convert("RGB").tobytes() == old.convert("RGB").tobytes()
 
 
 # -- GPUs, and what is not modelled ----------------------------------------------------------------
@@ -156,3 +205,4 @@ def test_the_sample_of_compare_is_what_the_command_prints(
     if update_golden:
         path.write_text(guide.replace(sample, printed), encoding="utf-8")
     assert path.read_text(encoding="utf-8").count(printed) == 1
+    assert "\n".join(lines[first : first + 2]) in (ROOT / "README.md").read_text(encoding="utf-8")

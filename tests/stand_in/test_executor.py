@@ -11,6 +11,7 @@ from tests.worlds.torch import cases
 
 pytestmark = pytest.mark.soak
 RANKS = ("one", "tp2", "pp2", "cp2", "dp2", "ulysses2", "pp2-vpp2", "tp2-pp2", "pp4-vpp2")
+RANKS += ("dp2-zero2", "dp2-zero3")
 
 
 @pytest.mark.parametrize("layout", RANKS)

@@ -65,6 +65,10 @@ def calibrate(
             "--leave-one-out", help="For each source: refit without it, then predict its cells."
         ),
     ] = False,
+    force: Annotated[
+        bool,
+        Option("--force", help="With --rows: write a stack even if its band is wider than 50 %."),
+    ] = False,
     processes: PROCESSES = 2,
 ) -> None:
     """Refit the `fitted` constants to the declared FIT rows, from their present values.  With
@@ -85,7 +89,7 @@ def calibrate(
     if rows is not None:
         if leave_out:
             raise CommandError("--rows and --leave-one-out: give only one of these options")
-        calibrate_user_stack(rows, output, processes)
+        calibrate_user_stack(rows, output, processes, force=force)
         return
     start = calibration()
     sheets = {name: read_cells(data_dir("published") / name, name) for name in SHEETS}
@@ -132,8 +136,15 @@ LOGGED = {"source": "mine", "status": "ok"}
 SUFFIXES = (".yaml", ".yml")
 
 
-def calibrate_user_stack(path: Path, output: Path | None, processes: int) -> None:
-    """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
+WIDEST = 0.5
+"""Half-width of a band above which a stack file says too little to be written unasked."""
+
+
+def calibrate_user_stack(
+    path: Path, output: Path | None, processes: int, *, force: bool = False
+) -> None:
+    """Fit the scales to the rows of a sheet, print scales and errors, write the stack file.
+    CommandError instead of a file if the band is wider than WIDEST, unless `force`."""
     if output is not None and output.suffix not in SUFFIXES:
         raise CommandError(
             f"-o {output}: the name of a stack file must end in {' or '.join(SUFFIXES)}"
@@ -166,6 +177,11 @@ def calibrate_user_stack(path: Path, output: Path | None, processes: int) -> Non
     ):
         out.print(plain(line))
     if output is not None:
+        if half_width > WIDEST and not force:
+            raise CommandError(
+                f"{output}: not written: the calibrated stack has a band of +-{percent(half_width)}"
+                f", and more than {percent(WIDEST)} needs --force (mistyped rows are likelier)"
+            )
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
         out.print(
             plain(f"{output}: written; use it with --system, or in the column `system` of a sheet")

@@ -20,6 +20,7 @@ from rematbench.paper.page import (
     load_report,
     never_measured,
     report_markdown,
+    what_was_measured,
     whether_bands_hold,
 )
 from rematbench.paper.tables.matrix import NAMES, equal_terms
@@ -65,6 +66,7 @@ def report(
     }
     page = Page(
         config=config,
+        measured=what_was_measured(tables),
         outcome=summary(lines, spec.baseline),
         trusted=whether_bands_hold(tables),
         unmeasured=never_measured(tables, results),

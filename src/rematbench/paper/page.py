@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +22,8 @@ from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
+GPU_NAME = re.compile(r"^NVIDIA ")
+"""The maker's name before that of the GPU."""
 DEVICE = re.compile(r'"device": ?"NVIDIA (\w+)')
 """The GPU of a record, by the name that its driver gives."""
 
@@ -74,10 +77,11 @@ FilledSection = tuple[Section, tuple[Part, ...]]
 
 class Page(Struct, frozen=True, kw_only=True):
     """The content of the page: the first screen, then every section with its parts. The first
-    screen has the outcome, the coverage of bands, the things never measured, and facts; its two
-    sections come first in `filled`."""
+    screen has what was measured, the outcome, the coverage of bands, the things never measured,
+    and facts; its two sections come first in `filled`."""
 
     config: ReportConfig
+    measured: str
     outcome: str
     trusted: str
     unmeasured: tuple[str, ...]
@@ -141,6 +145,29 @@ def _parts(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
             source=where.with_suffix(raw).as_posix(),
             table=table,
         )
+
+
+def what_was_measured(tables: Path) -> str:
+    """A sentence on the plans of searches that ran on GPUs: the loss of the first plan, and the
+    errors of bytes and seconds (mean and worst of absolute values)."""
+    advice, plans = _rows(tables / "gpu_advice.csv"), _rows(tables / "gpu_searched.csv")
+    if not advice or not plans:
+        return ""
+    lost = _in_percent(advice, "lost")
+    allocated = _in_percent(plans, "allocated_bytes_error")
+    steps = _in_percent(plans, "step_s_error")
+    cards = sorted({GPU_NAME.sub("", row["device"]).split()[0] for row in advice})
+    return (
+        f"{len(advice)} searches on single GPUs ({' and '.join(cards)}), with every prediction "
+        f"committed before its run: the first plan of a search was {mean(lost):.2f} % slower than "
+        f"the fastest plan measured (mean; worst {max(lost):.1f} %). Allocated bytes were "
+        f"{mean(allocated):.2f} % off (worst {max(allocated):.1f} %) and steps "
+        f"{mean(steps):.1f} % (worst {max(steps):.1f} %)."
+    )
+
+
+def _in_percent(rows: Sequence[Mapping[str, str]], column: str) -> list[float]:
+    return [100 * abs(float(row[column])) for row in rows if row[column]]
 
 
 def whether_bands_hold(tables: Path) -> str:
@@ -208,7 +235,7 @@ def no_gpu_sentence(results: Path) -> str:
 def report_markdown(page: Page, results: Path) -> str:
     """The text of REPORT.md: the page's content with tables in Markdown and figures as links."""
     config = page.config
-    lines = [f"# {config.title}", "", config.question, "", page.outcome, ""]
+    lines = [f"# {config.title}", "", config.question, "", page.measured, "", page.outcome, ""]
     lines += _markdown(page, page.answer, results)
     lines += [
         f"## {config.trust.title}",

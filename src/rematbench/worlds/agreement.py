@@ -1,7 +1,7 @@
 """Losses and gradient norms of three engines on the same weights and batches.
 
-The executor runs one layout; the layouts of the baselines differ only in their degrees.  All runs
-have one batch and one seed, so every row is compared with the executor's row of the same precision.
+Layouts differ only in their degrees and in what ZeRO shards.  All runs have one batch and one seed,
+so every row is compared with the executor's first row of the same precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, tuple[Row, ...]] = {
-    EXECUTOR: (Row("one", {}, {}),),
+    EXECUTOR: (Row("one", {}, {}), Row("dp2-zero3", {"dp": 2, "zero_stage": 3}, {})),
     "megatron_core": (
         Row("one", {}, {}),
         Row("one-full", {}, {"recompute": "full"}),
@@ -59,6 +59,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("dp2-zero0", {"dp": 2, "zero_stage": 0}, {}),
         Row("dp2-zero2", {"dp": 2, "zero_stage": 2}, {}),
         Row("dp2-zero3", {"dp": 2, "zero_stage": 3}, {"checkpointing": "plain"}),
+        Row("dp2-zero3-offload", {"dp": 2, "zero_stage": 3}, {"offload_optimizer": True}),
         Row("ulysses2", {"dp": 2, "ulysses": 2}, {}),
         Row("ulysses2-zero3", {"dp": 2, "ulysses": 2, "zero_stage": 3}, {}),
     ),
@@ -118,7 +119,7 @@ def _engine(
 ) -> dict[str, Record]:
     """The records of one engine in one precision, by file name."""
     if engine == EXECUTOR:
-        records = [executor_record(problem({}, precision), device)]
+        records = [executor_record(problem(row.layout, precision), device) for row in rows]
     else:
         options: dict[str, Any] = {"steps": STEPS, "timed_steps": 0, "device": device}
         jobs = [
@@ -160,7 +161,7 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
 
 
 def executor_record(target: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
-    """The record of the project's executor on one process, with all activations kept."""
+    """The record of the project's executor, with all activations kept."""
     from rematbench.worlds.torch import rank_processes as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.worlds.torch.case import Case  # noqa: PLC0415
     from rematbench.worlds.torch.rank_processes import execute_cases  # noqa: PLC0415

@@ -148,6 +148,6 @@ def agreement_table(folder: Path) -> Table:
         title="Three engines on the same weights and batch, executed on a CPU: the first step",
         columns=AGREEMENT,
         rows=tuple(lines),
-        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step. Layouts "
-        "differ in degrees only.",
+        note="Relative to the executor on one process. tiny-llama, 64 tokens, four sequences a "
+        "step. Layouts differ in degrees and in what ZeRO shards.",
     )
