@@ -11,7 +11,7 @@ import msgspec
 from rematbench.costs.bind import CostModel
 from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
-from rematbench.costs.operators.ops import Op, OpTable
+from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (
     GRADIENT_STAGE,
     OPTIMIZER_STAGE,
@@ -27,7 +27,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration
 from rematbench.spec.facts import CPU
 from rematbench.spec.kernel_rates import RateError
-from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.precision import attention_problem, peak_flop_per_s
 from rematbench.spec.system import AttentionBackend, AttentionChoice, System, TpOverlap
 from rematbench.workload import Workload
@@ -307,9 +307,15 @@ STAGES = {
 def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
     """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
     those of `experts`, whose states expert data parallelism shards."""
+    shards = layout.expert_dp if shards_experts(fate, layout) else 1
+    return shard(rest, fate.shards) + shard(experts, shards)
+
+
+def shards_experts(fate: StateFate, layout: Layout) -> bool:
+    """Whether expert data parallelism shards a state of experts: if ZeRO shards that of all other
+    parameters, or would if they had peers."""
     parted = fate.shards > 1 or layout.state_shards == 1
-    parted = parted and layout.zero_stage >= STAGES[fate.kind]
-    return shard(rest, fate.shards) + shard(experts, layout.expert_dp if parted else 1)
+    return parted and layout.zero_stage >= STAGES[fate.kind]
 
 
 def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
@@ -401,23 +407,6 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
     if rank == problem.layout.pp - 1:
         ends += head_parameters(problem)
     return layers + ends
-
-
-def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
-    one; the middle stages take the remainder, because the ends also hold embedding and head."""
-    stages = layout.num_chunks
-    base, extra = divmod(num_layers, stages)
-    sizes = [base] * stages
-    start = (stages - extra) // 2
-    for i in range(start, start + extra):
-        sizes[i] += 1
-    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
-    virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
-    return tuple(
-        tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
-        for rank in range(layout.pp)
-    )
 
 
 def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
@@ -516,18 +505,3 @@ class CostFacade(CostModel):
             + fsum(self.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
             for op in rebuild_ops(table, missing, available)
         )
-
-
-def rebuild_ops(
-    table: OpTable, missing: frozenset[str], available: frozenset[str]
-) -> tuple[Op, ...]:
-    """The fewest operators, in forward order, that compute `missing` from `available`."""
-    needed = set(missing)
-    chosen: list[Op] = []
-    for op in reversed(table.ops):
-        if needed.isdisjoint(op.outputs):
-            continue
-        chosen.append(op)
-        needed.difference_update(op.outputs)
-        needed.update(name for name in op.inputs if name not in available)
-    return tuple(reversed(chosen))

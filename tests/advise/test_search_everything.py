@@ -16,8 +16,10 @@ from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
 from rematbench.evaluate.result import Result
 from rematbench.evidence.peaks import reserve_bytes
+from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import Experts, Model
 from tests.everything import every_plan, everything
 
 MODELS = ("llama-3.1-8b", "gpt-1.3b", "llama-7b", "qwen2-7b", "gemma-2-9b")
@@ -65,6 +67,31 @@ def drawn(seed: int) -> SearchRequest:
     if len(SearchJob(one).space.choices) > LAYOUTS:
         fixed = Fixed(tp=tp, cp=cp, pp=pp, vpp=1, micro_batch=1, zero_stage=1)
     return replace(one, fixed=fixed)
+
+
+def drawn_experts(seed: int) -> SearchRequest:
+    """A job of a model with experts in every layer, over several nodes or in one."""
+    draw = Random(f"experts {seed}")
+    tp, pp, dp = draw.choice((1, 2)), draw.choice((1, 2, 4)), draw.choice((2, 4, 8))
+    experts = Experts(
+        count=draw.choice((8, 64)),
+        active=draw.choice((1, 4)),
+        ffn=draw.choice((1024, 4096)),
+        shared_ffn=draw.choice((0, 1024)),
+    )
+    model = replace(load_model("qwen3-8b"), name="drawn", num_layers=pp * draw.choice((1, 2, 3)))
+    spec = ProblemSpec(
+        model=replace(model, experts=experts),
+        cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
+        system=draw.choice(("megatron-core", "megatron-kwai", "rematbench", "megatron-lm")),
+        seq_len=draw.choice((2048, 8192)),
+        gpus=tp * pp * dp,
+        global_batch=dp * pp * draw.choice((1, 2)),
+        imbalance=draw.choice((1.0, 1.5)),
+    )
+    only = ("keep_all", "full_recompute", "selective_recompute")
+    fixed = Fixed(tp=tp, cp=1, pp=pp, vpp=1, micro_batch=1, etp=draw.choice((None, 1)))
+    return SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
 
 
 def at_the_edge(one: SearchRequest, found: Sequence[Trial], share: float) -> SearchRequest:
@@ -218,6 +245,30 @@ def test_no_layout_of_the_whole_space_is_missed(seed: int, most: int, short: boo
     found = some(one, most)
     for share in SHARES[3:4] if short else SHARES[:4:3]:
         held(at_the_edge(one, found, share), found)
+
+
+@pytest.mark.parametrize(
+    "seed", [8, 11, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(60))]
+)
+def test_nothing_faster_is_missed_of_models_with_experts(seed: int) -> None:
+    one = drawn_experts(seed)
+    degrees = {(choice.layout.ep, choice.layout.etp) for choice in SearchJob(one).space.choices}
+    assert len(degrees) > 2
+    found = some(one, 60)
+    edge = at_the_edge(one, found, SHARES[3])
+    best = fastest_that_fits(edge, found)
+    assert best is None or searched_s(edge) <= best.fitting_s * (1 + 1e-9)
+
+
+def test_dense_layers_beside_experts_are_refused() -> None:
+    one = drawn_experts(8)
+    assert isinstance(one.spec.model, Model)
+    experts = replace(one.spec.model.experts, dense_layers=(0,))
+    spec = replace(one.spec, model=replace(one.spec.model, experts=experts, num_layers=4))
+    with pytest.raises(
+        LayoutError, match="drawn has 3 layers with experts of 4; simulate and comp"
+    ):
+        _ = SearchJob(replace(one, spec=spec)).space
 
 
 INTERLEAVED = ("megatron-core", "rematbench", "megatron-kwai", "megatron-lm")

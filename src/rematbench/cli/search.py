@@ -46,6 +46,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     cp: Degree = None,
     ulysses: Degree = None,
     shard_degree: Annotated[int, OPTIONS["shard_degree"]] = 0,
+    ep: Annotated[int | None, OPTIONS["ep"]] = None,
+    etp: Annotated[int | None, OPTIONS["etp"]] = None,
+    imbalance: Annotated[float, OPTIONS["imbalance"]] = 1.0,
     pp: Degree = None,
     vpp: Degree = None,
     micro_batch: Degree = None,
@@ -149,10 +152,12 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     spec = ProblemSpec(
         model=model, cluster=cluster, system=stack, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
-        optimizer=optimizer, document_len=document_len,
+        optimizer=optimizer, document_len=document_len, imbalance=imbalance,
     )  # fmt: skip
-    fixed = Fixed(tp=tp, sp=sp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp,
-                  micro_batch=micro_batch, zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
+    fixed = Fixed(
+        tp=tp, sp=sp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp, ep=ep,
+        etp=etp, micro_batch=micro_batch, zero_stage=zero,  # type: ignore[arg-type]  # as checked
+    )  # fmt: skip
     request = SearchRequest(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
         engine=engine, reserve_gib=reserve_gib, within=within / 100,

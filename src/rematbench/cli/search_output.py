@@ -100,8 +100,9 @@ def show_plans(out: Console, job: SearchJob, found: list[Result]) -> None:
 def where(result: Result) -> str:
     """A layout in words: what is above one, and where the optimizer's states are."""
     lay, uneven = result.problem.layout, result.job.uneven_layers
-    words = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
+    words = [f"{name} {getattr(lay, name)}" for name in (*DEGREES, "ep") if getattr(lay, name) > 1]
     words += ["without sp"] if lay.tp > 1 and not lay.sp else []
+    words += [f"etp {lay.etp}"] if lay.etp not in (None, lay.tp) else []
     words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
     words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
     words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
@@ -132,6 +133,7 @@ def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
     more = f"\n  layers {row['partition']}" if found.job.uneven_layers else ""
     more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
     more += "\n  optimizer on host" if _hosts(found) else ""
+    more += f"\n  ep {lay.ep} etp {lay.etp}" if lay.etp is not None else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))

@@ -352,3 +352,20 @@ def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
             f"ffn {model.ffn} must be a multiple of tp = {lay.tp}",
         ),
     ]
+
+
+def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
+    one; the middle stages take the remainder, because the ends also hold embedding and head."""
+    stages = layout.num_chunks
+    base, extra = divmod(num_layers, stages)
+    sizes = [base] * stages
+    start = (stages - extra) // 2
+    for i in range(start, start + extra):
+        sizes[i] += 1
+    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
+    virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
+    return tuple(
+        tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
+        for rank in range(layout.pp)
+    )

@@ -183,10 +183,12 @@ def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count)
-    for models in range(1, domain + 1):
+    block = layout.ep * layout.expert_tp
+    for models in range(1, domain * block + 1):
         dp = layout.ulysses * models
         gpus = layout.tp * layout.cp * pp * dp
-        if all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain)):
+        whole = all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain))
+        if whole and layout.tp * layout.cp * dp % block == 0:
             break
     return replace(
         layout,
@@ -278,16 +280,17 @@ def _same_copies(problem: Problem) -> Cluster:
 
 
 def _leaves_nodes(problem: Problem) -> bool:
-    """Whether tensor- or context-parallel groups lie on several nodes."""
+    """Whether tensor-, context- or expert-parallel groups lie on several nodes."""
     lay = problem.layout
-    return lay.tp * lay.cp * lay.ulysses > problem.cost.domain
+    inner = max(lay.tp * lay.cp * lay.ulysses, lay.ep * lay.expert_tp)
+    return inner > problem.cost.domain
 
 
 def _without_overlaps(system: System, layout: Layout) -> System:
     """The stack of a probe: without the traffic between replicas that a pass does not wait for.
     Limits of bytes of gathers and buckets, which a short chunk does not reach, are the least."""
     fates = {fate.kind: fate for fate in state_fates(layout, system)}
-    peers = layout.state_shards > 1
+    peers = layout.has_peers
     reduces, gathers = fates["gradient"].shards > 1, fates["parameter"].gather == "layer"
     bounded = peers and gathers and system.prefetch_elements > 0
     bucketed = peers and reduces and system.whole_buckets

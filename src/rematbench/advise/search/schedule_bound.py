@@ -35,7 +35,7 @@ from rematbench.costs.bind import CopyDirection, CostModel
 from rematbench.costs.copies import CopyTraffic
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import ChunkOps
-from rematbench.engine.lowering.emit_states import gradient_reductions
+from rematbench.engine.lowering.emit_states import gradient_reductions, parameter_gathers
 from rematbench.engine.lowering.schedule import passes
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
@@ -46,18 +46,19 @@ from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem, state_fates
 
 
-def after_passes(problem: Problem, count: int) -> list[Comm]:
-    """Return the collectives of `count` parameters that run after the last pass and are not
-    hidden."""
+def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
+    """Return the collectives of `count` parameters, of them `experts` of experts, that run after
+    the last pass and are not hidden."""
     lay, system = problem.layout, problem.system
     fates = {fate.kind: fate for fate in state_fates(lay, system)}
-    if lay.state_shards == 1:
+    if not lay.has_peers:
         return []
     found: list[Comm] = []
     if not system.reduce_overlap and fates["gradient"].shards == 1:
-        found += gradient_reductions(lay, fates["optimizer"].shards, 1, system.reduce_bytes * count)
+        width, shards = system.reduce_bytes, fates["optimizer"].shards
+        found += gradient_reductions(lay, shards, 1, width * count, width * experts)
     if not system.gather_overlap and fates["parameter"].gather == "step":
-        found.append(Comm("all_gather", "dp", system.gather_bytes * count))
+        found += parameter_gathers(lay, system, count, experts)
     return found
 
 
@@ -306,7 +307,7 @@ class _End:
             ChunkOps(problem, rank, chunk, layers)
             for chunk, layers in enumerate(plan.partition[rank])
         ]
-        peers = problem.layout.state_shards > 1
+        peers = problem.layout.has_peers
         self.overlap_reduce = problem.system.reduce_overlap and peers
         self.cache: dict[tuple[object, ...], Block] = {}
         self.blocks: list[Block] = []
@@ -372,19 +373,19 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     """Seconds that compute loses to gradient reductions and parameter gathers that run with it,
     counted as one collective of each kind per chunk."""
     lay, system = problem.layout, problem.system
-    if lay.state_shards == 1 or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
+    if not lay.has_peers or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
         return 0.0
     shards = plan.state("optimizer").shards
     total = 0.0
     for layers in plan.partition[rank]:
         count = sum(problem.layer(layer).parameters for layer in layers)
+        experts = sum(problem.layer(layer).expert_parameters for layer in layers)
+        width, comms = system.reduce_bytes, list[Comm]()
         if system.reduce_overlap:
-            for comm in gradient_reductions(lay, shards, 1, system.reduce_bytes * count):
-                total += problem.cost.stall_s(comm, rank)
+            comms += gradient_reductions(lay, shards, 1, width * count, width * experts)
         if system.gather_overlap and plan.state("parameter").gather == "step":
-            total += problem.cost.stall_s(
-                Comm("all_gather", "dp", system.gather_bytes * count), rank
-            )
+            comms += parameter_gathers(lay, system, count, experts)
+        total = fsum((total, *(problem.cost.stall_s(comm, rank) for comm in comms)))
     return total
 
 

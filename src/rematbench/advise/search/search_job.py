@@ -42,7 +42,7 @@ from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
-from rematbench.problem import Problem, rank_states
+from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.kernel_rates import RateError
@@ -106,19 +106,6 @@ class SearchJob:
             why = "search does not support parameters in host memory; use simulate or compare"
             raise ConfigError("", "parameters", f"'host': {why} (allowed here: device)")
         self.registry = _registry(request)
-        if self.model.experts is not None:
-            raise LayoutError(self._experts_refused())
-
-    def _experts_refused(self) -> str:
-        """The refusal of a model with experts, with the bytes of one of its layouts."""
-        choice = self.space.choices[0]
-        problem = self.problem(choice)
-        lay, held = choice.layout, rank_states(problem, problem.base_plan, 0)
-        return (
-            f"search has no layouts of experts; simulate and compare take --ep and --etp "
-            f"({self.model.name} at tp {lay.tp}, pp {lay.pp}, ep {lay.ep}: states of a rank "
-            f"{held.total / GIB:.1f} GiB)"
-        )
 
     @cached_property
     def space(self) -> Space:
@@ -349,7 +336,10 @@ class SearchJob:
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job's problem at one layout, with the given names of model, cluster and system."""
         request = self.request.spec
-        names = ("seq_len", "document_len", "attention", "precision", "hbm_bytes", "optimizer")
+        names = (
+            *("seq_len", "document_len", "attention", "precision", "hbm_bytes", "optimizer"),
+            "imbalance",
+        )
         others: dict[str, Any] = {name: getattr(request, name) for name in names}
         others |= {"optimizer": "host"} if choice.hosted else {}
         things = {"model": request.model, "cluster": request.cluster, "system": request.system}

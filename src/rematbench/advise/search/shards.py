@@ -33,6 +33,8 @@ class Key(NamedTuple):
     cp: int
     ulysses: int
     micro_batch: int
+    ep: int
+    etp: int
     single: bool
     hosted: bool
     zero: tuple[int, int]
@@ -42,7 +44,7 @@ def key(choice: Choice) -> Key:
     """The key of a choice's shard."""
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
-    alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch)
+    alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
     return Key(*alike, lay.pp == 1, choice.hosted, zero)
 
 
@@ -93,16 +95,22 @@ class Shard:
     def end_s(self) -> Array:
         """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
         parameter gather, if nothing hides them, and the update of states in host memory."""
-        layer = min(table.parameters for table in self.problem.layer_kinds)
-        counts = layer * np.minimum(self.columns.first, self.columns.last)
-        found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
+        kinds = self.problem.layer_kinds
+        layer = min(table.parameters for table in kinds)
+        own = min(table.expert_parameters for table in kinds)
+        layers = np.minimum(self.columns.first, self.columns.last)
+        found = [
+            self._end_s(c.layout, int(n * layer), int(n * own))
+            for c, n in zip(self.choices, layers, strict=True)
+        ]
         return np.array(found)
 
-    def _end_s(self, layout: Layout, count: int) -> float:
+    def _end_s(self, layout: Layout, count: int, experts: int) -> float:
         key = (layout.dp, layout.pp, layout.zero_stage, count)
         if key not in self._ends_s:
             problem = self._at(layout)
-            comms_s = (problem.cost.comm_s(comm, 0) for comm in after_passes(problem, count))
+            comms = after_passes(problem, count, experts)
+            comms_s = (problem.cost.comm_s(comm, 0) for comm in comms)
             self._ends_s[key] = fsum((*comms_s, host_update_s(problem, count)))
         return self._ends_s[key]
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
 from rematbench.plan import Plan
-from rematbench.problem import Problem, even_partition, head_parameters, state_fates
+from rematbench.problem import Problem, head_parameters, shards_experts, state_fates
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System, ZeroStage
 from rematbench.workload import Workload
@@ -40,6 +40,8 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pp: int | None = None
     vpp: int | None = None
     shard_degree: int = 0
+    ep: int | None = None
+    etp: int | None = None
     micro_batch: int | None = None
     zero_stage: ZeroStage | None = None
 
@@ -90,6 +92,8 @@ def space(
         raise LayoutError(
             f"gpus {spec.gpus} must be a multiple of {ranks}, the product of the requested degrees"
         )
+    if dense := _dense_beside_experts(work):
+        raise LayoutError(dense)
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
@@ -100,9 +104,20 @@ def space(
             continue
         found = list(partitions(layout, work.model.num_layers))
         choices += found
-        if spec.optimizer is None and may_host(cluster, system):
+        if spec.optimizer is None and may_host(cluster, system) and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
+
+
+def _dense_beside_experts(work: Workload) -> str:
+    """Why a model cannot be searched; empty if it can."""
+    model = work.model
+    if model.expert_layers in (0, model.num_layers):
+        return ""
+    return (
+        f"search needs layers of one kind, but {model.name} has {model.expert_layers} layers with "
+        f"experts of {model.num_layers}; simulate and compare take --ep and --etp"
+    )
 
 
 def may_host(cluster: Cluster, system: System) -> bool:
@@ -134,16 +149,17 @@ def layouts(
             if spec.global_batch % replicas:
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
-            for sp, micro_batch, vpp, zero in product(
+            for sp, micro_batch, vpp, zero, (ep, etp) in product(
                 _row_shards(fixed.sp, tp),
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
-                _stages(fixed.zero_stage, pp, dp * cp),
+                _stages(fixed.zero_stage, pp, dp * cp, work),
+                _expert_degrees(fixed, tp, tp * cp * dp, work),
             ):
                 yield Layout(
                     tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
-                    global_batch=spec.global_batch,
+                    global_batch=spec.global_batch, ep=ep, etp=etp,
                 )  # fmt: skip
 
 
@@ -182,8 +198,27 @@ def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
     return [1, *(v for v in range(2, layers // pp + 1) if -layers % (pp * v) in ends)]
 
 
-def _stages(fixed: ZeroStage | None, pp: int, shards: int) -> list[ZeroStage]:
+def _expert_degrees(
+    fixed: Fixed, tp: int, ranks: int, work: Workload
+) -> list[tuple[int, int | None]]:
+    """Expert-parallel degrees, and tensor parallelism of an expert: none, or that of attention."""
+    experts = work.model.experts
+    if experts is None:
+        return [(1, None)]
+    splits = sorted({1, tp}) if fixed.etp is None else [fixed.etp]
+    return [
+        (ep, etp)
+        for etp in splits
+        if ranks % etp == 0
+        for ep in _degrees(fixed.ep, ranks // etp, experts.count)
+        if experts.count % ep == 0
+    ]
+
+
+def _stages(fixed: ZeroStage | None, pp: int, shards: int, work: Workload) -> list[ZeroStage]:
     """The modelled ZeRO stages; only stage 1 without data-parallel peers, where all are equal."""
+    if fixed is None and work.model.experts is not None:
+        return [0, 1]
     if fixed is not None:
         return [fixed]
     if shards == 1:
@@ -323,7 +358,8 @@ class Columns:
         """Bytes of training states, and of buckets that stay, on a device of the first, the second
         and the last rank."""
         problem = self.problem
-        layer = min(table.parameters for table in problem.layer_kinds)
+        experts = min(table.expert_parameters for table in problem.layer_kinds)
+        layer = min(table.parameters for table in problem.layer_kinds) - experts
         head, embedding = head_parameters(problem), problem.embedding.parameters
         single = self.pp == 1
         counts = (
@@ -335,9 +371,17 @@ class Columns:
         sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
+        apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
+        own = [experts * layers for layers in (self.first, self.second, self.last)]
         first, second, last = (
-            held + np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
-            for n in counts
+            held
+            + np.asarray(
+                sum(
+                    (-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes
+                    for i, nbytes in enumerate(sizes)
+                )
+            )
+            for n, m in zip(counts, own, strict=True)
         )
         return first, second, last
 
@@ -347,6 +391,12 @@ def _shards(layout: Layout, problem: Problem) -> list[int]:
     leaves next to nothing on the device."""
     fates = state_fates(layout, problem.system)
     return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+
+
+def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
+    """Ranks over which each kind of states of experts is sharded."""
+    fates = state_fates(layout, problem.system)
+    return [layout.expert_dp if shards_experts(fate, layout) else 1 for fate in fates]
 
 
 def _rank_layers(choice: Choice) -> tuple[int, ...]:

@@ -167,6 +167,21 @@ def without_activation(table: OpTable, name: str) -> OpTable:
     return replace(table, ops=ops, activations=activations)
 
 
+def rebuild_ops(
+    table: OpTable, missing: frozenset[str], available: frozenset[str]
+) -> tuple[Op, ...]:
+    """The fewest operators, in forward order, that compute `missing` from `available`."""
+    needed = set(missing)
+    chosen: list[Op] = []
+    for op in reversed(table.ops):
+        if needed.isdisjoint(op.outputs):
+            continue
+        chosen.append(op)
+        needed.difference_update(op.outputs)
+        needed.update(name for name in op.inputs if name not in available)
+    return tuple(reversed(chosen))
+
+
 def memory_kernel(*nbytes: int) -> tuple[Kernel, ...]:
     """One memory-bound kernel that reads and writes the sum of the given bytes."""
     return (Elementwise(hbm_bytes=sum(nbytes)),)

@@ -1,6 +1,6 @@
 """Recomputes saved tensors in a backward block, whole or in pieces, and joins split tensors."""
 
-from rematbench.costs.operators.ops import Op
+from rematbench.costs.operators.ops import Op, rebuild_ops
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.engine.lowering.emit_forward import Fates
 from rematbench.engine.lowering.emit_op import Names, emit_alloc, emit_op
@@ -10,7 +10,6 @@ from rematbench.engine.lowering.pieces import write_pieces
 from rematbench.engine.lowering.writer import BlockWriter, Share
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, place
 from rematbench.plan import PlanError
-from rematbench.problem import rebuild_ops
 
 
 class Recomputer:

@@ -209,6 +209,15 @@ def gradient_reductions(
     return (scatter, Comm("all_reduce", "replica", -(-nbytes // layout.state_shards)))
 
 
+def parameter_gathers(layout: Layout, system: System, count: int, experts: int) -> list[Comm]:
+    """Return the gathers of `count` updated parameters, of which `experts` of experts have peers of
+    their own."""
+    width = system.gather_bytes
+    found = [Comm("all_gather", "dp", width * (count - experts))]
+    more = experts > 0 and layout.expert_dp > 1
+    return [*found, Comm("all_gather", "edp", width * experts)] if more else found
+
+
 class GradReducer:
     """Reduces each unit's gradients on the dp stream when the unit's backward is done.  With
     optimizer-in-backward, also updates the unit's parameters.

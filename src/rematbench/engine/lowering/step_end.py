@@ -7,7 +7,11 @@ from typing import Protocol
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.emit_buckets import buckets_of
-from rematbench.engine.lowering.emit_states import gradient_reductions, norm_reduction
+from rematbench.engine.lowering.emit_states import (
+    gradient_reductions,
+    norm_reduction,
+    parameter_gathers,
+)
 from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import last_backwards
 from rematbench.engine.lowering.state_pieces import piece_widths, update_block
@@ -63,7 +67,8 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     gathered = plan.state("parameter").gather == "step" and lay.has_peers
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
-            for comm in _gathers(problem, chunk):
+            counts = _parameters(chunk), _expert_parameters(chunk)
+            for comm in parameter_gathers(lay, system, *counts):
                 steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
 
 
@@ -88,16 +93,6 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 def _parameters(chunk: ChunkOps) -> int:
     return sum(unit.parameters for unit in chunk.units)
-
-
-def _gathers(problem: Problem, chunk: ChunkOps) -> list[Comm]:
-    """The gathers of a chunk's updated parameters: those of experts have their own peers."""
-    lay, width = problem.layout, problem.system.gather_bytes
-    experts = _expert_parameters(chunk)
-    rest = _parameters(chunk) - experts
-    found = [Comm("all_gather", "dp", width * rest)]
-    more = experts > 0 and lay.expert_dp > 1
-    return [*found, Comm("all_gather", "edp", width * experts)] if more else found
 
 
 def _expert_parameters(chunk: ChunkOps) -> int:
