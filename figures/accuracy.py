@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 TABLES = ("cells",)
-SPLITS = ("held-out", "in-sample", "fitted")
+SPLITS = ("held-out", "in-sample", "sibling", "fitted")
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def source_looks(names: list[str]) -> dict[str, tuple[str, str]]:
 
 def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
     """Predicted over published speeds on log-log axes; filled markers are held-out cells, hollow
-    markers are cells that shaped the model."""
+    markers are cells of sources that shaped the model."""
     low, high = 0.7 * cells.published.min(), 1.4 * cells.published.max()
     line = np.array([low, high])
     axis.fill_between(line, 0.9 * line, 1.1 * line, color=style.PALE, lw=0)
@@ -60,7 +60,7 @@ def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) 
     axis.set_ylabel("predicted tokens/s/GPU")
     handles = [
         Line2D([], [], marker="o", color=style.GREY, mfc=face, ls="", label=label)
-        for face, label in ((style.GREY, "held-out"), ("none", "in-sample or fitted"))
+        for face, label in ((style.GREY, "held-out"), ("none", "of a source used"))
     ]
     handles.append(Patch(color=style.PALE, label="within 10 %"))
     axis.legend(handles=handles, loc="upper left", handletextpad=0.4)

@@ -35,7 +35,7 @@ def legend() -> list[Line2D]:
         Line2D([], [], ls="", marker="o", color=style.BLACK, mfc="none", label="published"),
         Line2D([], [], **blue, label="ours (simulated)"),
         Line2D([], [], **blue, ls="", marker="D", label="  held-out cell"),
-        Line2D([], [], **blue, ls="", marker="D", mfc="none", label="  cell used in the fit"),
+        Line2D([], [], **blue, ls="", marker="D", mfc="none", label="  of a source used"),
     ]
 
 

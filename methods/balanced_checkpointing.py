@@ -3,21 +3,33 @@
 Claim: rebuilding both norms' outputs and SiLU x up inside the linears that read them frees a third
 of a layer's activations for well under one per cent of its work.
 Source: Yuan et al., USENIX ATC 2024, section on compute-memory balanced checkpointing.
-Deviations: the paper's Pareto front was not readable; `front` computes ours over all subsets of the
-saved activations with this problem's costs.  The published point is the default.
+Deviations: experts and a shared expert have the tensors of an MLP.  The paper's Pareto front was
+not readable; `front` computes ours over all subsets of the saved activations with this problem's
+costs.  The published point is the default.
 """
 
 from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from rematbench.plan import Fraction, Plan, Recompute, Rule, Scope, Select, Settings
+from rematbench.plan import (
+    Fraction,
+    Plan,
+    Recompute,
+    Rule,
+    Scope,
+    Select,
+    Settings,
+    Unsupported,
+)
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
-from rematbench.solve.pareto import cheapest_within, front
+from rematbench.solve.pareto import candidates, cheapest_within, front
 
-PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in")
-FC1 = ("gate_out", "up_out")
+PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "expert_fc2_in", "shared_fc2_in")
+FC1 = ("gate_out", "up_out", "expert_fc1_out", "shared_gate_out", "shared_up_out")
+MOST = 17
+"""Tensors of a layer whose subsets are counted in seconds."""
 
 
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,8 +49,11 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_fraction: Fraction = 0.7
     scope: Scope = "consumer"
 
-    def plan(self, problem: Problem, base: Plan) -> Plan:
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Recompute the point's activations where the base keeps them."""
+        count = max(len(candidates(table)) for table in problem.layer_kinds)
+        if self.point == "front" and count > MOST:
+            return Unsupported(f"front has 2^{count} subsets of a layer's tensors (most: 2^{MOST})")
         kept = kept_activations(problem, base) - {"layer_input"}
         dropped = tuple(sorted(kept & self._dropped(problem)))
         if not dropped:
@@ -51,7 +66,8 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
 
     def _dropped(self, problem: Problem) -> set[str]:
-        table = problem.layer_kinds[0]
+        tables = problem.layer_kinds
+        table = max(tables, key=lambda each: each.saved_bytes)
         match self.point:
             case "none":
                 return set()
@@ -60,6 +76,6 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
             case "published+fc1":
                 return {*PUBLISHED, *FC1}
             case "all" | "full":
-                return set(table.saved)
+                return {name for each in tables for name in each.saved}
         chosen = cheapest_within(front(problem, table), self.keep_fraction * table.saved_bytes)
         return set(chosen.dropped)

@@ -10,7 +10,8 @@ layers are exempt.
            n (S_in + S_attn + alpha S_other) <= M_host                 (its share of host memory)
 with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism).  Two rounding
 buffers alternate; after the backward of layer i + 2 the tensors of layer i are copied back.
-Deviations: the row statistics of attention are offloaded with its output.  A split tensor is stored
+Deviations: the row statistics of attention are offloaded with its output.  What experts receive, in
+an order of their own, is offloaded entirely too.  A split tensor is stored
 in parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold the offloaded
 tensors, not the whole layer.  Under pipeline parallelism the last swapped layer of a chunk is
 copied from separate memory during the next pass.  If an eager norm saves copies instead of its
@@ -46,7 +47,7 @@ from rematbench.solve.kept import (
 from rematbench.solve.swap import SwapShare, swap_share
 from rematbench.workload import NonNegativeInt, PositiveInt
 
-WHOLE = ("layer_input", "attn_out", "attn_heads", "lse")
+WHOLE = ("layer_input", "attn_out", "attn_heads", "lse", "permutation", "expert_in", "expert_probs")
 
 
 class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +56,10 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `buffers`: rounding buffers (0: fresh memory for each layer)."""
 
     name: ClassVar[str] = "memo"
-    grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(5))
+    grid: ClassVar[tuple[Settings, ...]] = (
+        *({"alpha": a / 4} for a in range(5)),
+        {"alpha": 1.0, "exempt_layers": 0},  # the fewest bytes of all, for what fits in no other
+    )
     alpha: Fraction | None = None
     host_bytes: PositiveInt | None = None
     exempt_layers: NonNegativeInt = 2

@@ -7,10 +7,10 @@ so sequences up to d are not split), V / d pieces for the head (32 for Llama-3),
 recomputed in its backward; used with full recomputation and optimizer-in-backward.
 Deviations: the rule stops at 32 pieces of the MLP, because with more pieces its transients no
 longer set the peak and kernels only shrink.  The loss's saved statistics are recomputed by piece
-instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  The MLP
-is not split if the base offloads or rebuilds a part of its inner tensors.  The loss's saved tensors
-are rebuilt by piece even if the base would offload them: they have the size of the logits, which
-pieces are to avoid.
+instead of kept.  Weight gradients of the pieces are accumulated in place, as in autograd.  Experts
+are not split, and neither is the MLP if the base offloads or rebuilds a part of its inner tensors.
+The loss's saved tensors are rebuilt by piece even if the base would offload them: they have the
+size of the logits, which pieces are to avoid.
 """
 
 from math import ceil
@@ -45,7 +45,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: ClassVar[str] = "mst"
     pieces: ClassVar[bool] = True
     grid: ClassVar[tuple[Settings, ...]] = tuple(
-        {"mlp_chunks": 1 << power, "head_chunks": 1 << power} for power in range(1, 7)
+        {"mlp_chunks": 1 << power, "head_chunks": 1 << power} for power in range(1, 11)
     )
     mlp_chunks: PositiveInt | None = None
     max_mlp_chunks: PositiveInt = 32
@@ -73,7 +73,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:
         """Number of pieces of the MLP, and a remark if it is not split."""
-        table, model = problem.layer_kinds[0], problem.workload.model
+        tables, model = problem.layer_kinds, problem.workload.model
+        table = next((t for t in tables if any(op.name in MLP for op in t.ops)), tables[0])
         layout = problem.layout
         local = problem.workload.seq_len // (layout.cp * layout.ulysses)
         inner = {name for op in table.ops if op.name in MLP[:-1] for name in op.outputs}
@@ -82,6 +83,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return 1, {
                 "mlp": f"computed whole: the base offloads or rebuilds part of {', '.join(parted)}"
             }
+        if not inner:
+            return 1, {"mlp": "computed whole: every layer has experts"}
         rows = min(table.activations[name].rows for name in ("fc2_out", *inner))
         rule = min(ceil(local / model.hidden), self.max_mlp_chunks)
         return min(self.mlp_chunks or rule, rows), {}

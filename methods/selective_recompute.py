@@ -2,7 +2,8 @@
 
 Claim: recomputing only core attention saves most activation bytes for a few per cent more work.
 Source: Korthikanti et al. 2022 (arXiv 2205.05198, `--recompute-activations`); with `keep`, the
-per-operator selective checkpointing of torchtitan (distributed/activation_checkpoint.py).
+per-operator selective checkpointing of torchtitan (distributed/activation_checkpoint.py);
+`modules`: Megatron-core 0.16.1 (`--recompute-modules`).
 Deviations: with flash attention there are no scores to drop, so the default is a no-op with a note;
 Megatron's flag would recompute the flash kernel without a benefit.
 """
@@ -15,17 +16,21 @@ from msgspec.structs import replace
 from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.recompute_modules import CORE_ATTENTION, MODULES, Module, modules_dropped
 
-CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
+AT_ONCE = ("mlp", "moe", "shared_experts")
+"""The modules that it runs again as a whole, before their backward."""
 
 
 class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`activations`: names to drop; `ops`: operators whose saved outputs are dropped; `keep`: drop
-    all activations of a layer except these and its input.  If all are empty: drop the internals of
-    unfused attention.  `scope`: rebuild before each consumer, or at the start of the layer's
-    backward.  `held`: outputs that the policy caches although no backward reads them."""
+    """`modules`: Megatron's modules to recompute; `activations`: names to drop; `ops`: operators
+    whose saved outputs are dropped; `keep`: drop all activations of a layer except these and its
+    input.  If all are empty: drop the internals of unfused attention.  `scope`: rebuild before each
+    consumer, or at the start of the layer's backward.  `held`: outputs that the policy caches
+    although no backward reads them."""
 
     name: ClassVar[str] = "selective_recompute"
+    modules: tuple[Module, ...] = ()
     activations: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
@@ -44,18 +49,41 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return Unsupported(
                 f"a layer has no activation or operator {unknown[0]!r} (known: {names})"
             )
+        if self.modules and known.isdisjoint(modules_dropped(self.modules)):
+            model = problem.workload.model.name
+            return Unsupported(f"no layer of {model} has {' or '.join(self.modules)}")
         kept = kept_activations(problem, base) - {"layer_input"}
-        wanted = {*self.activations, *(name for op in self.ops for name in made[op])}
+        modules = set(modules_dropped(self.modules))
+        wanted = {*modules, *self.activations, *(name for op in self.ops for name in made[op])}
         if self.keep:
             wanted |= kept - set(self.keep)
         dropped = tuple(sorted(kept & (wanted or set(CORE_ATTENTION))))
         if not dropped:
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
-        select = Select(parts=("layer",), activations=dropped, kept=True)
-        rule = Rule(select, Recompute(scope=self.scope))
         base = holding_inputs(problem, base, dropped, whole=False)
-        held = tuple(dict.fromkeys((*base.held, *self.held)))
-        return replace(base.with_rules(rule), held=held).noting(dropped=", ".join(dropped))
+        again = self._sent_back(problem)
+        held = tuple(dict.fromkeys((*base.held, *self.held, *again)))
+        rules = self._rules((*dropped, *again))
+        return replace(base.with_rules(*rules), held=held).noting(dropped=", ".join(dropped))
+
+    def _sent_back(self, problem: Problem) -> tuple[str, ...]:
+        """What experts send back, if their whole module runs again: nothing reads it."""
+        sent = "combined" if problem.layout.ep > 1 else "unsorted"
+        return (sent,) if "moe" in self.modules else ()
+
+    def _rules(self, dropped: tuple[str, ...]) -> list[Rule]:
+        """A rule for the tensors of modules that run again as a whole, and one for all others."""
+        module = {name for one in self.modules if one in AT_ONCE for name in MODULES[one]}
+        module |= {"combined", "unsorted"}
+        parts: dict[Scope, tuple[str, ...]] = {
+            "layer": tuple(name for name in dropped if name in module),
+            self.scope: tuple(n for n in dropped if self.scope == "layer" or n not in module),
+        }
+        return [
+            Rule(Select(parts=("layer",), activations=names, kept=True), Recompute(scope=scope))
+            for scope, names in parts.items()
+            if names
+        ]
 
 
 def _why(problem: Problem, wanted: set[str]) -> str:

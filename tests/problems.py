@@ -31,7 +31,7 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.workload import Model, Workload
+from rematbench.workload import Experts, Model, Workload
 
 LLAMA = replace(method_contract.LLAMA, name="test-llama")
 GPT = replace(method_contract.GPT, name="test-gpt")
@@ -52,11 +52,15 @@ BLOCKS: dict[str, dict[str, Any]] = {
     },
     "embedding": {"embedding_norm": True, "position": "alibi", "mlp": "relu"},
     "unweighted": {"norm_weight": False, "mlp": "xielu", "activation_steps": 3.5},
+    "experts": {
+        "experts": Experts(count=4, active=2, ffn=64, shared_ffn=32, dense_layers=(0,)),
+        "mlp": "swiglu",
+    },
     "attention_dropout": {"attention_dropout": 0.1, "embedding_dropout": 0.0, "mlp": "relu2"},
 }
 """Facts of blocks that neither Llama nor GPT has."""
 ANY_LAYOUT: dict[str, Any] = {
-    "model_parallel": ("tp", "pp", "vpp"),
+    "model_parallel": ("tp", "pp", "vpp", "ep"),
     "zero_stages": (0, 1, 2, 3),
     "wide_attention": "fp64",
 }

@@ -35,6 +35,7 @@ SYSTEMS = (
     "deepspeed",
     "internevo",
 )
+EXPERTS = ("rematbench", "megatron-kwai", "megatron-lm", "megatron-core")
 CONTEXT_PARALLEL = ("rematbench", "megatron-kwai", "megatron-core")
 ROW_LOCAL = ("attn_norm_out", "mlp_norm_out", "fc2_in", "up_out", "q", "attn_residual")
 """Saved tensors of every layer that a part of the rows can rebuild."""
@@ -83,8 +84,20 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
     if system == "deepspeed" and dp == 2 and draw(st.booleans()):
         layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
     model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
+    if model.experts is not None:
+        system = draw(st.sampled_from(EXPERTS))
+        layout |= draw(expert_layouts(layout["tp"] * layout["cp"] * dp))
     attention = "flash" if layout["cp"] > 1 else draw(st.sampled_from(["flash", "unfused"]))
     return problem(model=model, system=system, attention=attention, **layout)
+
+
+@st.composite
+def expert_layouts(draw: st.DrawFn, ranks: int) -> dict[str, Any]:
+    """Degrees that fold experts onto the `ranks` of a stage."""
+    etp = draw(st.sampled_from([n for n in (1, 2) if ranks % n == 0]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % (n * etp) == 0]))
+    zero = draw(st.integers(0, 1))
+    return {"sp": True, "ep": ep, "etp": etp, "zero_stage": zero, "ulysses": 1}
 
 
 @st.composite
@@ -163,8 +176,8 @@ def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[
 
 
 def saved_everywhere(problem: Problem) -> tuple[str, ...]:
-    """Saved tensors of a layer."""
-    return problem.layer(0).saved
+    """Saved tensors of a layer, of one with experts if there is one."""
+    return problem.layer(problem.workload.model.num_layers - 1).saved
 
 
 @st.composite

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from baselines.deepspeed import options
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -82,6 +83,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def candidates(cls, problem: Problem) -> Iterator["DeepSpeed"]:
         """The policies that a configuration can express, simplest first (tiles need code)."""
         homes = {state.kind: state.home for state in problem.base_plan.states}
+        overlaps = problem.system.reduce_overlap and problem.layout.zero_stage > 0
         optimizer = homes.get("optimizer") == "host"
         for checkpointing in ("none", "plain", "partitioned_cpu"):
             for offload in ((False, False), (True, False), (True, True)):
@@ -89,6 +91,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     checkpointing=checkpointing,
                     offload_optimizer=offload[0],
                     offload_param=offload[1],
+                    overlap_comm=overlaps,
                 )
                 if offload[0] >= optimizer and not active_reasons(_policy(made, setup_of(problem))):
                     yield made
@@ -109,10 +112,21 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         world."""
         return [*_job(setup), *_policy(self, setup)]
 
-    def flags(self, problem: Problem) -> str:
-        """DeepSpeed's configuration as JSON."""
+    @classmethod
+    def partition(cls, problem: Problem, plan: Plan) -> bool:
+        """Whether options give the layers of each stage of a plan: DeepSpeed has one stage."""
+        return problem.layout.pp == 1
+
+    @classmethod
+    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
+        """The facts of the stack that a prediction assumes and no option gives."""
+        return tuple(options.assumed(problem, offloads=offloads))
+
+    def flags(self, problem: Problem, _: Plan | None = None, *, whole: bool = False) -> str:
+        """DeepSpeed's configuration as JSON, which has no arguments of a model (`whole`)."""
         work = problem.workload
         made = self.configuration(work.model, problem.layout, work.precision)
+        made["zero_optimization"] |= options.stack_values(problem, made["zero_optimization"])
         return msgspec.json.format(msgspec.json.encode(made)).decode()
 
     def configuration(self, model: Model, layout: Layout, precision: str) -> dict[str, Any]:
@@ -179,7 +193,7 @@ def _job(setup: Setup) -> list[Reason]:
     return [
         (lay.tp > 1, "tensor parallelism (this baseline's model has none)"),
         (lay.cp > 1, "context parallelism (DeepSpeed has Ulysses: set ulysses)"),
-        (lay.pp > 1, "pipeline parallelism (PipelineModule is not run here)"),
+        (lay.pp > 1, "pipeline parallelism (PipelineModule is code)"),
         (
             lay.state_shards < lay.dp * lay.cp,
             "hybrid sharding (0.19.8 has no MiCS; hpZ only shards a second copy of parameters)",

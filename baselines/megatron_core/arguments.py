@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args
 from msgspec.structs import replace
 
 from baselines.common.interface import NotRunnable
+from baselines.megatron_core.options import NAMES
 from baselines.megatron_core.plan import (
     MegatronCore,
     OffloadModule,
@@ -43,10 +44,12 @@ NEEDED = {
 
 def parse(text: str) -> dict[str, list[str]]:
     """The words after each `--name` (or `--name=word`), by name with underscores. If a name is
-    repeated, the last argument counts."""
+    repeated, the last argument counts. Lines of comments and backslashes at line ends are not
+    read."""
     found: dict[str, list[str]] = {}
     name = ""
-    for word in text.split():
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for word in " ".join(lines).replace("\\", " ").split():
         if word.startswith("--"):
             argument, equals, value = word.partition("=")
             name = _underscored(argument)
@@ -98,7 +101,7 @@ def fields(text: str, run: RunSpec, job_fields: dict[str, Any]) -> dict[str, Any
 
     hints = typing.get_type_hints(TransformerConfig)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    fixed = {*_fixed(run), *NOT_FUSED}
+    fixed = {*_fixed(run), *NOT_FUSED, *NAMES}
     found: dict[str, Any] = {}
     for name, words in parse(text).items():
         if name in fixed:

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from baselines.common.interface import NotRunnable
 from baselines.megatron_core.arguments import fields
+from baselines.megatron_core.experts import expert_fields
 from baselines.megatron_core.guards import has_transformer_engine
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
 from rematbench.workload import Model
@@ -46,6 +47,7 @@ def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
     traced = run.world == "traced"
     return {
         **_model(run.model),
+        **expert_fields(run.model, lay, policy),
         "tensor_model_parallel_size": lay.tp,
         "pipeline_model_parallel_size": lay.pp,
         "virtual_pipeline_model_parallel_size": lay.vpp if lay.vpp > 1 else None,
@@ -85,6 +87,7 @@ def _model(model: Model) -> dict[str, Any]:
         "activation_func": F.silu if model.mlp == "swiglu" else F.gelu,
         "add_bias_linear": has_biases(model),
         "add_qkv_bias": model.qkv_bias,
+        "qk_layernorm": model.qk_norm,
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
     }

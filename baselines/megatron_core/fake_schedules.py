@@ -7,6 +7,8 @@ groups of tensors and offloads all of them; in later steps it keeps the groups t
 first.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
@@ -17,6 +19,7 @@ from baselines.common.interface import RankAnswer
 from baselines.common.meter import Meter
 from baselines.megatron_core import rank_engine as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
+from baselines.megatron_core.experts import install_balance, is_of_experts
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
@@ -47,7 +50,9 @@ def trace(job: PackageJob, policy: MegatronCore) -> RankAnswer:
     dist.init_process_group("fake", rank=job.rank, world_size=run.layout.gpus, store=store)
     place = engine.join_groups(job)
     meter = Meter()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    experts = run.model.experts
+    balanced = nullcontext() if experts is None else install_balance(experts)
+    with FakeTensorMode(allow_non_fake_inputs=True), balanced:
         rig = engine.build(job, policy, place, torch.device("cpu"))
         batches = _batches(run)
         inputs = [tensor for batch in batches for tensor in (batch.ids, batch.labels)]
@@ -76,6 +81,13 @@ def _batches(run: RunSpec) -> list[MicroBatch]:
 
 
 def _optimizer_bytes(rig: engine.Rig, run: RunSpec) -> int:
-    count: int = sum(p.numel() for chunk in rig.chunks for p in chunk.parameters())
-    shards = run.layout.state_shards if uses_distributed_optimizer(run) else 1
-    return count * MASTER_AND_MOMENTS[run.precision] // shards
+    counts = {True: 0, False: 0}
+    for chunk in rig.chunks:
+        for parameter in chunk.parameters():
+            counts[is_of_experts(parameter)] += parameter.numel()
+    sharded = uses_distributed_optimizer(run)
+    shards = {True: run.layout.expert_dp, False: run.layout.state_shards}
+    return sum(
+        count * MASTER_AND_MOMENTS[run.precision] // (shards[kind] if sharded else 1)
+        for kind, count in counts.items()
+    )

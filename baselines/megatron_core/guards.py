@@ -5,7 +5,7 @@ import importlib.util
 import msgspec
 
 from baselines.common.interface import NotRunnable
-from baselines.megatron_core.arguments import SETTINGS
+from baselines.megatron_core.arguments import SETTINGS, parse
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.limits import Reason, overridden, setup_of
 from rematbench.worlds.packages.process import PackageJob
@@ -30,7 +30,16 @@ def _options(job: PackageJob, policy: MegatronCore) -> list[Reason]:
     """Settings given with options, where the options say another policy."""
     named = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
     conflict = overridden(named, policy, SETTINGS) if job.options else ""
-    return [(bool(conflict), conflict)]
+    latent = "multi_latent_attention" in parse(job.options)
+    return [
+        (
+            latent and job.run.layout.tp > 1,
+            "latent attention under tp: the local spec of 0.16.1 gives the shared part of keys the "
+            "gradient of this rank's heads only, beside a right loss",
+        ),
+        (latent, "latent attention (not run here)"),
+        (bool(conflict), conflict),
+    ]
 
 
 def has_transformer_engine(job: PackageJob) -> bool:
@@ -79,6 +88,8 @@ def _executed(run: RunSpec, policy: MegatronCore) -> list[Reason]:
             here and run.model.dropout > 0,
             "dropout has no common stream of random numbers to compare",
         ),
+        (here and run.model.experts is not None, "experts are traced here, not executed"),
+        (here and run.model.qk_norm, "norms over heads are traced here, not executed"),
         (
             here and policy.bias_activation_fusion and run.model.mlp == "gelu",
             "the fused GELU is the tanh approximation: another arithmetic than the other engines'",

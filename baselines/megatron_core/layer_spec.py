@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from baselines.megatron_core.guards import has_transformer_engine
+from baselines.megatron_core.plan import MegatronCore
 from rematbench.worlds.packages.process import PackageJob
 from rematbench.worlds.records.record import RunSpec
 from rematbench.worlds.torch.attention_backends import attend, attend_backward
@@ -119,21 +120,30 @@ class _Gathered(torch.autograd.Function):
         return dq.permute(2, 0, 1, 3).contiguous(), dk, dv, None
 
 
-def layer_spec(job: PackageJob) -> tuple[Any, str]:
-    """The spec of a chunk's layers, and the name of its core attention."""
+def layer_spec(job: PackageJob, policy: MegatronCore, first: int) -> tuple[Any, str]:
+    """The spec of a chunk's layers, of which the first has the global index `first`, and the name
+    of its core attention."""
     run = job.run
     if has_transformer_engine(job):
         return get_gpt_layer_with_transformer_engine_spec(), "TransformerEngine"
-    spec, attention = _local_spec(run)
-    count = run.model.num_layers // (run.layout.pp * run.layout.vpp)
-    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm), attention
+    kinds = {dense: _local_spec(run, policy, dense=dense) for dense in (True, False)}
+    count = run.model.num_layers // run.layout.num_chunks
+    specs = [kinds[run.model.is_dense(first + i)][0] for i in range(count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm), kinds[True][1]
 
 
-def _local_spec(run: RunSpec) -> tuple[Any, str]:
-    rms = run.model.norm == "rmsnorm"
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if rms else "LayerNorm")
+def _local_spec(run: RunSpec, policy: MegatronCore, *, dense: bool) -> tuple[Any, str]:
+    rms, experts = run.model.norm == "rmsnorm", None if dense else run.model.experts
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts.count if experts else None,
+        moe_grouped_gemm="moe_act" in policy.modules,
+        qk_layernorm=run.model.qk_norm,
+        normalization="RMSNorm" if rms else "LayerNorm",
+    )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     attention = spec.submodules.self_attention.submodules
+    if run.model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     if run.layout.cp > 1:
         attention.core_attention = GatheredAttention
         return spec, "gathered keys and values, torch's flash operator"

@@ -7,7 +7,7 @@ Deviations: a dropped tensor is rebuilt before each reader, not once per module;
 module's whole saved input and reloads it one layer ahead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
 from itertools import combinations
 from typing import ClassVar, Literal, TypeVar, get_args
@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, TypeVar, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
+from baselines.megatron_core import options
 from rematbench.engine.lowering.schedule import interleaved
 from rematbench.plan import (
     Group,
@@ -29,33 +30,24 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
+from rematbench.solve.recompute_modules import modules_dropped
 from rematbench.workload import Model, PositiveInt
-from rematbench.worlds.packages.limits import Reason, Setup, active_reasons, setup_of
+from rematbench.worlds.packages.limits import NOT_RUN, Reason, Setup, active_reasons, setup_of
 from rematbench.worlds.packages.stack import StackProblem
 
 T = TypeVar("T")
-RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 MIN_OFFLOADED = 2
 """Least elements of a tensor that is offloaded. Single numbers stay out: on CUDA fp32 attention
 saves its seeds, which lie on the host."""
-DROPPED: dict[str, tuple[str, ...]] = {
-    "core_attn": (
-        "attn_probs",
-        "attn_probs_mask",
-        "attn_probs_dropped",
-        "lse",
-        "causal_mask",  # of the traced stack (stack.py)
-    ),
-    "layernorm": (
-        "attn_norm_out",
-        "mlp_norm_out",
-        "attn_norm_statistics",  # also of the traced stack
-        "mlp_norm_statistics",
-    ),
-    "mlp": ("gate_out", "up_out", "up_out_offset", "act_out", "fc2_in"),
+TRACED: dict[str, tuple[str, ...]] = {
+    "core_attn": ("causal_mask",),
+    "layernorm": ("attn_norm_statistics", "mlp_norm_statistics"),
+    "mlp": ("up_out_offset",),
 }
+"""What a module drops of the tensors that only the traced stack saves (stack.py)."""
 MOVED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("layer_input", "attn_norm_statistics"),
     "qkv_linear": ("attn_norm_out",),
@@ -102,22 +94,24 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The plan with the fates of this stack's saved tensors under the settings."""
-        setup, sizes = setup_of(problem), _sizes(base)
-        itself = base.partition == problem.base_plan.partition
-        refused = active_reasons([
-            *_model(setup), *_layout(setup), _uneven(setup, itself and len(sizes) > 1),
-            *_policy(self, setup.model, sizes), *self._inside_linears(problem),
-        ])  # fmt: skip
+        refused = active_reasons(self._reasons(problem, base))
+        return Unsupported(refused[0]) if refused else self.decided(problem, base)
+
+    def decided(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The plan that the options decide, also for a job that has options and is not run here."""
+        refused = active_reasons(self._reasons(problem, base))
+        refused = tuple(reason for reason in refused if not reason.endswith(NOT_RUN))
         if refused:
             return Unsupported(refused[0])
         plan = replace(base, orders=_orders(problem))
         if self.recompute == "full":
             plan = self._full(problem, plan)
         elif self.recompute == "selective":
-            dropped = tuple(name for module in self.modules for name in DROPPED[module])
+            beside = tuple(name for module in self.modules for name in TRACED.get(module, ()))
             if "mlp" in self.modules and _norms_in_linears(problem):
-                dropped += ("mlp_norm_out",)
-            plan = _dropping(problem, plan, dropped)
+                beside += ("mlp_norm_out",)
+            dropped = modules_dropped(self.modules)
+            plan = _dropping(problem, plan, (*dropped, *beside))
         if self.offload_modules:
             plan = self._offloading(problem, plan)
         return plan
@@ -180,11 +174,31 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The layers of a group: a chunk has whole groups."""
         return self.num_layers if (self.recompute, self.method) == ("full", "uniform") else 1
 
+    def _reasons(self, problem: Problem, base: Plan) -> list[Reason]:
+        """The reasons against the policy on this problem with the partition of `base`."""
+        setup, sizes = setup_of(problem), _chunk_sizes(base)
+        itself = base.partition == problem.base_plan.partition
+        return [
+            *_model(setup), *_layout(setup), _uneven(setup, itself and len(sizes) > 1),
+            *_policy(self, setup.model, sizes), *self._inside_linears(problem),
+        ]  # fmt: skip
+
     def _inside_linears(self, problem: Problem) -> list[Reason]:
         return [self.norms] if _norms_in_linears(problem) else []
 
-    def flags(self, problem: Problem) -> str:
-        """The arguments of Megatron-LM's pretraining script for layout and policy."""
+    @classmethod
+    def partition(cls, problem: Problem, plan: Plan) -> bool:
+        """Whether options give the layers of each stage of a plan."""
+        return options.partition_words(_sizes(plan), problem.layout) is not None
+
+    @classmethod
+    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
+        """The facts of the stack that a prediction assumes and no option gives."""
+        return tuple(options.assumed(problem, offloads=offloads))
+
+    def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
+        """The arguments of Megatron-LM's pretraining script for layout, stack, policy and the
+        plan's partition; `whole`: with those of the model."""
         lay, work = problem.layout, problem.workload
         words = [
             f"--tensor-model-parallel-size {lay.tp}",
@@ -199,9 +213,14 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
         words += ["--sequence-parallel"] * lay.sequence_parallel
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
-        words += ["--bf16"] * (work.precision == "bf16")
+        words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")
-        words += ["--cuda-graph-impl local"] * problem.system.cuda_graphs
+        words += ["--qk-layernorm"] * work.model.qk_norm
+        words += options.expert_words(lay, work.model.experts)
+        words += options.stack_words(problem)
+        if plan is not None:
+            words += options.partition_words(_sizes(plan), lay) or []
+        words += options.model_words(work.model) if whole else []
         fusion = fusion_argument(work.model)
         words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
         if self.recompute == "full":
@@ -248,6 +267,11 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return replace(base.with_rules(Rule(select, Offload())), transfers=moves)
 
 
+def _sizes(plan: Plan) -> list[int]:
+    """The layers of each stage."""
+    return [sum(len(layers) for layers in rank) for rank in plan.partition]
+
+
 def has_biases(model: Model) -> bool:
     """Whether every linear has a bias (`add_bias_linear`)."""
     return model.qkv_bias and model.proj_bias and model.mlp_bias
@@ -276,7 +300,7 @@ def _per_chunk(setup: Setup) -> int:
     return setup.model.num_layers // setup.layout.num_chunks
 
 
-def _sizes(base: Plan) -> set[int]:
+def _chunk_sizes(base: Plan) -> set[int]:
     """The numbers of layers that chunks have."""
     return {len(layers) for rank in base.partition for layers in rank}
 
@@ -297,8 +321,8 @@ def _model(setup: Setup) -> list[Reason]:
         ),
         (model.position == "alibi", "ALiBi positions are not in megatron-core"),
         (model.post_norm, "post-norms are not in the GPT layer spec"),
-        (model.qk_norm, "norms over heads (not run here)"),
-        *((True, f"{words} (not run here)") for words in model.special_features),
+        *((words != "experts", f"{words} {_said(words)}") for words in model.special_features),
+        *_experts(setup),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
         (setup.document_len > 0, "packed documents need TransformerEngine"),
         (
@@ -309,6 +333,39 @@ def _model(setup: Setup) -> list[Reason]:
         (
             setup.precision not in ("fp32", "bf16"),
             f"precision {setup.precision} (fp32 and bf16 run)",
+        ),
+    ]
+
+
+HAVE_OPTIONS = ("rotary positions on a part of the heads", "no positions")
+"""Features of a block that Megatron-LM has an option for, and this baseline does not run."""
+
+
+def _said(words: str) -> str:
+    return NOT_RUN if words in HAVE_OPTIONS else "(no option of megatron-core)"
+
+
+def _experts(setup: Setup) -> list[Reason]:
+    """What of experts is not run, and the two jobs with experts whose gradients are wrong beside a
+    right loss in 0.16.1."""
+    model, lay, experts = setup.model, setup.layout, setup.model.experts
+    if experts is None:
+        return []
+    return [
+        (model.mlp_bias, "biases of experts (not run here)"),
+        (model.mlp != "swiglu", f"experts with {model.mlp} (not run here)"),
+        (experts.router_bias, "a bias of the router (not run here)"),
+        (experts.shared_gate, "a gate of the shared expert (not run here)"),
+        (experts.groups > 1, "groups of experts (not run here)"),
+        (
+            experts.aux_loss > 0 and lay.tp > 1,
+            "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "
+            "tokens, so it is 1/tp of the right one beside a right loss",
+        ),
+        (
+            lay.tp > 1 and lay.ep == 1 and lay.expert_tp == 1,
+            "tp with ep 1 and etp 1: 0.16.1 does not sum the gradients of experts over tp, and the "
+            "loss is right all the same; set etp = tp, or ep",
         ),
     ]
 
@@ -344,6 +401,11 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
     modules, moved, layers = set(policy.modules), set(policy.offload_modules), policy.num_layers
     least = min(sizes)
     return [
+        *((selective, reason) for reason in _idle_modules(modules, model)),
+        (
+            model.experts is not None and not policy.bias_activation_fusion,
+            "experts without bias_activation_fusion (not run here)",
+        ),
         (
             selective and "mlp" in modules and has_biases(model),
             "selective recomputation of mlp with biases never ends in 0.16.1 without "
@@ -382,6 +444,21 @@ def _policy(policy: MegatronCore, model: Model, sizes: set[int]) -> list[Reason]
             "bias_activation_fusion of GELU without biases (its fused function adds one)",
         ),
     ]
+
+
+def _idle_modules(modules: Container[str], model: Model) -> Iterator[str]:
+    """Why recompute modules have no effect in a model."""
+    routed, shared = model.experts is not None, bool(model.experts and model.experts.shared_ffn)
+    for module, there in (
+        ("moe", routed),
+        ("moe_act", routed),
+        ("shared_experts", shared),
+        ("mlp", model.expert_layers < model.num_layers),
+    ):
+        if module in modules and not there:
+            yield f"recompute module {module} has no effect: no layer of {model.name} has one"
+        elif "moe" in modules and module in modules and module in ("moe_act", "shared_experts"):
+            yield f"recompute module {module} beside moe has no effect"
 
 
 def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:

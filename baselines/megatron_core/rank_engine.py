@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     PipelineOffloadManager,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from baselines.common.meter import Meter
 from baselines.common.weights import Piece, model_specs
@@ -45,12 +46,15 @@ def join_groups(job: PackageJob) -> Coordinates:
     """Make Megatron-core's process groups for a layout; return this rank's place in the groups."""
     lay = job.run.layout
     PipelineOffloadManager.reset_instance()
+    get_moe_layer_wise_logging_tracker().clear()  # of a job with another number of layers
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=lay.tp,
         pipeline_model_parallel_size=lay.pp,
         virtual_pipeline_model_parallel_size=lay.vpp if lay.vpp > 1 else None,
         context_parallel_size=lay.cp,
+        expert_model_parallel_size=lay.ep,
+        expert_tensor_parallel_size=lay.expert_tp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=math.ceil(job.timeout_s / 60),
     )
@@ -96,7 +100,7 @@ class Rig:
         for chunk in self.chunks:
             yield from chunk.parameters()
             yield from chunk.module.buffers()
-            for buffer in chunk.buffers:  # gradient buffers: this name hides torch's `buffers`
+            for buffer in gradient_buffers(chunk):
                 yield from (t for t in (buffer.grad_data, buffer.param_data) if t is not None)
         if self.optimizer is not None:
             for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
@@ -132,9 +136,15 @@ class Rig:
         return found
 
 
+def gradient_buffers(chunk: Any) -> list[Any]:
+    """The gradient buffers of a wrapped chunk, and those of its experts. (`buffers` hides the
+    method of torch's modules of that name.)"""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
 def _gather_gradients(chunk: Any) -> None:
     """Gather the shards of a reduce-scattered gradient buffer on every rank."""
-    for buffer in chunk.buffers:
+    for buffer in gradient_buffers(chunk):
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -145,11 +155,13 @@ def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: tor
     """The rank's chunks, before their weights are written."""
     run = job.run
     config = transformer_config(job, policy)
-    spec, attention = layer_spec(job)
     unit = VOCAB_MULTIPLE * run.layout.tp
     chunks = []
     for index in range(run.layout.vpp):
         stage = index if run.layout.vpp > 1 else None
+        layers = run.model.num_layers // run.layout.num_chunks
+        start = layers * (index * run.layout.pp + place.pp)
+        spec, attention = layer_spec(job, policy, start)
         first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         rope = run.model.position == "rope"

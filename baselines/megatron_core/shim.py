@@ -106,7 +106,7 @@ class _Stream:
         names = ("wait_stream", "wait_event", "record", "wait", "synchronize", "record_event")
         if name not in names:
             raise AttributeError(name)
-        return lambda *_, **__: None
+        return lambda *_, **__: _Stream() if name == "record_event" else None
 
 
 def _stream() -> None:
@@ -182,6 +182,9 @@ def _te() -> None:
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if getattr(extension, "cpu_offload", None) is None:  # offloading sets a flag of it
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):  # asked by the fp32 router
+        moe_utils.te_general_gemm = None
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
         tp_random.FP8GlobalStateManager = _NoFp8

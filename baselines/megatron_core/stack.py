@@ -28,6 +28,8 @@ def stack(policy: MegatronCore, problem: Problem) -> Stack:
             *_sums(problem),
             *_scattered(problem),
             *_tied(problem),
+            *_head_norms(problem),
+            *_counts(problem),
             _labels(problem),
         ),
         fused_swiglu=policy.bias_activation_fusion,
@@ -139,11 +141,75 @@ def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
     found = {
         "memory buffer": max(gathered, scores) if unfused else gathered,
         "position ids": 8 * s.seq_len // s.cp,
+        "routing": _routing(policy, problem) * s.shard_tokens,
     }
     if model.position == "rope" and not policy.offload_modules:  # else made before the metering
         each = 4 * model.head_dim * s.seq_len // s.cp
         found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # one table per chunk
     return found
+
+
+def _routing(policy: MegatronCore, problem: Problem) -> int:
+    """Bytes of a token that the dispatchers of a rank's layers keep until their next forward: the
+    probabilities by expert (fp32) and the map of tokens to experts.  Where the module is
+    recomputed, also the order of tokens, which is saved otherwise."""
+    model = problem.workload.model
+    if model.experts is None:
+        return 0
+    again = policy.recompute == "full" or (
+        policy.recompute == "selective" and "moe" in policy.modules
+    )
+    order = 8 * model.experts.active if again else 0
+    return -(-model.expert_layers // problem.layout.pp) * (5 * model.experts.count + order)
+
+
+def _counts(problem: Problem) -> tuple[Extra, ...]:
+    """The tokens of each expert, which the auxiliary loss saves with its factor."""
+    experts = problem.workload.model.experts
+    if experts is None or not experts.aux_loss:
+        return ()
+    saved = Extra(
+        name="expert_counts",
+        dtype="int64, fp32",
+        rows=1,
+        row_bytes=8 * experts.count + 4,
+        producer="router",
+        saved_by="router",
+        why="tokens of each expert, and the factor of the auxiliary loss",
+    )
+    return (saved,)
+
+
+def _head_norms(problem: Problem) -> tuple[Extra, ...]:
+    """1/rms of each head of queries and of keys, and the projection's output, of which queries
+    (copied for their norm) and values (copied by attention) are kept once more."""
+    model = problem.workload.model
+    if not model.qk_norm:
+        return ()
+    s = shapes(problem.workload, problem.layout, problem.system)
+    widths = {"q_norm": s.q_width, "k_norm": s.kv_width}
+    beside = Extra(
+        name="qkv_beside_norms",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=(s.q_width + s.kv_width) * s.element_bytes,
+        producer="qkv",
+        saved_by="k_norm",
+        why="the norm of keys reads a view, which keeps the projection's whole output",
+    )
+    norms = tuple(
+        Extra(
+            name=f"{op}_statistics",
+            dtype="fp32",
+            rows=s.tokens,
+            row_bytes=4 * width // model.head_dim,
+            producer=op,
+            saved_by=op,
+            why="1/rms of each head",
+        )
+        for op, width in widths.items()
+    )
+    return (*norms, beside)
 
 
 def _norms(problem: Problem) -> tuple[Extra, ...]:

@@ -16,7 +16,8 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest, search
 from rematbench.advise.search.space import Fixed
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job, Result, evaluate_method, told_fragmented
-from rematbench.evidence.bands import leaving_reserve, with_band
+from rematbench.evidence.bands import with_band
+from rematbench.evidence.peaks import leaving_reserve
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 from rematbench.spec.configfile import ConfigError, convert
@@ -119,9 +120,9 @@ def search(
     `rematbench search`; `attrs["gap"]` is the share of the first row's step time by which another
     plan may be shorter.
 
-    The degrees of `problem` itself are ignored: the degrees in `fixed` (tp, cp, ulysses, pp, vpp,
-    micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search to
-    the named methods and their compositions.
+    The degrees of `problem` itself are ignored: the degrees in `fixed` (tp, sp, cp, ulysses, pp,
+    vpp, micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search
+    to the named methods and their compositions.
     """
     if not isinstance(problem, ProblemSpec):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")

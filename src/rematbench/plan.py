@@ -144,6 +144,42 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reload_slots: NonNegativeInt = 0
 
 
+Place = Literal["device", "host", "visit"]
+"""The place of a piece of optimizer states: resident on the device; in host memory and updated by
+the CPU; in host memory and copied to the device for its update there."""
+
+
+class Piece(Struct, frozen=True):
+    """A piece of a rank's optimizer states: parameters [start, start + count) of the rank's share,
+    counted in the order in which gradients become ready (from the last unit to the first)."""
+
+    number: int
+    place: Place
+    start: int
+    count: int
+
+    def within(self, first: int, last: int) -> int:
+        """The number of the piece's parameters in [first, last)."""
+        return max(0, min(self.start + self.count, last) - max(self.start, first))
+
+
+class Pieces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Optimizer states in pieces of `size` parameters of a rank's share; the last is the rest.
+
+    `places` is repeated over the pieces.  `start`: pieces wait for the norm of all gradients, or
+    start as soon as their gradients are reduced.  `wire`: the weights that go up after an update on
+    the host are in compute precision (param; the host casts) or are master weights (the device
+    casts).  `slots`: visits in flight; their copies, and the cast and copy of weights that the host
+    updated, run beside other updates.  With 0 slots each piece follows the piece before it.
+    """
+
+    size: PositiveInt = 100_000_000
+    places: Annotated[tuple[Place, ...], Meta(min_length=1)] = ("host",)
+    start: Literal["norm", "ready"] = "norm"
+    wire: Literal["param", "master"] = "param"
+    slots: NonNegativeInt = 1
+
+
 class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The storage of one kind of state, and the times at which it is gathered.
 
@@ -154,6 +190,8 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `keeps_ends`: embedding and head are released only after their backward, not after their forward
     (the root group of FSDP).  `update` (optimizer): once per step, or per layer as soon as the
     layer's gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
+    `pieces` (optimizer at home on the host): where each piece of the states is updated; with
+    gradients at home on the host, only those of pieces that the host updates leave the device.
     """
 
     kind: StateKind
@@ -164,6 +202,24 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keeps_ends: bool = False
     prefetch_layers: PositiveInt = 1
     update: Literal["step", "backward"] = "step"
+    pieces: Pieces | None = None
+
+    def cut(self, count: int) -> tuple[Piece, ...]:
+        """The pieces of a rank's share of `count` parameters; without `pieces` one piece."""
+        if self.pieces is None:
+            return (Piece(0, self.home, 0, count),)
+        size, places = self.pieces.size, self.pieces.places
+        return tuple(
+            Piece(number, places[number % len(places)], start, min(size, count - start))
+            for number, start in enumerate(range(0, count, size))
+        )
+
+    def counts(self, count: int) -> dict[Place, int]:
+        """The parameters at each place, of a rank's share of `count` parameters."""
+        found: dict[Place, int] = {"device": 0, "host": 0, "visit": 0}
+        for piece in self.cut(count):
+            found[piece.place] += piece.count
+        return found
 
 
 class MiniSequence(Struct, frozen=True):

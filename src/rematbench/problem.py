@@ -13,8 +13,13 @@ from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offlo
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable
 from rematbench.costs.states import (
+    GRADIENT_STAGE,
+    OPTIMIZER_STAGE,
+    PARAMETER_STAGE,
     StateBytes,
     non_torch_bytes,
+    room_bytes,
+    shard,
     state_bytes,
 )
 from rematbench.plan import Plan, StateFate
@@ -164,6 +169,12 @@ class Problem:
         return self.cluster.hbm_bytes - self.non_torch_bytes
 
     @property
+    def room_bytes(self) -> int:
+        """Device bytes that processes may take: `usable_bytes`, the CUDA context and the
+        communicators."""
+        return room_bytes(self.cluster, self.calibration)
+
+    @property
     def cost(self) -> "CostFacade":
         """Read-only costs: seconds and bytes of operators, links, states, and of whole plans."""
         return CostFacade(self, self._costs)
@@ -242,27 +253,38 @@ class Problem:
 
 
 def _refuse_experts(problem: Problem) -> None:
-    """LayoutError for a model with experts: with its parameters, the states of the fullest rank and
-    the bytes that a layer with experts saves if every expert receives as many tokens."""
-    model, plan = problem.workload.model, problem.base_plan
+    """LayoutError for a step with experts that is not modelled: with the model's parameters, the
+    states of the fullest rank and the bytes that a layer with experts saves."""
+    work, lay, system = problem.workload, problem.layout, problem.system
+    model = work.model
     if model.experts is None:
         return
-    held = [rank_states(problem, plan, rank) for rank in range(problem.layout.pp)]
-    states = max(held, key=lambda found: found.total)
+    refused = {
+        f"zero_stage {lay.zero_stage}": lay.zero_stage >= GRADIENT_STAGE,
+        f"the experts of system {system.name}": "ep" not in system.model_parallel,
+        "CUDA graphs": system.cuda_graphs,
+        "an optimizer in host memory": system.optimizer_on_host,
+        "reduce buckets that are allocated whole": system.whole_buckets,
+        "parameters that are updated as one tensor": system.flat_step,
+        "attention and MLP in parallel": model.block != "sequential",
+    }
+    found = [name for name, is_so in refused.items() if is_so]
+    if not found:
+        return
     layer = next(problem.layer(i) for i in range(model.num_layers) if not model.is_dense(i))
+    held = [rank_states(problem, problem.base_plan, rank).total for rank in range(lay.pp)]
     raise LayoutError(
-        f"steps of models with experts are not simulated: {model.name} has "
+        f"steps of models with experts are not simulated with {found[0]}: {model.name} has "
         f"{model.parameters / 1e9:.2f} B parameters ({model.active_parameters / 1e9:.2f} B active)"
-        f"; states of a rank {states.total / 2**30:.2f} GiB; a layer with experts keeps "
-        f"{layer.saved_bytes / 2**20:.1f} MiB of a micro-batch (experts balanced)"
+        f"; states of a rank {max(held) / 2**30:.2f} GiB; a layer with experts keeps "
+        f"{layer.saved_bytes / 2**20:.1f} MiB of a micro-batch ({work.balance})"
     )
 
 
 def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
     """Bytes of the training states of one rank on the device under the layout's ZeRO stage.  Those
     of experts are sharded over expert data parallelism."""
-    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
-    experts = sum(table.expert_parameters for table in layers)
+    experts = expert_parameters(problem, plan, rank)
     rest = rank_parameters(problem, plan, rank) - experts
     lay, system = problem.layout, problem.system
     one = state_bytes(rest, lay, system)
@@ -272,6 +294,37 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
         gradient=one.gradient + two.gradient,
         optimizer=one.optimizer + two.optimizer,
     )
+
+
+STAGES = {
+    "optimizer": OPTIMIZER_STAGE,
+    "gradient": GRADIENT_STAGE,
+    "parameter": PARAMETER_STAGE,
+}
+"""The ZeRO stage from which a kind of states is sharded."""
+
+
+def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
+    """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
+    those of `experts`, whose states expert data parallelism shards."""
+    parted = fate.shards > 1 or layout.state_shards == 1
+    parted = parted and layout.zero_stage >= STAGES[fate.kind]
+    return shard(rest, fate.shards) + shard(experts, layout.expert_dp if parted else 1)
+
+
+def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
+    """The number of parameters of which a rank holds a state."""
+    experts = expert_parameters(problem, plan, rank)
+    rest = rank_parameters(problem, plan, rank) - experts
+    return sharded(rest, experts, fate, problem.layout)
+
+
+def expert_parameters(problem: Problem, plan: Plan, rank: int) -> int:
+    """Parameters of experts that one rank holds."""
+    if problem.workload.model.experts is None:
+        return 0
+    layers = [problem.layer(index) for chunk in plan.partition[rank] for index in chunk]
+    return sum(table.expert_parameters for table in layers)
 
 
 def tied_on_one_rank(problem: Problem) -> bool:

@@ -15,6 +15,7 @@ Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Imbalance = Annotated[float, Meta(ge=1.0, le=1e6)]
 
 GATED = ("swiglu", "geglu")
 """The kinds of MLP with a gate and an up projection."""
@@ -304,18 +305,30 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     A model with `max_positions` 0 has `seq_len` learned positions.  `document_len`: mean length in
     tokens of the documents that are packed into a sequence (0: each sequence is one document).
-    Attention stays inside a document; all other operators work on tokens.
+    Attention stays inside a document; all other operators work on tokens.  `imbalance`: tokens that
+    the experts of the worst rank receive, over those that every rank receives if experts are
+    balanced (1: balanced).
     """
 
     model: Model
     seq_len: PositiveInt
     precision: Precision = "bf16"
     document_len: NonNegativeInt = 0
+    imbalance: Imbalance = 1.0
 
     def __post_init__(self) -> None:
         """Set a `max_positions` of 0 to `seq_len` if the model has learned positions."""
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
+
+    @property
+    def balance(self) -> str:
+        """The assumption about the tokens that experts receive, in words; empty without experts."""
+        if self.model.experts is None:
+            return ""
+        if self.imbalance == 1.0:
+            return "experts balanced"
+        return f"experts of the worst rank receive {self.imbalance:g} times the balanced tokens"
 
     @property
     def packed(self) -> bool:

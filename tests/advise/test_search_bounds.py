@@ -42,10 +42,9 @@ SECONDS = ("first", "before", "time", "tight", "keep")
 
 class Checked(NamedTuple):
     """One candidate: what it is, and its bounds as shares of what is simulated; `before`: the one
-    of the candidate without its last method; `keep`: the one of keeping everything; `family`,
-    `least`: bytes of every plan of the candidate's family, and of all plans; `more` and
-    `more_host`: bytes as fewer pieces bound them; `kept`, `copied`: bytes on the device and the
-    host by the plan's fates alone."""
+    of the candidate without its last method; `keep`: the one of keeping everything; `least`: bytes
+    of every plan; `more` and `more_host`: bytes as fewer pieces bound them; `kept`, `copied`: bytes
+    on the device and the host by the plan's fates alone."""
 
     text: str
     first: float
@@ -55,7 +54,6 @@ class Checked(NamedTuple):
     keep: float
     peak: float
     host: float
-    family: float
     least: float
     more: float
     more_host: float
@@ -75,7 +73,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
         global_batch=global_batch,
     )
     made, chance = SearchJob(SearchRequest(spec=spec)), random.Random(seed)
-    tree, candidates = _candidates(made)
+    candidates = _candidates(made)
     choices = [
         choice
         for choice in made.space.choices
@@ -84,27 +82,25 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
     found: list[Checked] = []
     for _ in range(20 * count):
         choice, candidate = chance.choice(choices), chance.choice(candidates)
-        one = _checked(made, choice, candidate, tree.family(candidate), chance)
+        one = _checked(made, choice, candidate, chance)
         found += [one] if one else []
         if len(found) == count:
             break
     return found
 
 
-def _candidates(made: SearchJob) -> tuple[Tree, list[Candidate]]:
+def _candidates(made: SearchJob) -> list[Candidate]:
     known = [*made.variants, OWN_PIECES]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
     shard = bounds_at(made, layout).shard
     probes = {s: p for s in known if isinstance(p := shard.probe(Candidate((s,))), Probe)}
-    tree = Tree([probes], 3)
-    return tree, tree.candidates
+    return Tree([probes], 3).candidates
 
 
 def _checked(
     made: SearchJob,
     choice: Choice,
     candidate: Candidate,
-    family: tuple[Candidate, Candidate | None],
     chance: random.Random,
 ) -> Checked | None:
     problem = made.problem(choice)
@@ -138,8 +134,7 @@ def _checked(
         keep / found.step_s,
         float(bounds.peak_bytes[step - 1, 0]) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
-        float(own.minimum.of_family(*family)[0]) / peak,
-        float(own.minimum.of_all(family[1])[0]) / peak,
+        float(own.minimum.of_all(candidate.cutting if candidate.cutting.parts else None)[0]) / peak,
         more,
         more_host,
         (float(short.device[step - 1, 0]) + float(shard.usable_bytes[0])) / peak,
@@ -183,13 +178,12 @@ def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
         model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch,
     )  # fmt: skip
-    made = SearchJob(
-        SearchRequest(spec=spec, fixed=Fixed(tp=4, pp=2, vpp=1, micro_batch=1, zero_stage=1))
-    )
+    fixed = Fixed(tp=4, sp=True, pp=2, vpp=1, micro_batch=1, zero_stage=1)
+    made = SearchJob(SearchRequest(spec=spec, fixed=fixed))
     (choice,) = (c for c in made.space.choices if c.even)
     problem = made.problem(choice)
     base = choice.base(problem.base_plan)
-    _, candidates = _candidates(SearchJob(SearchRequest(spec=spec)))
+    candidates = _candidates(SearchJob(SearchRequest(spec=spec)))
     candidate = next(a for a in candidates if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
     plan = made.registry.resolve(candidate.text(1, 4), None, problem).plan(problem, base)
     assert not isinstance(plan, Unsupported)

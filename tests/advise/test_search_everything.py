@@ -15,10 +15,10 @@ from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
 from rematbench.advise.search.trials import Site, Trial
 from rematbench.evaluate.result import Result
-from rematbench.evidence.bands import reserve_bytes
+from rematbench.evidence.peaks import reserve_bytes
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
-from tests.everything import everything
+from tests.everything import every_plan, everything
 
 MODELS = ("llama-3.1-8b", "gpt-1.3b", "llama-7b", "qwen2-7b", "gemma-2-9b")
 CLUSTERS = ("a800-80gb", "h100-80gb", "h800-80gb", "h100-80gb-dos", "a100-40gb-pcie")
@@ -71,11 +71,12 @@ def at_the_edge(one: SearchRequest, found: Sequence[Trial], share: float) -> Sea
     """The job on devices that hold about this share of the plans and the reserve."""
     needs = sorted(one.result.evaluation.reserved_bytes for one in found if one.result.evaluation)
     need = usable = needs[min(len(needs) - 1, int(share * len(needs)))]
-    while usable - reserve_bytes(usable) < need:
-        usable += need - (usable - reserve_bytes(usable))
     made = SearchJob(one)
-    others = made.problem(made.space.choices[0]).non_torch_bytes
-    return replace(one, spec=replace(one.spec, hbm_bytes=usable + others))
+    first = made.problem(made.space.choices[0])
+    context = first.room_bytes - first.usable_bytes
+    while (left := usable - reserve_bytes(usable + context)) < need:
+        usable += need - left
+    return replace(one, spec=replace(one.spec, hbm_bytes=usable + first.non_torch_bytes))
 
 
 def fastest_that_fits(one: SearchRequest, found: Sequence[Trial]) -> Result | None:
@@ -128,7 +129,7 @@ def near(model: str, layers: int, methods: Sequence[str], **others: Any) -> Sear
     spec = ProblemSpec(
         model=replace(known, name="near", num_layers=layers, attention_window=windows), **others
     )
-    fixed = Fixed(tp=spec.tp, cp=1, pp=spec.pp, vpp=1, micro_batch=1, zero_stage=1)
+    fixed = Fixed(tp=spec.tp, sp=True, cp=1, pp=spec.pp, vpp=1, micro_batch=1, zero_stage=1)
     return SearchRequest(spec=spec, only=tuple(methods), fixed=fixed)
 
 
@@ -172,6 +173,50 @@ def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
     one = drawn(seed)
     found = some(one, MOST)
     for share in SHARES[2:3] if short else SHARES:
+        held(at_the_edge(one, found, share), found)
+
+
+def whole(seed: int, most: int) -> SearchRequest:
+    """A job of which no degree is fixed, with `most` plans at most and a third of these at least;
+    tensor parallelism without sequence parallelism is among its layouts."""
+    draw = Random(5000 + seed)
+    while True:
+        model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
+        layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice((2, 4, 4, 8))
+        windows = model.attention_window[:layers]
+        spec = ProblemSpec(
+            model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
+            cluster=replace(load_cluster(draw.choice(CLUSTERS)), hbm_bytes=ENDLESS),
+            system=system,
+            seq_len=draw.choice(LENGTHS),
+            gpus=gpus,
+            global_batch=gpus * draw.choice((1, 2, 3)),
+        )
+        only = tuple(draw.sample(METHODS, draw.choice((2, 3, 4))))
+        one = SearchRequest(spec=spec, only=only, within=0.0)
+        made = SearchJob(one)
+        fewest = len(made.space.choices)
+        if not any(c.layout.tp > 1 and not c.layout.sp for c in made.space.choices):
+            continue
+        if fewest <= most and most // 3 <= len(list(every_plan(made))) <= most:
+            return one
+
+
+FEW, MANY = 300, 5000
+"""Plans of jobs that are tried without a sample, in quick runs and in long ones."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "most"),
+    [
+        *((seed, FEW) for seed in range(3)),
+        *(pytest.param(seed, MANY, marks=pytest.mark.soak) for seed in range(10)),
+    ],
+)
+def test_no_layout_of_the_whole_space_is_missed(seed: int, most: int, short: bool) -> None:
+    one = whole(seed, most)
+    found = some(one, most)
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
         held(at_the_edge(one, found, share), found)
 
 

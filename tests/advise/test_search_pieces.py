@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -15,7 +14,7 @@ from rematbench.advise.search.memory_rules import MemoryRules
 from rematbench.advise.search.probes import Floor
 from rematbench.advise.search.queue import Item, Place
 from rematbench.advise.search.search_job import SearchJob
-from rematbench.advise.search.shard_bounds import MinimumBytes, ShardBounds
+from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard
 from rematbench.advise.search.space import Fixed
 from tests.advise.test_search_fits import GIB, asked, everything
@@ -26,19 +25,6 @@ def shards() -> Iterator[tuple[ShardBounds, Search]]:
     search = made.search()
     for bounds in search.shards:
         yield bounds, search
-
-
-def test_a_family_in_pieces_needs_what_its_own_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        [bounds.minimum.of_family(*family) for family in search.tree.families if family[0].parts]
-        for bounds, search in shards()
-    ]
-    monkeypatch.setattr(MinimumBytes, "_gone_bytes", lambda *_: [])
-    for known, (bounds, search) in zip(found, shards(), strict=True):
-        families = [family for family in search.tree.families if family[0].parts]
-        assert any(pieces for _, pieces in families)
-        for nbytes, family in zip(known, families, strict=True):
-            np.testing.assert_allclose(nbytes, bounds.minimum.of_family(*family), rtol=1e-9)
 
 
 def test_the_floor_of_an_arm_in_pieces_is_that_without_them() -> None:
@@ -76,8 +62,6 @@ def test_a_method_that_also_stores_less_in_pieces_has_its_own_floor(
         if candidate.whole not in (candidate, KEEP)
     ]
     assert all(bounds.minimum._stored_like(candidate) == candidate for candidate in candidates)
-    pieces = next(cut for _, cut in search.tree.families if cut)
-    assert bounds.minimum._gone_bytes(pieces) == []
 
 
 def test_no_pieces_are_tried_where_host_memory_is_short() -> None:

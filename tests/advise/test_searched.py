@@ -119,8 +119,8 @@ def test_a_sweep_loses_what_its_pick_loses() -> None:
     own = [
         {**first, "gpus": "4", "tp": tp, "pp": pp, "dp": str(4 // int(tp) // int(pp)),
          "tokens_per_s_per_gpu": str(1000 * (n + 1)), "pred_tokens_per_s_per_gpu": str(10 + n),
-         "pred_status": "ok", "pred_peak_device_bytes": str(30 * GIB if n < 3 else 78 * GIB),
-         "pred_usable_bytes": str(78 * GIB)}
+         "pred_status": "ok", "pred_headroom_bytes": str(48 * GIB if n < 3 else 0),
+         "pred_device_total_bytes": str(30 * GIB if n < 3 else 78 * GIB)}
         for n, (tp, pp) in enumerate(layouts)
     ]  # fmt: skip
     own.append({**own[0], "recompute": "nobody's", "pred_status": "unsupported"})
@@ -239,7 +239,7 @@ SEARCHED_TABLES = (
     ("words", "lacks"),
     [
         (("matrix", "config/paper.yaml", "--cells", "some.csv", "-o", "x.csv"), "seq_len"),
-        (("searches", "sweeps", "some.csv", "-o", "x.csv"), "pred_usable_bytes"),
+        (("searches", "sweeps", "some.csv", "-o", "x.csv"), "pred_headroom_bytes"),
         (("searches", "layouts", "some.csv", "-o", "x.csv"), "tp"),
         (SEARCHED_TABLES, "partition"),
     ],

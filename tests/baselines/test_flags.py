@@ -9,10 +9,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+import baselines.deepspeed.options as deepspeed_options
+import baselines.megatron_core.options as megatron_options
+from baselines.megatron_core.options import partition_words
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.evaluate.evaluation import RankBytes
+from rematbench.evaluate.problems import make_problem
 from rematbench.plan import Plan, Unsupported
+from rematbench.spec.effects import ACTS
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_system
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.worlds.packages.flags import FlagsAnswer, flags_of
+from rematbench.worlds.packages.limits import ABILITIES
 from rematbench.worlds.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.worlds.packages.process import job as make_job
 from rematbench.worlds.records.record import Record, World
@@ -237,5 +246,109 @@ def test_attention_and_fusion_are_printed() -> None:
     answer = flags_of(fused, fused.base_plan, "megatron_core")
     assert not answer.missing
     assert answer.settings["bias_activation_fusion"]
-    assert "fusion" not in answer.flags
+    assert "swiglu-fusion" not in answer.flags
     assert "--attention-backend unfused" in answer.flags
+
+
+@pytest.mark.parametrize("options", [megatron_options, deepspeed_options])
+def test_every_fact_has_an_option_or_is_assumed(options: Any) -> None:
+    given = {*getattr(options, "OPTIONS", ()), *getattr(options, "KEYS", ()), *options.POLICY}
+    assert given | options.NO_OPTION | set(ABILITIES) == set(ACTS)
+    assert not given & (options.NO_OPTION | set(ABILITIES))
+
+
+FACTS: list[tuple[dict[str, Any], str]] = [
+    ({"attention": "cudnn"}, "--attention-backend fused"),
+    ({"fused_loss": True}, "--cross-entropy-loss-fusion"),
+    ({"rope": "eager"}, "--no-rope-fusion"),
+    ({"norm": "eager"}, "--transformer-impl local"),
+    ({"optimizer_bytes": 8}, "--use-precision-aware-optimizer --exp-avg-dtype bf16"),
+    ({"grad_bytes": 2, "reduce_bytes": 2}, "--grad-reduce-in-bf16"),
+    ({"tp_overlap": "gemm"}, "--tp-comm-overlap"),
+    ({"p2p_overlap": "none"}, "--no-overlap-p2p-communication"),
+    ({"reduce_overlap": True}, "--overlap-grad-reduce"),
+    ({"gather_overlap": True}, "--overlap-param-gather"),
+    ({"reduce_overlap": True, "bucket_bytes": 4 * 10**6}, "--ddp-bucket-size 1000000"),
+    ({"vocab_multiple": 64}, "--make-vocab-size-divisible-by 64"),
+    ({"cuda_graphs": True}, "--cuda-graph-impl local"),
+    ({"optimizer_on_host": True}, "--optimizer-cpu-offload"),
+    ({"rank_order": ("tp", "cp", "pp", "dp")}, "--use-tp-pp-dp-mapping"),
+    ({"dispatcher": "deepep"}, "--moe-token-dispatcher-type flex"),
+    ({"cp_kind": "allgather"}, "--cp-comm-type all_gather"),
+]
+
+
+@pytest.mark.parametrize(("facts", "words"), FACTS, ids=lambda value: str(value)[:24])
+def test_a_fact_of_the_stack_is_printed_as_its_option(facts: dict[str, Any], words: str) -> None:
+    """With its option; and without it where the stack says otherwise, as the default does."""
+    system = replace(load_system("megatron-core"), **facts)
+    (fact, *_) = facts
+    assert words in (megatron_options.OPTIONS[fact](system) or "") or "bucket" in words
+    if "bucket" in words:
+        assert megatron_options.OPTIONS["bucket_bytes"](system) == words
+
+
+def printed(baseline: str = "megatron_core", whole: bool = False, **spec: Any) -> FlagsAnswer:
+    layout = Layout(**{"global_batch": 4, "dp": 2, "tp": 2, "pp": 2, **spec.pop("layout", {})})
+    made = make_problem(
+        ProblemSpec.at(
+            layout,
+            **{
+                "model": "tiny-llama",
+                "cluster": "h800-80gb",
+                "system": "megatron-core",
+                "seq_len": 64,
+                **spec,
+            },
+        )
+    )
+    plan = made.base_plan
+    sizes = spec.get("sizes")
+    return flags_of(made, replace(plan, partition=sizes) if sizes else plan, baseline, whole=whole)
+
+
+def test_options_of_two_stacks_differ_where_their_facts_do() -> None:
+    """The two stacks of one package, and what no option of them says."""
+    plain, fused = printed(), printed(system="nemo-24.12")
+    assert "--overlap-grad-reduce --overlap-param-gather" in plain.flags
+    new = {"--tp-comm-overlap", "--cross-entropy-loss-fusion", "--grad-reduce-in-bf16"}
+    assert not new & set(plain.flags.split())
+    assert new < set(fused.flags.split())
+    assert "loss_keeps_logits true" in plain.assumed
+    assert not any(line.startswith(("reduce_overlap", "attention")) for line in plain.assumed)
+
+
+def test_whole_prints_the_model_too() -> None:
+    words = printed(whole=True).flags
+    assert "--num-layers" not in printed().flags
+    for word in ("--num-layers 4", "--hidden-size", "--swiglu", "--normalization RMSNorm"):
+        assert word in words
+
+
+def test_stages_with_other_ends_have_options() -> None:
+    """The first and the last stage may have other layers than those between."""
+    assert partition_words([3, 4, 4, 2], Layout(pp=4)) == [
+        "--decoder-first-pipeline-num-layers 3",
+        "--decoder-last-pipeline-num-layers 2",
+    ]
+    assert partition_words([4, 4, 4, 4], Layout(pp=4)) == []
+    assert partition_words([4, 3, 4, 4], Layout(pp=4)) is None
+    assert partition_words([2, 3, 3, 2], Layout(pp=2, vpp=2)) is None
+
+
+def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
+    answer = printed(system="megatron-core", optimizer="host")
+    assert "--optimizer-cpu-offload" in answer.flags
+    assert not any("host" in line for line in answer.missing)
+    assert any("not run here" in line for line in answer.not_run)
+
+
+def test_deepspeed_says_overlap_and_buckets() -> None:
+    """Of the stack, where the stage has them."""
+    layout = {"tp": 1, "pp": 1, "zero_stage": 3}
+    said = printed("deepspeed", system="deepspeed", layout=layout)
+    zero = msgspec.json.decode(said.flags)["zero_optimization"]
+    assert zero["overlap_comm"] is True
+    assert zero["contiguous_gradients"] is True
+    assert zero["stage3_prefetch_bucket_size"] == 50_000_000
+    assert any(line.startswith("grad_bytes") for line in said.assumed)

@@ -14,6 +14,7 @@ from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.plan import MegatronCore, OffloadModule
+from rematbench.workload import Experts
 from rematbench.worlds.packages.limits import setup_of
 from rematbench.worlds.packages.process import PackageJob
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
@@ -21,6 +22,10 @@ from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
 Changes = Mapping[str, Any]
 TRACED: Changes = {"world": "traced"}
 BIASED: Changes = {"qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+
+
+EXPERTS = Experts(count=4, active=2, ffn=32)
+LATENT = {"options": "--multi-latent-attention"}
 
 
 class Broken(NamedTuple):
@@ -106,6 +111,14 @@ MEGATRON = [
         run=TRACED,
     ),
     Broken("dropout", model={"dropout": 0.1}),
+    Broken("without bias_activation_fusion", model={"experts": EXPERTS}),
+    Broken(
+        "experts are traced here",
+        policy={"bias_activation_fusion": True},
+        model={"experts": EXPERTS},
+    ),
+    Broken("latent attention under tp", layout={"tp": 2}, job=LATENT),
+    Broken(r"latent attention \(not run here\)", job=LATENT),
     Broken(
         r"num_layers is 2, but the options say 1; modules is \('mlp',\), but the options say "
         r"\('core_attn',\)",

@@ -38,8 +38,8 @@ ARGUMENTS = [
     ),
     (
         Asked(),
-        "+--recompute-granularity selective --recompute-modules moe_act",
-        r"--recompute-modules moe_act is not run here \(allowed: core_attn, layernorm, mlp\)$",
+        "+--recompute-granularity selective --recompute-modules mla_up_proj",
+        r"--recompute-modules mla_up_proj is not run here \(allowed: core_attn, layernorm, mlp,",
     ),
 ]
 

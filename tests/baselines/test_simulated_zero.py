@@ -11,7 +11,7 @@ from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import program_bytes
 from rematbench.evaluate.result import evaluate_plan
-from rematbench.evidence.bands import fits_word
+from rematbench.evidence.peaks import fits_word
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
@@ -93,7 +93,7 @@ def test_zero_2_on_four_24_gb_cards_is_tight() -> None:
     given = qwen(RTX_3090)
     found = evaluate_plan(given, plan_of(given, "full_recompute"))
     assert found.verdict is not None
-    word = fits_word(found.verdict.headroom_bytes, given.usable_bytes)
+    word = fits_word(found.verdict.headroom_bytes, given.room_bytes)
     assert word in ("tight", "no")
 
 

@@ -22,7 +22,7 @@ SHARDED = ["--system", "torchtitan"]
 KEYS = """
 allocator_retries band fits step_s tokens_per_s_per_gpu mfu_causal mfu_dense hfu peak_device_bytes
 peak_host_bytes recompute_flop offload_bytes parameters headroom_bytes binds status reason job
-run_with
+run_with reserved_bytes device_total_bytes device_total_checked
 """
 
 
@@ -98,6 +98,11 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
         (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
+        (["simulate", "keep_all", *DEMO, "--lora", "8"], "adapters (LoRA) are not modelled"),
+        (
+            ["simulate", "keep_all", *DEMO, "--precision", "fp8-mx"],
+            "FP8 is not modelled: give bf16",
+        ),
         (["simulate", "keep_all", *DEMO, "--tp", "0"], "'--tp'"),
         (["simulate", "keep_all", *DEMO, "--zero", "4"], "less than or equal to 3"),
         (["simulate", "keep_all", *DEMO, "--attention", "big"], "'flash', 'unfused'"),

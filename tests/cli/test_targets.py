@@ -32,14 +32,14 @@ def said(*words: str) -> tuple[int | str | None, str]:
 def test_folders_are_made_and_those_of_files_must_be_there(tmp_path: Path) -> None:
     """A file is not a folder, nor a folder a file."""
     need_folder("-o", tmp_path / "a" / "b")
-    need_file("--out", tmp_path / "a" / "record.json")
-    need_file("--out", None)
+    need_file("-o", tmp_path / "a" / "record.json")
+    need_file("-o", None)
     with pytest.raises(CommandError, match=r"cannot be written \(no folder .*/c\)"):
-        need_file("--out", tmp_path / "c" / "record.json")
+        need_file("-o", tmp_path / "c" / "record.json")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]
     for wrong in (tmp_path / "a", Path("/proc/no/record.json")):
-        with pytest.raises(CommandError, match=r"^--out \S*: cannot be written \("):
-            need_file("--out", wrong)
+        with pytest.raises(CommandError, match=r"^-o \S*: cannot be written \("):
+            need_file("-o", wrong)
     (tmp_path / "file").write_text("kept")
     for wrong in (tmp_path / "file", tmp_path / "file" / "folder"):
         with pytest.raises(CommandError, match=r"^-o \S*: cannot be written \("):
@@ -97,8 +97,6 @@ run-cells no.yaml --store no --bundle no
 cells no.yaml --store no
 measure agreement
 measure points
-"""
-TO_OUT = """
 simulate no
 execute no
 trace no
@@ -112,7 +110,6 @@ baseline run no
     "line",
     [
         *(f"{line} -o" for line in TO_O.strip().splitlines()),
-        *(f"{line} --out" for line in TO_OUT.strip().splitlines()),
     ],
 )
 def test_the_target_is_tried_before_all_else(line: str, taken: Path) -> None:

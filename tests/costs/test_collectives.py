@@ -121,6 +121,19 @@ def test_all_to_all_splits_between_nvlink_and_the_own_nic() -> None:
     assert c.all_to_all_s(GB, 8, 8, 1, 200e9, 6.25e9, COMMON) == pytest.approx(7 / 8 * GB / 200e9)
 
 
+def test_a_dispatcher_sends_a_node_one_copy_of_a_token() -> None:
+    """Two nodes, 8 copies: nearly every token goes to the other node once, not four times."""
+    share = c.sent_share(16, 8, 2, 8)
+    assert share == pytest.approx((1 - 0.5**8) / 8)
+    assert c.sent_share(16, 8, 2, 0) == 0.5
+    assert c.sent_share(16, 8, 2, 1) == pytest.approx(0.5)
+    assert c.sent_share(8, 8, 1, 8) == 0.0
+    far = c.all_to_all_s(GB, 16, 8, 2, 200e9, 6.25e9, COMMON, 8)
+    assert far == pytest.approx(GB * share / 6.25e9)
+    near = c.all_to_all_s(GB, 16, 8, 2, 200e9, 1e15, COMMON, 8)
+    assert near == pytest.approx(7 / 8 * GB / 200e9)  # passed on by the GPU that received it
+
+
 def test_point_to_point_uses_the_own_nic_between_nodes() -> None:
     costs = model(tp=8, pp=2)
     assert costs.p2p_s(GB, 0, 1) == pytest.approx(GB / 6.25e9)

@@ -4,6 +4,7 @@ Saved bytes: one layer of Megatron-core 0.16.1, traced on fake tensors on a CPU,
 balanced experts, in bytes per token.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from rematbench.costs.collectives import group_ranks, worst_group
 from rematbench.costs.operators.block import layer_table
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import state_bytes
+from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
+from rematbench.problem import rank_states
 from rematbench.spec.layout import Layout, LayoutError, check_layout
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.problemspec import ProblemSpec
@@ -35,10 +38,17 @@ QWEN = Model(
     position="rope",
     tied_embeddings=False,
     qk_norm=True,
-    experts=Experts(count=128, active=8, ffn=768),
+    experts=Experts(count=128, active=8, ffn=768, aux_loss=0.001),
 )
 SIGMOID = Experts(
-    count=256, active=8, ffn=2048, shared_ffn=2048, router="sigmoid", groups=8, dense_layers=(0,)
+    count=256,
+    active=8,
+    ffn=2048,
+    shared_ffn=2048,
+    router="sigmoid",
+    groups=8,
+    dense_layers=(0,),
+    aux_loss=0.001,
 )
 
 
@@ -62,8 +72,11 @@ STATISTICS = 4 * (2 + QWEN.num_heads + QWEN.num_kv_heads)
 VIEWS = 2 * (QWEN.q_width + QWEN.kv_width)
 """The norm of keys reads a view, which keeps the projection's whole output: of it queries (copied
 for their norm) and values (copied for the kernel) are kept once more."""
+INDICES = 8 * 8
+"""Indices (int64) of the auxiliary loss's own choice: autograd saves them and drops them at once,
+because nothing differentiates through the choice."""
 COUNTS = 8 * 128 / TOKENS
-"""The tokens of each expert (int64)."""
+"""The tokens of each expert (int64), which the auxiliary loss saves."""
 TRACED: dict[str, tuple[float, tuple[str, ...]]] = {
     "none": (124_568.25, ()),
     "moe_act": (112_280.25, ("expert_fc2_in",)),
@@ -90,7 +103,7 @@ def test_a_layer_saves_what_megatron_core_saves(module: str) -> None:
     assert set(dropped) <= set(found.saved)
     kept = [name for name in found.saved if name not in dropped]
     more: float = STATISTICS + VIEWS
-    more += 0 if module == "moe" else COUNTS
+    more += 0 if module == "moe" else COUNTS + INDICES
     more -= 8 if module == "layernorm" else 0  # the statistics of both norms
     assert per_token(found, *kept) + more == traced
 
@@ -104,7 +117,7 @@ def test_a_shared_expert_and_a_sigmoid_router_with_groups() -> None:
     """The terms of DeepSeek-V3's experts in its traced layer (459,832.5 bytes a token)."""
     found = table(replace(QWEN, hidden=7168, experts=SIGMOID), ep=8, dp=8)
     router = per_token(found, "router_scores")
-    assert router == 2 * 4 * 256 + 256 + 8 * 8 * 2 + 32 + 2 * 64 + 32 + 8
+    assert router == 2 * 4 * 256 + 256 + 8 * 8 * 2 + 32 + 64 + 32 + 8
     assert per_token(found, "permutation") == 256 + 4 * 256 + 64
     experts = per_token(found, "expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
     assert experts == 114_688 + 98_336
@@ -188,23 +201,64 @@ def test_experts_leave_a_node_where_their_groups_do(etp: int, nodes: int) -> Non
     assert (shape.ranks, shape.nodes) == (8, nodes)
 
 
-def test_a_step_is_refused_with_parameters_states_and_saved_bytes() -> None:
-    spec = ProblemSpec(
-        model=QWEN,
-        cluster="h100-80gb",
-        system="megatron-core",
-        gpus=16,
-        seq_len=TOKENS,
-        global_batch=16,
-        pp=2,
-        ep=8,
-    )
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"system": "rematbench", "zero_stage": 2, "pp": 1}, "zero_stage 2"),
+        ({"optimizer": "host"}, "an optimizer in host memory"),
+        ({"system": "huggingface", "pp": 1, "ep": 1}, "the experts of system huggingface"),
+    ],
+)
+def test_a_step_is_refused_with_parameters_states_and_saved_bytes(
+    changes: dict[str, Any], what: str
+) -> None:
+    asked = {**STEP, **changes}
     with pytest.raises(LayoutError) as error:
-        make_problem(spec)
+        make_problem(ProblemSpec(**asked))
     line = str(error.value)
-    assert "30.53 B parameters (3.35 B active)" in line
+    assert f"with {what}: qwen3-30b-a3b has 30.53 B parameters (3.35 B active)" in line
+    assert re.search(r"states of a rank [1-9][\d.]* GiB; a layer .* keeps [1-9][\d.]* MiB", line)
+    assert "experts balanced" in line
+
+
+STEP: dict[str, Any] = {
+    "model": QWEN,
+    "cluster": "h100-80gb",
+    "system": "megatron-core",
+    "gpus": 16,
+    "seq_len": TOKENS,
+    "global_batch": 16,
+    "pp": 2,
+    "ep": 8,
+}
+
+
+def test_a_step_holds_the_states_of_its_rank() -> None:
+    """Experts at EP = DP: 18 bytes; all else: 6 bytes and 12 over DP."""
+    found = make_problem(ProblemSpec(**STEP))
     experts = 24 * 128 * 3 * 2048 * 768 // 8
     rest = 24 * (2048 * 9216 + 2 * 2048 + 256 + 128 * 2048) + 151_936 * 2048 + 2048
-    held = 18 * experts + (6 + 12 / 8) * rest
-    assert f"states of a rank {held / 2**30:.2f} GiB" in line
-    assert "experts balanced" in line
+    held = [rank_states(found, found.base_plan, rank).total for rank in range(2)]
+    assert held[1] == 18 * experts + (6 + 12 // 8) * rest + rest // 2
+    ranks = evaluate(found, found.base_plan).ranks
+    assert [one.parameter + one.gradient + one.optimizer for one in ranks] == held
+
+
+def test_the_worst_rank_receives_more_tokens() -> None:
+    work = Workload(model=QWEN, seq_len=TOKENS)
+    even, worse = (
+        layer_table(
+            replace(work, imbalance=factor), Layout(ep=8, dp=8), MEGATRON,
+            fused_attention=True, window=0, dense=False,
+        )
+        for factor in (1.0, 1.5)
+    )  # fmt: skip
+    for name in ("expert_in", "expert_fc1_out", "expert_fc2_in"):
+        assert worse.activations[name].nbytes == 1.5 * even.activations[name].nbytes
+    assert worse.activations["permuted"] == even.activations["permuted"]
+    sent, received = (each.op("dispatch").reduce for each in (even, worse))
+    assert sent is not None
+    assert received is not None
+    assert received.nbytes == 1.5 * sent.nbytes
+    assert replace(work, imbalance=1.5).balance.endswith("1.5 times the balanced tokens")
+    assert Workload(model=replace(QWEN, experts=None), seq_len=TOKENS, imbalance=2.0).balance == ""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rematbench.advise.search.probes import Prober
-from rematbench.costs.collectives import network_bytes
+from rematbench.costs.collectives import GroupShape, network_bytes
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic, shared_link_bytes_per_s
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import Kind
@@ -75,7 +75,7 @@ def test_rates_in_closed_form() -> None:
 )
 def test_bytes_of_a_collective_that_cross_a_nic(kind: str, expected: float) -> None:
     """Eight ranks, four on each node, a NIC for each."""
-    assert network_bytes(kind, 80.0, 8, 4, 4.0) == expected
+    assert network_bytes(kind, 80.0, GroupShape(8, 4, 2), 4.0) == expected
 
 
 def test_what_runs_beside_what() -> None:

@@ -1,6 +1,5 @@
 """Bands: quantiles over sources of the same weight, kinds of evidence, and whether they hold."""
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -9,19 +8,17 @@ from msgspec.structs import replace
 
 from rematbench.evidence.bands import (
     FEWEST_SOURCES,
-    LEVEL,
     bands_of,
     coverage,
-    fits_word,
-    peak_half_width,
+    inside_shares,
     pooled,
-    quantile,
+    pooled_rows,
     ratio_band,
     ratio_coverage,
     ratio_errors,
-    reserve_bytes,
     shipped,
     speed_errors,
+    with_outside,
 )
 from rematbench.evidence.job_evidence import (
     OPTIONS,
@@ -30,6 +27,7 @@ from rematbench.evidence.job_evidence import (
     covered,
     left_out_cells,
 )
+from rematbench.evidence.quantiles import LEVEL, quantile
 
 
 def job(**changes: Any) -> JobProperties:
@@ -135,20 +133,6 @@ def test_the_coverage_of_ratios_leaves_the_source_out() -> None:
     assert found["b"].inside == 1.0
 
 
-def test_peaks_count_where_they_were_underestimated() -> None:
-    row = {"source": "a", "peak_device_bytes": "100", "pred_peak_device_bytes": "50"}
-    assert peak_half_width([row]) == pytest.approx(math.log(2))
-    assert peak_half_width([{**row, "pred_peak_device_bytes": "200"}]) == 0.0
-
-
-def test_tight_is_what_the_reserve_would_not_leave() -> None:
-    usable = 75 << 30
-    reserve = reserve_bytes(usable)
-    assert 0 < reserve < 0.2 * usable
-    words = [fits_word(left, usable) for left in (-1, 0, reserve - 2, reserve + 1)]
-    assert words == ["no", "tight", "tight", "yes"]
-
-
 # -- whether they hold: the bars of the issue, each source left out in turn ------------------------
 
 
@@ -180,3 +164,40 @@ def test_ratios_at_one_layout_have_a_narrower_band_than_speeds() -> None:
     assert ratio_band() < min(quantile(speeds), *(pool.half_width for pool in shipped().pools))
     assert ratio_band() < ratio_band(one_layout=False)
     assert LEVEL == 0.8
+
+
+def test_a_job_outside_in_a_property_has_the_errors_of_rows_outside_in_it() -> None:
+    """Twelve sources on 8 GPUs, and two on fewer or more, whose rows are ten times as far off."""
+    near = [known(f"n{i}", 0.01) for i in range(12)]
+    far = [known(f"f{gpus}", 0.1, job(gpus=gpus)) for gpus in (4, 64)]
+    bands = bands_of(near + far)
+    larger, other = bands.band(job(gpus=4096)), bands.band(job(stack="x", gpus=8))
+    assert list(larger.outside) == ["scale"]
+    assert larger.half_width == pytest.approx(0.1)
+    assert larger.sources == 2
+    assert list(other.outside) == ["stack"]
+    assert other.half_width < larger.half_width
+
+
+def test_shipped_bands_are_as_wide_as_errors_outside_in_the_same_property() -> None:
+    errors: dict[str, Any] = {}
+    for cell, outside in with_outside(left_out_cells()):
+        for name in outside:
+            of_source = errors.setdefault(name, {}).setdefault(cell.source, [])
+            of_source.append(abs(cell.log_error))
+    assert "scale" in errors
+    covers = shipped().covered.methods
+    strange = {"gpus": 1 << 20, "stack": "torchtitan", "seq_len": 8192, "methods": covers}
+    band = shipped().band(job(**strange))
+    assert list(band.outside) == ["scale"]
+    assert band.half_width >= quantile(errors["scale"])
+
+
+def test_both_shares_inside_are_told_and_differ() -> None:
+    cells = left_out_cells()
+    found, errors = coverage(cells), speed_errors(cells)
+    by_source, by_row = inside_shares()
+    assert by_source == pytest.approx(sum(one.inside for one in found) / len(found))
+    inside = sum(one.inside * one.rows for one in found)
+    assert by_row == pytest.approx(inside / len(cells)) == pooled_rows(found, errors).inside
+    assert by_source > by_row

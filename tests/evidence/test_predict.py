@@ -2,14 +2,20 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rematbench.cli.sheet import predict as predict_sheet
 from rematbench.evidence.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
 from rematbench.evidence.published.row_cases import PublishedCase, read_case, recompute_method
-from rematbench.evidence.published.sheets import RowError, read_cells, read_number, read_sheet
+from rematbench.evidence.published.sheets import (
+    PeakKind,
+    RowError,
+    read_cells,
+    read_number,
+    read_sheet,
+)
 from rematbench.host.console import CommandError
 from rematbench.host.errors import UserError
 from rematbench.host.table import write_sheet
@@ -55,11 +61,33 @@ def test_a_good_row_gets_every_column() -> None:
     assert (out["pred_peak_host_bytes"], out["pred_offload_fraction"]) == (0, 0.0)
 
 
+def test_a_row_says_where_the_states_live() -> None:
+    here, there = predict(row()), predict(row(optimizer="host"))
+    assert there["pred_peak_host_bytes"] > here["pred_peak_host_bytes"] == 0
+    assert there["pred_peak_device_bytes"] < here["pred_peak_device_bytes"]
+    assert case(parameters="host").parameters == "host"
+    assert (case().optimizer, case(optimizer="").parameters) == (None, None)
+
+
+def test_a_peak_is_the_quantity_that_the_row_prints() -> None:
+    found = {kind: predict(row(peak_kind=kind)) for kind in get_args(PeakKind)}
+    peaks = {kind: one["pred_peak_device_bytes"] for kind, one in found.items()}
+    whole = found["device"]
+    assert peaks["allocated"] <= peaks["reserved"] == whole["pred_reserved_bytes"]
+    assert peaks["reserved"] < peaks["device"] == whole["pred_device_total_bytes"]
+    assert peaks["unstated"] == ""
+    assert len(set(peaks.values())) == len(peaks)
+    assert whole["pred_headroom_bytes"] == whole["pred_usable_bytes"] - whole["pred_reserved_bytes"]
+    assert predict(row())["pred_peak_device_bytes"] == peaks["allocated"]
+
+
 BAD: list[tuple[dict[str, str], str, str]] = [
     ({}, "failed", "column system is missing"),
     ({"system": ""}, "failed", "column system is missing"),
     (row(system="megatron-9"), "unsupported", "unknown system 'megatron-9'"),
     (row(cluster="h900"), "unsupported", "unknown cluster 'h900'"),
+    (row(optimizer="adamw"), "unsupported", "optimizer 'adamw' is not modelled (known: device"),
+    (row(peak_kind="most"), "unsupported", "peak_kind 'most' is not modelled (known: allocated"),
     (row(cluster=""), "failed", "column cluster is missing"),
     (without("seq_len"), "failed", "column seq_len is missing"),
     (row(seq_len="long"), "failed", "column seq_len: 'long' is not a number"),

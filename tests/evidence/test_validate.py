@@ -57,9 +57,19 @@ def report(rows: list[dict[str, Any]], one: Group) -> Any:
 def test_fitted_cells_are_no_predictions() -> None:
     rows = [row(100, 150, model="small"), row(100, 110), row(100, 95)]
     found = report(rows, group())
-    assert found.splits == {"fitted": 1, "in-sample": 0, "held-out": 2}
+    assert found.splits == {"fitted": 1, "in-sample": 0, "sibling": 2, "held-out": 0}
+    assert found.cells == 2
     assert found.mean == pytest.approx(0.075)
     assert found.max == pytest.approx(0.10)
+
+
+def test_held_out_are_cells_of_sources_without_a_fitted_cell() -> None:
+    """Bytes are fitted nowhere, so a cell of the same source is held out there."""
+    rows = [row(100, 110, source="Other"), row(100, 95, source="Shaper")]
+    every = replace(group(), rule=FitRule(source=""))
+    assert report(rows, every).splits == {"fitted": 0, "in-sample": 1, "sibling": 0, "held-out": 1}
+    held = row(1, 1, peak_device_bytes="1000000000")
+    assert report([held], group("peak_device_bytes")).splits["held-out"] == 1
 
 
 def test_floor_is_the_constant_mfu_of_the_fitted_cells() -> None:
@@ -110,7 +120,8 @@ def test_gains_are_between_neighbours_in_published_order() -> None:
 
 
 def test_verdicts_count_both_ways_and_always_fits() -> None:
-    full = {"pred_peak_device_bytes": str(100 * 2**30), "pred_status": "oom"}
+    held = {"pred_device_total_bytes": str(100 * 2**30), "pred_headroom_bytes": str(-(2**30))}
+    full = {**held, "pred_status": "oom"}
     rows = [
         row(1, 1),
         row(1, 1, **full),

@@ -270,6 +270,14 @@ def test_what_was_not_published_is_not_compared(part: dict[str, Any], verdict: s
     assert line["verdict"] == f"not comparable: {verdict}"
 
 
+def test_a_claim_whose_configuration_is_ours_is_not_held_out() -> None:
+    ours = [claim for claim in CLAIMS.claims if claim.basis == "own configuration"]
+    assert {"lynx-speedup-v4", "memo-ratio-v3", "memo-frag"} < {claim.id for claim in ours}
+    for claim in CLAIMS.claims:
+        unread = "could not be read" in claim.remark + claim.because
+        assert claim.basis != "held-out" or not claim.parts or not unread, claim.id
+
+
 def test_a_tolerance_says_whether_it_came_before_our_value() -> None:
     lines = ledger("50", Part(query=query()), Part(query=query(), beside="4x", declared="after"))
     assert [line["declared"] for line in lines] == ["before", "after"]

@@ -11,8 +11,10 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.evidence.bands import ratio_band, reserve_bytes, shipped
+from rematbench.costs.states import room_bytes
+from rematbench.evidence.bands import ratio_band, shipped
 from rematbench.evidence.job_evidence import methods_of
+from rematbench.evidence.peaks import reserve_bytes
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.host.console import CommandError
 from rematbench.paper.matrix.best import (
@@ -32,6 +34,7 @@ from rematbench.paper.matrix.verdicts import by_cell, judged, speed, summary
 from rematbench.paper.tables.matrix import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.paper.tables.pareto import pareto_table
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import calibration, load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.records.matrix_spec import MatrixSpec, Work
 from rematbench.worlds.records.suite import load_suite
@@ -255,13 +258,16 @@ def test_every_speed_has_a_band_and_tuned_methods_leave_the_reserve(
 ) -> None:
     rows = [row for row in judged(ran, small()) if row["status"] == "ok"]
     for row in rows:
-        reserve = reserve_bytes(row["usable_bytes"])
+        room = room_bytes(load_cluster(row["cluster"]), calibration())
+        reserve = reserve_bytes(room)
         assert row["low"] < speed(row) < row["high"]
         assert (row["headroom_bytes"] < reserve) == (row["fits"] == "tight")
         strange = methods_of(row["method"]) - shipped().covered.methods
         assert ("mechanism" in row["outside"]) == bool(strange)
     (tuned,) = [r for r in rows if r["arm"] == "balanced + offload" and r["table"] == BEST]
-    assert tuned["headroom_bytes"] >= reserve_bytes(tuned["usable_bytes"])
+    assert tuned["headroom_bytes"] >= reserve_bytes(
+        room_bytes(load_cluster(tuned["cluster"]), calibration())
+    )
 
 
 def test_a_share_that_a_method_chooses_is_tried_among_the_plans_of_its_layout() -> None:

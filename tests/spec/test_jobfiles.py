@@ -78,6 +78,25 @@ def test_an_accelerate_file_adds_gpus_and_states_to_a_trainer(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("packing: true", "packing: attention stays inside documents: --document-len"),
+        ("packing_strategy: wrapped\npacking: true", "packing: attention crosses documents"),
+    ],
+)
+def test_packed_documents_have_a_length_that_no_file_gives(
+    tmp_path: Path, text: str, note: str
+) -> None:
+    trl = (JOBS / "trl_sft.yaml").read_text().replace("packing: true", text)
+    (tmp_path / "sft.yaml").write_text(trl)
+    reading = read_files([tmp_path / "sft.yaml"])
+    assert any(line.startswith(note) for line in reading.notes)
+    assert "--document-len" not in file_job(reading, {}, "", "sft").words
+    words = file_job(reading, {"document_len": 600}, "", "sft").words
+    assert words[words.index("--document-len") + 1] == "600"
+
+
+@pytest.mark.parametrize(
     ("file", "unknown"),
     [("megatron_llama.sh", "--surprising-option"), ("zero3_offload.json", "mystery")],
 )

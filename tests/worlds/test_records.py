@@ -128,9 +128,9 @@ def test_lynx_rebuilds_where_memory_is_short(problem: str, method: str) -> None:
     assert sum(rank.recompute_flop for rank in found.ranks) > 0
 
 
-OFFLOADS = ("pp_offload", "balanced_checkpointing+pp_offload", "memo", "memo+mst")
+OFFLOADS = ("pp_offload", "balanced_checkpointing+pp_offload", "memo", "memo+mst", "karma")
 REBUILDS = (
-    *("full_recompute", "lynx_heu", "lynx_opt"),
+    *("full_recompute", "lynx_heu", "lynx_opt", "karma"),
     *("mst", "mst+full_recompute", "memo", "memo+mst"),
 )
 HOLDS_LESS = ("balanced_checkpointing", "selective_recompute")

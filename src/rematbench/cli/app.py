@@ -1,24 +1,34 @@
 """The command line `rematbench COMMAND`.  Wrong input ends with one line and exit code 2."""
 
+import ast
 import importlib
 import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.main
 from typer import Option, TyperException
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from rematbench import __version__
-from rematbench.engine.program.profile import LedgerError
-from rematbench.engine.simulate.op_level import DeadlockError
-from rematbench.evaluate.proof import CheckError
 from rematbench.host.errors import UserError
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
-UNSOUND = (CheckError, DeadlockError, LedgerError)
-"""Errors of an unsound lowered plan: a bug in rematbench or in a method file, not wrong input."""
+
+
+def unsound() -> tuple[type[Exception], ...]:
+    """The errors of an unsound lowered plan: a bug in rematbench or in a method file, not wrong
+    input."""
+    places = {
+        "evaluate.proof": "CheckError",
+        "engine.simulate.op_level": "DeadlockError",
+        "engine.program.profile": "LedgerError",
+    }
+    modules = {name: importlib.import_module(f"rematbench.{name}") for name in places}
+    return tuple(getattr(modules[name], error) for name, error in places.items())
 
 
 def _version(value: bool) -> None:
@@ -71,6 +81,7 @@ WORKFLOW = (
 """Commands for Snakemake rules, `./bench` and Slurm jobs, and `examples`, which the last lines of
 the help mention.  Only --help-all lists them."""
 GROUP = "baseline"
+GROUP_HELP = "Real packages: list, run, predict."
 WORKERS = {
     "compare": "rematbench.advise.compare.tuning",
     "search": "rematbench.advise.search.processes",
@@ -78,28 +89,47 @@ WORKERS = {
 """Modules that a command's worker processes import; this import starts before the command."""
 
 
-def command_line(requested: str = "") -> typer.Typer:
-    """The command line with only the requested command, or with all commands if there is no command
-    of this name.  To import all commands takes longer than many commands run."""
+class Late(TyperCommand):
+    """A command whose module is imported when it runs.  Its line in the help is read from its
+    file, because to import all commands takes longer than many commands run."""
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence of the command's docstring, within `limit` letters."""
+        self.help = GROUP_HELP if self.name == GROUP else _docstring(PLACES[str(self.name)])
+        return super().get_short_help_str(limit)
+
+
+class Commands(TyperGroup):
+    """All commands by name."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for name in (*PLACES, GROUP):
+            hidden = PLACES.get(name) in WORKFLOW
+            self.add_command(Late(name=name, hidden=hidden, rich_markup_mode=None))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word, imported now."""
+        if args and args[0] in self.commands:
+            self.add_command(_imported(args[0]), args[0])
+        return super().resolve_command(ctx, args)
+
+
+def command_line() -> typer.Typer:
+    """The command line."""
     app = typer.Typer(
         name="rematbench",
+        cls=Commands,
         help=top.__doc__,
         epilog="Start with: rematbench examples DIR; rematbench methods; rematbench simulate "
         "--help.  For shell completion: rematbench --install-completion.  For the workflow and "
         "Slurm commands: rematbench --help-all",
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
     app.callback()(top)
-    places = {word(place): place for place in (*COMMANDS, *WORKFLOW)}
-    every = (*places, GROUP)
-    for name in [requested] if requested in every else every:
-        if name == GROUP:
-            text = "Real packages: list, run, predict."
-            app.add_typer(_load(f"{GROUP}.app"), name=GROUP, help=text)
-        else:
-            app.command(hidden=places[name] in WORKFLOW)(_load(places[name]))
     return app
 
 
@@ -108,9 +138,29 @@ def word(place: str) -> str:
     return place.partition(".")[2].replace("_", "-")
 
 
-def _load(place: str) -> Any:
+PLACES = {word(place): place for place in (*COMMANDS, *WORKFLOW)}
+
+
+def _imported(name: str) -> Any:
+    """The command of this name, or the group."""
+    place = f"{GROUP}.app" if name == GROUP else PLACES[name]
+    module, _, attribute = place.partition(".")
+    found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
+    if name == GROUP:
+        return typer.main.get_group(found)
+    single = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    single.command(name)(found)
+    return typer.main.get_command(single)
+
+
+def _docstring(place: str) -> str:
+    """The docstring of a command, from its file."""
     module, _, name = place.partition(".")
-    return getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return next((ast.get_docstring(f) or "" for f in functions if f.name == name), "")
 
 
 def main() -> None:
@@ -120,18 +170,11 @@ def main() -> None:
         requested = next(iter(sys.argv[1:]), "")
         if requested in WORKERS:
             importlib.import_module("rematbench.host.workers").start_server(WORKERS[requested])
-        app = command_line(requested)
-        code = app(prog_name="rematbench", standalone_mode=False)
+        code = command_line()(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
-        context = getattr(error, "ctx", None)
-        text = error.format_message()
-        _fail(context.command_path if context else "rematbench", text + _our_option(text))
+        _mistyped(error)
     except UserError as error:
         _fail(command, str(error))
-    except UNSOUND as error:
-        cause = "a bug in rematbench or in your method file"
-        text = f"the plan's actions are unsound ({cause}): {type(error).__name__}: {error}"
-        _fail(command, text)
     except BrokenPipeError:  # the reader of the pipe has ended, for example `head`
         sys.stderr.close()
         code = 0
@@ -139,9 +182,40 @@ def main() -> None:
         _fail(command, str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, unsound()):
+            raise
+        cause = "a bug in rematbench or in your method file"
+        text = f"the plan's actions are unsound ({cause}): {type(error).__name__}: {error}"
+        _fail(command, text)
     if code == INTERRUPTED:  # typer turns KeyboardInterrupt into this code
         _fail("rematbench", "interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _mistyped(error: TyperException) -> None:
+    """Print what is wrong with the words of the command line; the help if there are none."""
+    context, text = getattr(error, "ctx", None), error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{text}\n")
+        sys.exit(2)
+    hint = _not_modelled(text) or _our_option(text)
+    _fail(context.command_path if context else "rematbench", text.rstrip(".") + hint)
+
+
+NOT_MODELLED = {
+    r"--(q?lora|adapter|peft)\b": "adapters (LoRA) are not modelled",
+    r"--precision.*'(mx)?fp8": "FP8 is not modelled: give bf16",
+    r"--precision.*'(nv|mx)?fp4": "FP4 is not modelled: give bf16",
+    r"--(mla|mtp)\b": "latent attention and multi-token prediction are not modelled",
+}
+"""What is not modelled yet, by the words of a message about an option that does not exist."""
+
+
+def _not_modelled(message: str) -> str:
+    """The reason for an option, or a value, that will exist once its feature is modelled."""
+    reasons = (why for words, why in NOT_MODELLED.items() if re.search(words, message))
+    return next((f"; {reason}" for reason in reasons), "")
 
 
 def _our_option(message: str) -> str:

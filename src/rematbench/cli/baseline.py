@@ -1,5 +1,6 @@
 """The commands `baseline` (list, run, predict) and `flags`, which prints a plan as its options."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.worlds import package
-from rematbench.worlds.packages.flags import costs, flags_of
+from rematbench.worlds.packages.flags import FlagsAnswer, costs, flags_of
 from rematbench.worlds.packages.process import BaselineError, baselines, package_system, policy
 from rematbench.worlds.packages.stack import package_problem
 from rematbench.worlds.records.measured import TIMED_STEPS, measured_speed
@@ -86,7 +87,7 @@ def predict_baseline(
       rematbench baseline predict megatron_core --model gpt-22b --cluster a100-80gb-selene
         --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
     """
-    need_file("--out", out)
+    need_file("-o", out)
     made = of_baseline(run)
     here = package_problem(made.method, made.problem)
     result = evaluate_method(here, made.method)
@@ -141,7 +142,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     """
     if device not in ("", "cpu", "cuda"):
         raise CommandError(f"--device {device}: expected cpu or cuda")
-    need_file("--out", out)
+    need_file("-o", out)
     made = of_baseline(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
     try:
@@ -230,12 +231,16 @@ def _versions(stack: dict[str, str]) -> str:
 def flags(
     run: RunOptions,
     baseline: Annotated[str, Option(metavar="B", help="The baseline.")] = "megatron_core",
+    whole: Annotated[
+        bool, Option("--whole", help="Also the arguments of the model (megatron_core).")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Print the options of a baseline that equal a method's plan, or list what it cannot express.
 
-    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
-    code 0 if equal, 1 if the baseline cannot express the plan.
+    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  The
+    facts of the stack that no option gives follow as "assumed, not set".  Exit code 0 if equal, 1
+    if the baseline cannot express the plan.
 
     \b
     Example:
@@ -250,7 +255,7 @@ def flags(
     plan = asked.method.plan(asked.problem, asked.base)
     if isinstance(plan, Unsupported):
         raise CommandError(f"unsupported: {plan.reason}")
-    answer = flags_of(asked.problem, plan, baseline)
+    answer = flags_of(asked.problem, plan, baseline, whole=whole)
     lost = costs(asked.problem, plan, answer.plan) if answer.missing and answer.plan else None
     if json:
         values = {**asdict(answer), "nearest": lost and asdict(lost)}
@@ -263,8 +268,25 @@ def flags(
         if lost is not None:
             peak, step = f"{lost.peak_bytes / GIB:+.2f} GiB", f"{100 * lost.step_share:+.1f} %"
             room = f"{lost.headroom_bytes / GIB:.2f} GiB left"
-            typer.echo(f"nearest: {answer.flags}")
+            typer.echo(f"nearest:\n{broken_lines(answer.flags)}")
             typer.echo(f"compared with {run.method}: peak {peak}, step {step}; {room}")
     else:
-        typer.echo(answer.flags)
+        typer.echo(broken_lines(answer.flags))
+    if not json:
+        for line in remarks(answer):
+            typer.echo(f"# {line}", err=answer.flags.startswith("{"))
     raise typer.Exit(1 if answer.missing else 0)
+
+
+def broken_lines(flags: str) -> str:
+    """Options with an option on each line, for a shell; a JSON object as it is."""
+    return flags if flags.startswith("{") else flags.replace(" --", " \\\n  --")
+
+
+def remarks(answer: FlagsAnswer) -> Iterator[str]:
+    """What options do not say: comments, which a run with `--options` does not read (of a JSON
+    object they go to stderr)."""
+    if answer.assumed:
+        yield f"assumed, not set (no option): {', '.join(answer.assumed)}"
+    for reason in answer.not_run:
+        yield f"these options are not run by {answer.baseline} here: {reason}"

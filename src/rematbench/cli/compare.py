@@ -17,10 +17,20 @@ from rematbench.advise.compare.compositions import load_compare
 from rematbench.advise.compare.would_fit import would_fit
 from rematbench.cli.comparison_plot import FORMATS, write_plot
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal, tight_line, world_line
+from rematbench.cli.show import (
+    FRAGMENTS,
+    UNTIMED,
+    covers,
+    heading,
+    nominal,
+    over_peak,
+    tight_line,
+    world_line,
+)
 from rematbench.cli.targets import Json, need_file
 from rematbench.evaluate.result import Result
 from rematbench.evidence.bands import ratio_band, shipped
+from rematbench.evidence.peaks import about
 from rematbench.host.console import GIB, CommandError, console, gib, percent, plain, rounded
 from rematbench.host.table import write_sheet
 from rematbench.problem import Problem
@@ -401,7 +411,7 @@ def parts(result: Result, share: float, between: str = ", ") -> str:
 def notes(results: Sequence[Result]) -> list[str]:
     """Lines that explain the table: ties, parts of the step, bands and their evidence."""
     fitting = [result for result in results if result.fits and result.timed]
-    lines = untimed_lines(results)
+    lines = [*untimed_lines(results), *(about(results[0].problem) if results else ())]
     if not fitting:
         return [*lines, *retry_lines([result for result in results if result.fits])]
     if any(result.tied and not result.same_as for result in fitting):
@@ -409,16 +419,25 @@ def notes(results: Sequence[Result]) -> list[str]:
         lines.append(f"= tied: within {error}, our error when comparing two methods")
     lines.append(
         "where the step goes: compute, recompute and pipeline bubble of the busiest rank, and "
-        "the time that copies, communication (tp, cp, dp, pp) and host waits add to the step"
+        "the time that copies, communication (tp, cp, ep, dp, pp) and host waits add to the step"
     )
     lines.append(
-        "80 % band: 80 % of published speeds differ by less than this from predictions that were "
-        "fitted without their source; the band is wider for jobs that are unlike the published ones"
+        "80 % band: 80 % of published speeds, of sources of equal weight, differ by less than this "
+        "from predictions that were fitted without their source; the band is wider for jobs that "
+        f"are unlike the published ones ({covers()})"
     )
+    lines += over_peaks(fitting)
     bands = [result.error_band for result in fitting if result.error_band]
     outside = dict.fromkeys(words for band in bands for words in band.outside.values())
     lines += [f"outside of the published range: {'; '.join(outside)}"] if outside else []
     return [*lines, tight_line(), *retry_lines(fitting)]
+
+
+def over_peaks(results: Iterable[Result]) -> list[str]:
+    """A line for each reason why an MFU of the results is over 100 %."""
+    shares = (one.evaluation for one in results if one.evaluation is not None)
+    said = dict.fromkeys(over_peak(each.mfu_causal, each.mfu_dense) for each in shares)
+    return [f"MFU {why}" for why in said if why]
 
 
 def untimed_lines(results: Sequence[Result]) -> list[str]:

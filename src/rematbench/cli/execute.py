@@ -70,7 +70,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --gpus 2 --tp 2 --precision fp32 --against keep_all
     """
     need_torch()
-    need_file("--out", out)
+    need_file("-o", out)
     from rematbench.worlds.torch import rank_processes  # noqa: PLC0415  # torch is optional
 
     refuse_baseline(run.method)
@@ -135,7 +135,7 @@ def trace(
         --system megatron-kwai --gpus 512 --seq-len 8192 --global-batch 256 --tp 8 --pp 8
     """
     need_torch()
-    need_file("--out", out)
+    need_file("-o", out)
     if run.method in baselines():
         made = of_baseline(run)
         _need_stage(stage, made)

@@ -8,6 +8,7 @@ from msgspec import Struct
 from rich.console import Console
 from typer import Exit
 
+from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.questions import (
     Answer,
     Question,
@@ -17,7 +18,7 @@ from rematbench.advise.search.questions import (
     min_memory,
     prices,
 )
-from rematbench.advise.search.search_job import SearchRequest
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.cli.search_output import where
 from rematbench.evaluate.result import Result
 from rematbench.host.console import GIB, CommandError, grid, plain
@@ -45,9 +46,10 @@ class Inverse(Struct, frozen=True, kw_only=True):
             raise CommandError("--find batch: give the seconds of a step with --step")
 
 
-def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) -> None:
-    """Print each answer as soon as the search has it; after Ctrl-C, the best so far and exit code
-    130."""
+def ask(out: Console, job: SearchJob, inverse: Inverse, processes: int) -> None:
+    """Print each value as soon as it is tried, then what is not tried and the answer; after Ctrl-C,
+    the best so far and exit code 130."""
+    request = job.request
     if not inverse.find:
         _prices(out, request, processes)
         return
@@ -60,6 +62,7 @@ def ask(out: Console, request: SearchRequest, inverse: Inverse, processes: int) 
         ended = True
     except KeyboardInterrupt:
         out.print(plain("stopped: the answer is not proved"))
+    out.print(plain(f"not tried: {'; '.join(not_searched(job))}"), soft_wrap=True)
     if best is not None:
         word = "ANSWER" if ended else "best so far"
         out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)

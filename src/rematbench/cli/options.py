@@ -1,5 +1,6 @@
 """The options that describe one run, shared by many commands."""
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -17,7 +18,7 @@ from typer import Argument, BadParameter, Option
 
 from rematbench.evaluate.problems import make_problem
 from rematbench.evaluate.result import Job
-from rematbench.evidence.bands import leaving_reserve
+from rematbench.evidence.peaks import leaving_reserve
 from rematbench.host.console import GIB, CommandError
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -63,14 +64,12 @@ OPTIONS = {
     "model": Option(
         metavar="M",
         show_default=False,
-        help="Model name, YAML file or Hugging Face config.json (required).",
+        help="Model name, YAML file or Hugging Face config.json.",
     ),
-    "cluster": Option(
-        metavar="C", show_default=False, help="Cluster name or YAML file (required)."
-    ),
+    "cluster": Option(metavar="C", show_default=False, help="Cluster name or YAML file."),
     "system": Option(metavar="Y", help="Software stack: name or YAML file."),
-    "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs (required)."),
-    "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens (required)."),
+    "gpus": Option(min=1, metavar="N", show_default=False, help="Number of GPUs."),
+    "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens."),
     "document_len": Option(
         min=0, metavar="D", help="Mean tokens of packed documents; attention inside each (0: none)."
     ),
@@ -78,7 +77,7 @@ OPTIONS = {
         min=1,
         metavar="B",
         show_default=False,
-        help="Sequences per optimizer step, over all GPUs (required).",
+        help="Sequences per optimizer step, over all GPUs.",
     ),
     "micro_batch": Option(min=1, metavar="b", help="Sequences per micro-batch."),
     "tp": Option(min=1, help="Tensor parallel ranks."),
@@ -91,6 +90,9 @@ OPTIONS = {
     ),
     "ep": Option(min=1, help="Expert parallel ranks, of those of tp x cp x dp."),
     "etp": Option(min=1, help="Tensor parallel ranks inside an expert (none: tp)."),
+    "imbalance": Option(
+        min=1.0, metavar="F", help="Tokens of the experts of the worst rank, over balanced ones."
+    ),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
     "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),
     "attention": Option(help="Attention kernel."),
@@ -222,7 +224,12 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
         default = None if field.required else field.default
         default = DEFAULT_SYSTEM if field.name == "system" else default
         kind = hints[field.name] if default is not None else hints[field.name] | None
-        option = Annotated[kind, OPTIONS[field.name]]  # type: ignore[valid-type]  # typer reads it
+        described = copy.copy(OPTIONS[field.name])
+        if (
+            field.required and default is None
+        ):  # typer says so itself only of an option without a default
+            described.help = f"{(described.help or '').removesuffix('.')} (required)."
+        option = Annotated[kind, described]  # type: ignore[valid-type]  # typer reads it
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
 
 

@@ -64,7 +64,7 @@ def simulate(
         --cluster h800-80gb --system megatron-kwai --gpus 256 --seq-len 8192
         --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
     """
-    need_file("--out", out)
+    need_file("-o", out)
     asked = request(run)
     result = evaluate_method(asked.problem, asked.method, asked.base, checked=check)
     form = estimated(result, estimator)
@@ -263,12 +263,12 @@ def timeline(
 ) -> None:
     """Write one step as a timeline that ui.perfetto.dev and chrome://tracing open.
 
-    METHOD with the options of a run, or RECORD.json from `simulate --out` or `run`.
+    METHOD with the options of a run, or RECORD.json from `simulate -o` or `run`.
 
     \b
     Example:
       rematbench simulate keep_all --model llama-7b --cluster a800-80gb --gpus 4
-        --seq-len 4096 --global-batch 16 --pp 4 --out run.json
+        --seq-len 4096 --global-batch 16 --pp 4 -o run.json
       rematbench timeline run.json -o trace.json
       rematbench timeline keep_all --model llama-7b --cluster a800-80gb --gpus 4
         --seq-len 4096 --global-batch 16 --pp 4 -o trace.json

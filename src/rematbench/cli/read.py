@@ -30,6 +30,9 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = None,
     gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs.")] = None,
     seq_len: Annotated[int | None, Option(min=1, metavar="S", help="Tokens.")] = None,
+    document_len: Annotated[
+        int | None, Option(min=1, metavar="D", help="Mean length of packed documents.")
+    ] = None,
     global_batch: Annotated[
         int | None, Option(min=1, metavar="B", help="Sequences per step.")
     ] = None,
@@ -57,7 +60,8 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
     """
     reading = read_files(files)
     given = {"model": model, "cluster": cluster, "system": system, "gpus": gpus}
-    given |= {"seq_len": seq_len, "global_batch": global_batch, "vocab": vocab}
+    given |= {"seq_len": seq_len, "document_len": document_len, "global_batch": global_batch}
+    given |= {"vocab": vocab}
     job = _named(file_job(reading, given, method, files[0].stem))
     _write(job, output)
     _print(job, reading, output)
@@ -69,7 +73,7 @@ def read(  # noqa: PLR0913, PLR0917  # an option of the command line each
         raise CommandError(f"not run: no file gives {', '.join(job.missing)}")
     from rematbench.cli.app import command_line  # noqa: PLC0415  # it imports this module
 
-    command_line("simulate")(["simulate", *_words(job, output)], standalone_mode=False)
+    command_line()(["simulate", *_words(job, output)], standalone_mode=False)
 
 
 def _named(job: FileJob) -> FileJob:

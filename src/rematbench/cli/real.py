@@ -13,7 +13,7 @@ from rich.table import Table
 from typer import Option
 
 from rematbench.cli.options import Request
-from rematbench.cli.show import heading, method_line
+from rematbench.cli.show import heading, method_line, over_peak
 from rematbench.host.console import CommandError, align_left, console, gib, grid, plain
 from rematbench.host.ranks import NO_RENDEZVOUS
 from rematbench.worlds.records.measured import Comparison, Measured, MeasuredSpeed, measured_speed
@@ -24,8 +24,8 @@ from rematbench.worlds.run_records import RUNTIME
 
 TORCH = "2.10"
 NO_TORCH = (
-    f"torch is not installed: `./bench test` installs it, or `pip install 'torch>={TORCH}'` in "
-    "the environment that runs rematbench"
+    f"torch is not installed: `./bench setup --torch cpu` (or cuda) installs it, or `pip install "
+    f"'torch>={TORCH}'` in the environment that runs rematbench"
 )
 
 
@@ -125,7 +125,8 @@ def speed_text(found: MeasuredSpeed) -> str:
     if found.mfu_causal is None or found.mfu_dense is None:
         return f"{rate} ({found.no_mfu})"
     ways = f"{100 * found.mfu_causal:.1f} % causal, {100 * found.mfu_dense:.1f} % dense"
-    return f"{rate}, MFU {ways} ({found.peak})"
+    why = over_peak(found.mfu_causal, found.mfu_dense)
+    return f"{rate}, MFU {ways} ({found.peak}{'; ' if why else ''}{why})"
 
 
 def verdict(found: Comparison) -> str:

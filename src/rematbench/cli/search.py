@@ -39,6 +39,10 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     document_len: Annotated[int, OPTIONS["document_len"]] = 0,
     system: Annotated[str, OPTIONS["system"]] = DEFAULT_SYSTEM,
     tp: Degree = None,
+    sp: Annotated[
+        bool | None,
+        Option("--sp/--no-sp", help="Only with sequence parallelism, or only without it."),
+    ] = None,
     cp: Degree = None,
     ulysses: Degree = None,
     shard_degree: Annotated[int, OPTIONS["shard_degree"]] = 0,
@@ -147,7 +151,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
         optimizer=optimizer, document_len=document_len,
     )  # fmt: skip
-    fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp,
+    fixed = Fixed(tp=tp, sp=sp, cp=cp, ulysses=ulysses, shard_degree=shard_degree, pp=pp, vpp=vpp,
                   micro_batch=micro_batch, zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
     request = SearchRequest(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
@@ -162,7 +166,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         inverse.check()
         show_assumed(console(), job)
-        ask(console(), request, inverse, processes)
+        ask(console(), job, inverse, processes)
         return
     out = None if json else console()
     if out is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from rematbench.advise.search.limits import not_searched
 from rematbench.advise.search.processes import Progress, solve_planners
 from rematbench.advise.search.questions import would_fit
 from rematbench.advise.search.search_job import SearchJob, search_row, with_engines
@@ -115,6 +116,7 @@ class SearchAnswer:
             "simplest": search_row(0, self.simple) if self.simple else None,
             "packages": {n: search_row(0, one) if one else None for n, one in self.alone.items()},
             "planners_without_plan": self.without,
+            "not_searched": not_searched(self.job),
             "refused": self.job.space.refused,
             "fell": self.at.excluded,
             "would_fit": self.changes,

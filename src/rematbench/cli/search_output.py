@@ -7,14 +7,15 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
-from rematbench.advise.search.candidates import LARGEST_UNIT
+from rematbench.advise.search.limits import not_searched, space_words
 from rematbench.advise.search.processes import Progress
 from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
-from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Result, assumed
 from rematbench.evidence.bands import ratio_band
+from rematbench.evidence.peaks import about
 from rematbench.host.console import (
     GIB,
     CommandError,
@@ -54,13 +55,7 @@ def show_space(out: Console, job: SearchJob) -> None:
         )
     )
     show_assumed(out, job)
-    layouts, plans = len(job.space.choices), len(job.variants)
-    many = "s" if layouts > 1 else ""
-    each = f"{plans} methods and their compositions"
-    if job.package:
-        largest = f"groups of more than {LARGEST_UNIT} layers are not tried"
-        each = f"{plans} policies that {job.package.name} has options for ({largest})"
-    out.print(plain(f"space: {layouts:,} layout{many}, each with {each}"))
+    out.print(plain(f"space: {space_words(job)}"))
     out.print()
 
 
@@ -106,6 +101,7 @@ def where(result: Result) -> str:
     """A layout in words: what is above one, and where the optimizer's states are."""
     lay, uneven = result.problem.layout, result.job.uneven_layers
     words = [f"{name} {getattr(lay, name)}" for name in DEGREES if getattr(lay, name) > 1]
+    words += ["without sp"] if lay.tp > 1 and not lay.sp else []
     words += [f"ulysses {lay.ulysses}"] if lay.ulysses > 1 else []
     words += [f"micro-batch {lay.micro_batch}"] if lay.micro_batch > 1 else []
     words += [f"zero {lay.zero_stage}"] if lay.dp > 1 else []
@@ -134,6 +130,7 @@ def plan_line(found: Result) -> str:
 def _cells(row: dict[str, Any], found: Result) -> Iterator[str]:
     lay = found.problem.layout
     more = f"\n  layers {row['partition']}" if found.job.uneven_layers else ""
+    more += "\n  without sp" if lay.tp > 1 and not lay.sp else ""
     more += "\n  optimizer on host" if _hosts(found) else ""
     yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
@@ -155,10 +152,13 @@ def notes(
     stopped = "" if ended else "stopped: "
     if found:
         yield (
-            f"{stopped}proved gap: no plan in the search space is more than {100 * at.gap:.2f} % "
-            f"faster than the first row ({at.simulations} of {at.plans:,} plans simulated)"
+            f"{stopped}proved gap: no plan of this space ({space_words(job)}) is more than "
+            f"{100 * at.gap:.2f} % faster than the first row ({at.simulations} of {at.plans:,} "
+            "plans simulated)"
         )
         yield from _rows_note(job, at, found)
+        yield from about(found[0].problem)
+        yield from over_peaks(found)
         yield "runs on: M megatron_core, D deepspeed (`flags` prints options), O our executor"
         if any(one.tied for one in found):
             near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
@@ -175,6 +175,7 @@ def notes(
         )
     else:
         yield "NOTHING FITS: every plan was excluded, but none for lack of device memory"
+    yield f"not searched: {'; '.join(not_searched(job))}"
     dropped = [f"{count:,} {rule}" for rule, count in job.space.refused.items()]
     if dropped:
         yield f"layouts not allowed: {'; '.join(dropped)}"

@@ -25,7 +25,7 @@ Kind = Literal["layouts", "cells", "sweeps", "spaces"]
 PREDICTED = (
     *CONFIGURATION,
     *SCORED,
-    *("pred_status", f"pred_{SPEED}", "pred_peak_device_bytes", "pred_usable_bytes"),
+    *("pred_status", f"pred_{SPEED}", "pred_device_total_bytes", "pred_headroom_bytes"),
 )
 """Columns that predicted rows need."""
 

@@ -17,7 +17,8 @@ from rematbench.evaluate.evaluation import PlanEvaluation, RankBytes, fullest_ra
 from rematbench.evaluate.proof import Proof
 from rematbench.evaluate.result import SPEEDS, Band, Result, assumed, faster_attention
 from rematbench.evaluate.verdict import Retries
-from rematbench.evidence.bands import peak_band
+from rematbench.evidence.bands import inside_shares
+from rematbench.evidence.peaks import about, in_words, total_is_checked
 from rematbench.host.console import gib, grid, percent, plain, print_uncut, rounded, seconds
 from rematbench.problem import Problem, has_exact_pins
 from rematbench.solve.memory_plan import BEST_FIT_TENSORS, is_placeable
@@ -79,6 +80,9 @@ def as_json(request: Request, result: Result) -> dict[str, Any]:
         **request.method.parameters,
         **(result.plan.fit if result.plan else {}),
     }
+    values["reserved_bytes"] = result.reserved_bytes
+    values["device_total_bytes"] = result.device_total_bytes
+    values["device_total_checked"] = total_is_checked(request.problem)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["fits"] = result.fit if verdict else None
     values["band"] = _band_values(result)
@@ -120,13 +124,14 @@ def heading(problem: Problem) -> list[str]:
     sp = " (sp)" if lay.sequence_parallel else ""
     ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     shards = f" over {lay.shard_degree} ranks" if lay.shard_degree else ""
+    experts = f"  ep {lay.ep}  etp {lay.expert_tp}" if work.model.experts else ""
     faster = faster_attention(problem)
     return [
         f"{work.model.name}, {work.seq_len:,} tokens{_packed(problem)}, {work.precision}, on "
         f"{lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
-        f"{lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
+        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}{experts}  "
+        f"zero {lay.zero_stage}{shards} | micro-batch {lay.micro_batch}, global batch "
         f"{lay.global_batch}, {lay.num_micro_batches} micro-batches | attention "
         f"{problem.attention}",
         f"assumes: {assumed(problem)}",
@@ -185,6 +190,15 @@ def banner(result: Result) -> str:
     return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank}){why}"
 
 
+def over_peak(causal: float, dense: float) -> str:
+    """Why an MFU (two fractions) is over 100 %; empty if none is."""
+    if causal > 1.0:
+        return "over 100 %: the peak that it divides by is not what these kernels run at"
+    if dense > 1.0:
+        return "over 100 %: dense counts the half of attention that causal kernels skip"
+    return ""
+
+
 def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
     """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
     problem = result.problem
@@ -207,6 +221,8 @@ def speeds(result: Result, evaluation: PlanEvaluation) -> RenderableType:
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
     notes = result.plan.fit if result.plan else {}
+    why = over_peak(evaluation.mfu_causal, evaluation.mfu_dense)
+    rows += [("MFU", why)] if why else []
     rows += [("waits for the host", percent(share)) for share in _host_shares(result)]
     rows += [("plan", f"{key}: {value}") for key, value in notes.items()]
     for name, value in rows:
@@ -304,17 +320,27 @@ def footer(
     """Lines on the allocator, host bytes per node, freed bytes, and the source of the numbers."""
     problem = result.problem
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
-    reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
-    usable = problem.usable_bytes
     return [
-        f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
-        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(result)})",
+        *device_bytes(result, evaluation),
         *retried(result.retries),
         f"host memory per node: {gib(host)} GiB at the peak ({_pins(result)}), of {gib(room)} "
         f"usable and {gib(problem.cluster.host_bytes)} installed",
         _freed_line(evaluation, keep_all),
         *([] if evaluation.not_timed else nominal(problem) or _trust(result)),
         world_line(problem, "; stage bytes are allocated bytes in issue order"),
+    ]
+
+
+def device_bytes(result: Result, evaluation: PlanEvaluation) -> list[str]:
+    """Lines with the three quantities of device memory, and which one the verdict is about."""
+    problem, reserved = result.problem, evaluation.reserved_bytes
+    peak, total = max(evaluation.peak_device_bytes), result.device_total_bytes or 0
+    return [
+        f"device memory, fullest rank: {gib(peak)} GiB allocated; {gib(reserved)} reserved of "
+        f"{gib(problem.usable_bytes)} usable (fragmentation {gib(reserved - peak)}; "
+        f"{_segments(result)}); {gib(total)} in all of {gib(problem.room_bytes)} "
+        f"({gib(total - reserved)} of CUDA context and communicators)",
+        *about(problem),
     ]
 
 
@@ -360,13 +386,21 @@ def _trust(result: Result) -> list[str]:
 
 def tight_line() -> str:
     """What `tight` means."""
-    error = percent(peak_band())
-    return f"tight: fits, but the headroom is smaller than our memory error ({error})"
+    return f"tight: fits, but the headroom is below the margin of the device total, {in_words()}"
+
+
+def covers() -> str:
+    """The two shares of published rows inside the bands learnt from other sources."""
+    sources, rows = (f"{100 * share:.0f} %" for share in inside_shares())
+    return f"inside: {sources} of rows if each source weighs 1, {rows} if each row does"
 
 
 def trust(band: Band) -> list[str]:
     """Lines on the uncertainty of a speed."""
-    learnt = f"{band.sources} sources, each predicted with constants fitted without it"
+    learnt = (
+        f"{band.sources} sources of equal weight, each predicted with constants fitted without it "
+        f"({covers()})"
+    )
     if band.other_generation:
         learnt = f"{band.sources} sources predicted with the kernels of another GPU generation"
     if band.open_cause:

@@ -17,7 +17,7 @@ from rematbench.worlds.records.record import read_record
 
 def stages(
     record: Annotated[
-        Path, Argument(metavar="RECORD.json", help="A run written by `simulate --out` or `run`.")
+        Path, Argument(metavar="RECORD.json", help="A run written by `simulate -o` or `run`.")
     ],
     output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
     cluster: Annotated[
@@ -29,7 +29,7 @@ def stages(
     \b
     Example:
       rematbench simulate keep_all --model llama-7b --cluster a800-80gb --gpus 4
-        --seq-len 4096 --global-batch 16 --pp 4 --out run.json
+        --seq-len 4096 --global-batch 16 --pp 4 -o run.json
       rematbench stages run.json
     """
     need_file("-o", output)

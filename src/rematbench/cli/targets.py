@@ -29,7 +29,10 @@ Predictions = Annotated[
 More = Annotated[
     Path | None, Option(metavar="PRED.csv", help="The same for the rows of runs_more.csv.")
 ]
-Out = Annotated[Path | None, Option(metavar="RECORD.json", help="Also write the record.")]
+Out = Annotated[
+    Path | None,
+    Option("-o", "--output", "--out", metavar="RECORD.json", help="Also write the record."),
+]
 Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 
 

@@ -46,7 +46,7 @@ def verify(
     \b
     Example:
       rematbench simulate full_recompute --model llama-7b --cluster a800-80gb --gpus 4
-        --seq-len 4096 --global-batch 16 --pp 4 --out run.json
+        --seq-len 4096 --global-batch 16 --pp 4 -o run.json
       rematbench verify run.json
     """
     if output is not None:

@@ -81,11 +81,25 @@ class CostModel(KernelCosts):
                 seconds = collectives.all_reduce_s(comm.nbytes, size, nodes, ring, common)
             case "all_to_all":
                 seconds = collectives.all_to_all_s(
-                    comm.nbytes, size, shape.fewest_per_node, nodes, nvlink, nic, common
+                    comm.nbytes,
+                    size,
+                    shape.fewest_per_node,
+                    nodes,
+                    nvlink,
+                    nic,
+                    common,
+                    self._copies_of(comm),
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
         return float(seconds) * self.system.scales.communication
+
+    def _copies_of(self, comm: Comm) -> int:
+        """Copies of each token in an all-to-all whose dispatcher sends a node one of them; 0 where
+        each copy is sent by itself."""
+        experts = self.workload.model.experts
+        once = self.system.dispatcher in ("deepep", "hybridep")
+        return experts.active if experts and once and comm.group == "ep" else 0
 
     def _group_nvlink_bytes_per_s(self, ranks_in_domain: int) -> float:
         """Reached NVLink rate of a GPU in a group with `ranks_in_domain` ranks in its domain."""
@@ -186,9 +200,8 @@ class CostModel(KernelCosts):
         if shape.nodes == 1:
             return 0.0
         most = min(shape.fewest_per_node, self.network.ring_nics)
-        return collectives.network_bytes(
-            comm.kind, comm.nbytes, shape.ranks, shape.fewest_per_node, most
-        )
+        copies = self._copies_of(comm)
+        return collectives.network_bytes(comm.kind, comm.nbytes, shape, most, copies)
 
     def device_copy_s(self, nbytes: int) -> float:
         """Seconds of a copy inside the device (SPLIT, JOIN)."""
@@ -221,11 +234,49 @@ class CostModel(KernelCosts):
         return int(whole - other)
 
     def host_update_s(self, parameters_per_rank: int) -> float:
-        """Seconds of the update of a rank's parameters on the host, with an equal share of the
-        node's cores for each rank.  0 for a cluster without a rate; the evaluation's `not_timed`
-        then states that the step has no seconds."""
+        """Seconds of the update of a rank's parameters on the host, without the cast of the weights
+        (`host_cast_s`), with an equal share of the node's cores for each rank.  0 for a cluster
+        without a rate; the evaluation's `not_timed` then states that the step has no seconds."""
         rate = self.cluster.host_update_parameters_per_s
         return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
+
+    def host_dram_s(self, nbytes: float) -> float:
+        """Seconds in which a rank's bytes pass through its share of the node's DRAM; 0 for a
+        cluster without a rate."""
+        ranks = min(self.cluster.gpus_per_node, self.layout.gpus)
+        rate = self.cluster.socket_bytes_per_s(ranks) * self.common.dram_efficiency
+        return nbytes / rate
+
+    def host_cast_s(self, parameters: int) -> float:
+        """Seconds in which the host casts updated weights of a rank to compute precision: master
+        weights are read, weights written."""
+        width = self.system.host_grad_bytes + self.system.param_bytes
+        return self.host_dram_s(width * parameters)
+
+    def visiting_share(self, *, two_way: bool) -> float:
+        """The share of optimizer states at home on the host that should visit the device, f* =
+        t_cpu / (t_cpu + t_copy), so that the host's updates and the visits' copies end together.
+        `two_way`: copies up run beside copies down.  A visit also delays the host, which shortens
+        its copy as seen by the host: t_copy - t_delay.  1 on a cluster without a host rate."""
+        if not self.cluster.host_update_parameters_per_s:
+            return 1.0
+        many = 10**9  # beyond the copies' latency
+        cpu_s, states = self.host_update_beside_s(many, 0.0), self.system.optimizer_bytes * many
+        traffic = NO_TRAFFIC._replace(two_way_share=float(two_way))
+        up_s, down_s = self.copy_s(states, "h2d", traffic), self.copy_s(states, "d2h", traffic)
+        copy_s = max(up_s, down_s) if two_way else up_s + down_s
+        delay_s = self.common.visit_delay_share * self.copy_s(states, "h2d")
+        return min(1.0, cpu_s / max(cpu_s, cpu_s + copy_s - delay_s))
+
+    def host_update_beside_s(self, parameters: int, visiting_bytes: float) -> float:
+        """Seconds of the update of a rank's parameters on the host beside copies: a share of what
+        update, cast and copy up take one after another, and a share of the copies of the states
+        that visit meanwhile (`visiting_bytes` for each parameter updated on the host)."""
+        common = self.common
+        alone_s = self.host_update_s(parameters) + self.host_cast_s(parameters)
+        alone_s += self.copy_s(self.system.param_bytes * parameters, "h2d")
+        visits_s = self.copy_s(visiting_bytes * parameters, "h2d") if visiting_bytes else 0.0
+        return common.host_beside_share * alone_s + common.visit_delay_share * visits_s
 
     def overlapped_s(self, seconds: float, concurrent_s: float, stream: str) -> float:
         """Seconds of compute that overlaps with `concurrent_s` seconds of work on `stream`."""

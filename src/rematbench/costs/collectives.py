@@ -226,16 +226,34 @@ def all_to_all_s(
     nvlink_bytes_per_s: Quantity,
     nic_bytes_per_s: Quantity,
     common: CommonConstants,
+    copies: Quantity = 0,
 ) -> Quantity:
     """Seconds of an all-to-all of one rank's `nbytes`: the bytes for ranks of its node go over
     NVLink, and at the same time the other bytes go over the rank's NIC.  Source: NCCL's grouped
-    send/receive (one NIC per GPU)."""
-    inside = nbytes * np.subtract(fewest_per_node, 1) / ranks / nvlink_bytes_per_s
-    outside = nbytes * np.subtract(ranks, fewest_per_node) / ranks / nic_bytes_per_s
+    send/receive (one NIC per GPU).  `copies`: the bytes are so many copies of each token, of which
+    a node receives one and passes it on over NVLink (0: each copy is sent by itself)."""
+    alone = np.subtract(fewest_per_node, 1) / ranks
+    spread = np.subtract(fewest_per_node, 1) / fewest_per_node
+    inside = nbytes * np.where(np.asarray(copies) > 0, spread, alone) / nvlink_bytes_per_s
+    sent = sent_share(ranks, fewest_per_node, nodes, copies)
+    outside = nbytes * sent / nic_bytes_per_s
     wire = np.maximum(inside, np.where(np.asarray(nodes) > 1, outside, 0.0))
     far, near = common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1]
     latency = common.nccl_base_s[-1] + np.where(np.asarray(nodes) > 1, far, near)
     return np.where(np.asarray(ranks) > 1, wire + latency, 0.0)[()]
+
+
+def sent_share(
+    ranks: Quantity, fewest_per_node: Quantity, nodes: Quantity, copies: Quantity
+) -> Quantity:
+    """Share of an all-to-all's bytes that leave a node.  Of `copies` of a token, to ranks that are
+    equally likely, one for each of the other nodes with a rank among them.
+
+    Source: DeepEP (deepseek-ai/DeepEP, README: forwarding from network to NVLink).
+    """
+    reached = np.subtract(nodes, 1) * (1.0 - (1.0 - 1.0 / np.asarray(nodes)) ** copies)
+    alone = np.subtract(ranks, fewest_per_node) / ranks
+    return np.where(np.asarray(copies) > 0, reached / np.maximum(copies, 1), alone)[()]
 
 
 def ring_exchange_s(
@@ -275,15 +293,16 @@ def point_to_point_s(
 
 
 def network_bytes(
-    kind: str, nbytes: float, ranks: int, fewest_per_node: int, ring_nics: float
+    kind: str, nbytes: float, shape: GroupShape, ring_nics: float, copies: int = 0
 ) -> float:
     """Bytes that the busiest GPU sends over its NIC (and receives) in a collective between nodes.
-    `ring_nics` NICs of a node share the bytes of a ring."""
+    `ring_nics` NICs of a node share the bytes of a ring; `copies`: as in `all_to_all_s`."""
+    ranks = shape.ranks
     match kind:
         case "all_gather" | "reduce_scatter":
             return nbytes * (ranks - 1) / ranks / ring_nics
         case "all_reduce":
             return 2.0 * nbytes * (ranks - 1) / ranks / ring_nics
         case "all_to_all":
-            return nbytes * (ranks - fewest_per_node) / ranks
+            return nbytes * float(sent_share(ranks, shape.fewest_per_node, shape.nodes, copies))
     return nbytes * (ranks - 1) / ranks

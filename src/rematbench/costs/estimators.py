@@ -103,6 +103,22 @@ def fujii_estimate(model: Model, layout: Layout, seq_len: int) -> Estimate:
     )
 
 
+def phaze_estimate(
+    parameters: int, stage_bytes: float, stash_bytes: float, stages: int
+) -> Estimate:
+    """Per-GPU bytes of the first of `stages` pipeline stages with `parameters` on a GPU.
+
+    Source: Wang et al., PHAZE, ICML 2024 (msr-fiddle/phaze, its solver): weights twice and once
+    more for Adam, in 2 bytes each; the activations of one micro-batch, `stage_bytes`, and what the
+    other stages - 1 micro-batches in flight keep: `stash_bytes` each, which are the activations, or
+    the stage's input where the stage recomputes.
+    """
+    return Estimate(
+        state_bytes=3 * 2 * parameters,
+        activation_bytes=stage_bytes + (stages - 1) * stash_bytes,
+    )
+
+
 Recomputation = Literal["none", "selective", "full"]
 
 

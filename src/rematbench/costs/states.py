@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from msgspec import Struct
 
-from rematbench.costs.collectives import degrees, group_stride
+from rematbench.costs.collectives import EXPERT_AXES, degrees, group_stride, worst_group
 from rematbench.costs.copies import pinned_block_bytes
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.constants import Calibration, CommonConstants
@@ -129,6 +129,20 @@ def zero3_host_states(
     return HostStates(held=held, update=update)
 
 
+def pieces_host_bytes(updated: Sequence[int], visiting: Sequence[int], system: System) -> int:
+    """Host bytes of a rank's optimizer states in pieces of `updated` or `visiting` parameters.
+
+    The states of a piece that visits the device are one pinned buffer, so that a visit is one copy.
+    A piece that the host updates has pageable states, the pinned gradients that the update reads,
+    and pinned weights in compute precision on their way to the device."""
+    held = sum(_block(system, system.optimizer_bytes * count) for count in visiting)
+    for count in updated:
+        held += system.optimizer_bytes * count
+        held += _block(system, system.host_grad_bytes * count)
+        held += _block(system, system.param_bytes * count)
+    return held
+
+
 def zero1_host_states(
     tensors: Sequence[int], shards: int, system: System, *, accumulates: bool
 ) -> HostStates:
@@ -237,14 +251,27 @@ def non_torch_bytes(
     common = calibration.common
     inside, between = communicators(layout, cluster.domain(layout.gpus), system.rank_order)
     buffers = inside * common.communicator_node_bytes + between * common.communicator_network_bytes
-    return int(calibration.outside_torch_bytes(cluster.generation) + buffers)
+    generation = cluster.generation
+    beside = calibration.withheld_bytes(generation) + calibration.context_bytes(generation)
+    return int(beside + buffers)
+
+
+def room_bytes(cluster: Cluster, calibration: Calibration) -> int:
+    """Device bytes that processes may take: the device's memory less what the driver withholds.
+    nvidia-smi counts no withheld byte as used: rows that ran out of memory on an A100 of 81,920 MiB
+    show at most 81,045 (fms-acceleration @876e2ed)."""
+    withheld = int(calibration.withheld_bytes(cluster.generation))
+    if cluster.non_torch_bytes is not None:
+        withheld = min(withheld, cluster.non_torch_bytes)
+    return cluster.hbm_bytes - withheld
 
 
 def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[int, int]:
     """Numbers of a rank's communicators: (within an NVLink domain, over several).
 
     A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
-    ranks; the first and the last stage share one more group for the embedding.  Groups with equal
+    ranks; the first and the last stage share one more group for the embedding, and ranks with
+    expert parallelism have groups of experts.  Groups with equal
     ranks are one communicator (torch's default group, for example, serves a run with data
     parallelism only).
     """
@@ -259,4 +286,8 @@ def communicators(layout: Layout, domain: int, order: tuple[str, ...]) -> tuple[
             inside += count
         else:
             between += count
+    for name in EXPERT_AXES if layout.ep > 1 else ():
+        shape = worst_group(layout, name, 0, domain, order)
+        inside += shape.ranks > 1 and shape.nodes == 1
+        between += shape.nodes > 1
     return inside, between

@@ -22,6 +22,7 @@ TRAFFIC: dict[str, frozenset[str]] = {
     "copies": frozenset({"d2h", "h2d", HOST_UPDATE}),
     "pp": frozenset({"pp_send", "pp_recv"}),
     "dp": frozenset({"dp"}),
+    "ep": frozenset({"ep"}),
     "cp": frozenset({"cp"}),
     "tp": frozenset({"tp"}),
 }

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from rematbench.costs.flops import hfu, mfu
 from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
-from rematbench.costs.states import reduce_buckets, shard
-from rematbench.engine.lowering.host_states import host_states
+from rematbench.costs.states import reduce_buckets
+from rematbench.engine.lowering.host_states import host_states, on_device
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
@@ -19,7 +19,14 @@ from rematbench.engine.simulate.max_plus import simulate_chunks
 from rematbench.engine.simulate.op_level import Simulation, simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.plan import Plan
-from rematbench.problem import NOT_TIMED, Problem, gathers_by_layer, has_exact_pins, rank_parameters
+from rematbench.problem import (
+    NOT_TIMED,
+    Problem,
+    gathers_by_layer,
+    has_exact_pins,
+    rank_parameters,
+    rank_sharded,
+)
 
 HOST_RATE = (
     "host_update_parameters_per_s (measure: parameters of a node's ranks over the seconds of their "
@@ -197,7 +204,9 @@ def not_timed(problem: Problem, plan: Plan) -> str:
     if problem.untimed:
         return problem.untimed
     cluster, parameter = problem.cluster, plan.state("parameter")
-    if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
+    optimizer = plan.state("optimizer")
+    places = optimizer.pieces.places if optimizer.pieces else (optimizer.home,)
+    if "host" in places and cluster.host_update_parameters_per_s is None:
         return (
             f"{NOT_TIMED}an optimizer in host memory on cluster {cluster.name}, whose file has no "
             f"{HOST_RATE}"
@@ -242,11 +251,12 @@ def _rank_bytes(
     host = host_states(problem, plan, rank)
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
-        nbytes = shard(count, fate.shards) * sizes[kind]
+        nbytes = rank_sharded(problem, plan, rank, fate) * sizes[kind]
         if kind == "gradient" and plan.state("optimizer").update == "backward":
             nbytes = 0  # each unit's gradients live only until its update
-        if fate.home == "device":
-            device[kind] = nbytes
+        device[kind] = nbytes if fate.home == "device" else 0
+    for kind, left in on_device(plan, count).items():
+        device[kind] += sizes[kind] * left
     return RankBytes(
         parameter=device["parameter"],
         gradient=device["gradient"],

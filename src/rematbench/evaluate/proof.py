@@ -17,8 +17,11 @@ from collections.abc import Container
 from msgspec import Struct
 
 from rematbench.engine.program.action import (
+    CAST,
     GRADIENTS_DOWN,
+    HOST_UPDATE,
     SHARD_UP,
+    STATES_DOWN,
     STREAM_INDEX,
     STREAMS,
     WEIGHTS_DOWN,
@@ -27,6 +30,10 @@ from rematbench.engine.program.action import (
     Kind,
     gradient_buffer,
     is_local,
+    is_piece,
+    is_visit_buffer,
+    master_buffer,
+    place,
     tenant,
 )
 from rematbench.engine.program.program import Program, RankProgram
@@ -38,7 +45,7 @@ Unit = tuple[str, int]
 
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
-REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
+REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "ep", "h2d"))
 """Streams whose tensors reuse memory that compute freed; tensors of dp and pp_recv have their
 own."""
 BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
@@ -101,6 +108,9 @@ class _RankCheck:
                     f"{action.kind.value} {action.part}.{action.op}"
                 )
                 self._step(action, micro_batch, chunk)
+        missing = self.states.pieces.missing(self.clocks[COMPUTE])
+        if missing:
+            raise CheckError(f"rank {self.rank.rank}: {missing}")
         if self.made:
             name, micro_batch, chunk = next(iter(self.made))
             raise CheckError(
@@ -197,9 +207,86 @@ class _Uses:
     def add(self, stream: int, clock: VectorClock, *, write: bool) -> str:
         """Record a use; returns the name of a stream whose earlier, conflicting use may still run
         ("": no stream)."""
-        earlier = [*self.wrote.items(), *(self.read.items() if write else ())]
+        late = self.late(clock, write=write)
         (self.wrote if write else self.read)[stream] = clock[stream]
+        return late
+
+    def late(self, clock: VectorClock, *, write: bool) -> str:
+        """The name of a stream whose earlier, conflicting use may still run; "": no stream."""
+        earlier = [*self.wrote.items(), *(self.read.items() if write else ())]
         return next((STREAMS[other] for other, at in earlier if clock[other] < at), "")
+
+
+class _Pieces:
+    """The order of the actions on each piece of optimizer states: gradients down, the update,
+    weights up; of a visit states up, the update, states down."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, _Uses] = defaultdict(_Uses)
+        self.gradients: dict[str, _Uses] = defaultdict(_Uses)
+        self.updated: dict[str, str] = {}  # the stream of each piece's update
+        self.up: set[str] = set()  # pieces whose weights are on the device again
+        self.back: set[str] = set()  # pieces whose states are on the host again
+        self.shards_up = False
+
+    def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
+        """The rule that an action on a piece breaks, in words; empty if none."""
+        piece = action.part
+        if action.kind is Kind.OPTIMIZER:
+            if piece in self.updated:
+                return f"updates {piece} twice"
+            self.updated[piece] = action.stream
+        elif action.op == GRADIENTS_DOWN and piece in self.updated:
+            return f"sends gradients of {piece} down after their update"
+        elif action.op in (WEIGHTS_UP, STATES_DOWN, CAST) and piece not in self.updated:
+            return f"sends {piece} before its update"
+        if action.op == STATES_DOWN:
+            self.back.add(piece)
+        late = ""
+        if action.kind is Kind.OPTIMIZER or action.op == GRADIENTS_DOWN:
+            late = self.gradients[piece].add(stream, clock, write=action.kind is Kind.OPTIMIZER)
+        elif action.op in (WEIGHTS_UP, STATES_DOWN):
+            late = self.gradients[piece].late(clock, write=True)  # the update wrote last
+        elif action.op == WEIGHTS_DOWN:
+            late = self.weights[piece].late(clock, write=False)
+        if writes:
+            self.up.add(piece)
+            late = late or self.weights[piece].add(stream, clock, write=True)
+        return f"uses {piece} while {late} may still use it" if late else ""
+
+    def lost(self, frees: tuple[str, ...]) -> str:
+        """A visit that is freed before its states are back, or master weights before their cast, in
+        words; empty if none."""
+        for name in frees:
+            piece = place(name)[0]
+            if is_visit_buffer(name) and piece not in self.back:
+                return f"frees {name}, which is not back on the host"
+            if name == master_buffer(piece) and is_piece(piece) and piece not in self.up:
+                return f"frees {name}, which is not cast"
+        return ""
+
+    def late(self, stream: int, clock: VectorClock, *, write: bool) -> tuple[str, str] | None:
+        """A piece whose weights are still being written or read, and the stream that does it."""
+        for piece, uses in self.weights.items():
+            late = uses.add(stream, clock, write=write)
+            if late:
+                return piece, late
+        return None
+
+    def missing(self, clock: VectorClock) -> str:
+        """A piece that the step leaves out, or that compute, with its last `clock`, has not waited
+        for, in words; empty if none."""
+        for piece, uses in (*self.gradients.items(), *self.weights.items()):
+            if late := uses.late(clock, write=True):
+                return f"the step ends while {late} may still update {piece}"
+        numbers = sorted(int(piece[1:]) for piece in self.updated)
+        gap = next((at for at, number in enumerate(numbers) if at != number), None)
+        if gap is not None:
+            return f"piece P{gap} is never updated"
+        if self.shards_up:  # weights are at home on the host
+            return ""
+        left = [piece for piece in self.updated if piece not in self.up]
+        return f"weights of {left[0]} never go up after their update" if left else ""
 
 
 class _StateCheck:
@@ -213,6 +300,7 @@ class _StateCheck:
         self.passed: dict[Unit, int] = {}  # micro-batch of the latest backward
         self.reduced: set[Unit] = set()
         self.updated: set[Unit] = set()
+        self.pieces = _Pieces()
         actions = [action for block in rank.blocks for action in block.actions]
         self.buffers = {alloc.name for action in actions for alloc in action.allocs}
         self.weighted = {a.op for a in actions if f"{a.part}.parameters" in a.reads}
@@ -228,11 +316,14 @@ class _StateCheck:
     ) -> str:
         """The rule that an action on weights or gradients breaks, in words; empty if none."""
         stream, unit = STREAM_INDEX[action.stream], (action.part, chunk)
+        if action.frees or is_piece(action.part):
+            return self.pieces.lost(action.frees) or self._piece(action, stream, clock)
         if action.kind in KERNELS:
             words = self._unmet(action, micro_batch, chunk, alive)
             return words or self._kernel(action.kind, unit, micro_batch, clock)
         if action.kind is Kind.OPTIMIZER:
             return self._update(unit, stream, clock)
+        self.pieces.shards_up |= action.op == SHARD_UP
         if action.op in ("parameters", SHARD_UP, WEIGHTS_UP, WEIGHTS_DOWN):
             return self._gather(unit, stream, clock, in_place=not action.allocs)
         if action.op in EXCHANGED and action.kind is not Kind.ALLOC:
@@ -272,6 +363,9 @@ class _StateCheck:
     def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
         """Check a gather of the weights of one unit, or of all units of the chunk, into a new
         buffer or in place (where kernels or gathers read)."""
+        used = self.pieces.late(stream, clock, write=in_place)
+        if used:
+            return f"gathers weights of {used[0]} while {used[1]} may still use them"
         of_chunk = [one for one in self.weights if one[1] == unit[1]]
         for one in [unit] if unit[0] else of_chunk:
             late = self.weights[one].add(stream, clock, write=in_place)
@@ -305,6 +399,42 @@ class _StateCheck:
             if late and kind is not Kind.RECV:  # a received gradient has separate memory
                 return f"exchanges gradients of {unit[0]} while {late} may still use them"
         return ""
+
+    def _piece(self, action: Action, stream: int, clock: VectorClock) -> str:
+        """Check an action on a piece of optimizer states.  A piece has weights and gradients of any
+        unit, so it comes after the kernels and reductions of all units; pieces share nothing."""
+        piece = action.part
+        if not piece:
+            return ""
+        updates = action.kind is Kind.OPTIMIZER
+        writes = updates and action.stream != HOST_UPDATE
+        writes |= action.op == CAST or (action.op == WEIGHTS_UP and not action.allocs)
+        if updates or action.op == GRADIENTS_DOWN:
+            late = self._before_pieces(self.gradients, stream, clock)
+            if late:
+                return f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
+        if writes:
+            late = self._before_pieces(self.weights, stream, clock)
+            if late:
+                return (
+                    f"updates weights of {late[0]} for {piece} while {late[1]} may still use them"
+                )
+        if updates:
+            if self.reduces and (unit := next(iter(self.gradients.keys() - self.reduced), None)):
+                return f"updates {piece} with gradients of {unit[0]}, which are not reduced"
+            self.updated.update(self.weights)
+        return self.pieces.fault(action, stream, clock, writes=writes)
+
+    @staticmethod
+    def _before_pieces(
+        uses: dict[Unit, "_Uses"], stream: int, clock: VectorClock
+    ) -> tuple[str, str] | None:
+        """A unit of `uses` with a use that a piece's action does not wait for, and its stream."""
+        for unit, one in uses.items():
+            late = one.late(clock, write=True)
+            if late:
+                return unit[0], late
+        return None
 
     def _update(self, unit: Unit, stream: int, clock: VectorClock) -> str:
         for one in [unit] if unit[0] else list(self.weights):

@@ -105,6 +105,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "gpus": lay.gpus,
             "seq_len": work.seq_len,
             **({"document_len": work.document_len} if work.packed else {}),
+            **({"imbalance": work.imbalance} if work.imbalance > 1.0 else {}),
             **{name: getattr(lay, name) for name in WORDS},
             **({"shard_degree": lay.shard_degree} if lay.shard_degree else {}),
             "sp": lay.sequence_parallel,
@@ -223,6 +224,12 @@ class Result(Struct, frozen=True, kw_only=True):
         return self.problem.usable_bytes - self.verdict.headroom_bytes if self.verdict else None
 
     @property
+    def device_total_bytes(self) -> int | None:
+        """Bytes of the fullest device that a process takes: the reserved bytes, the CUDA context
+        and the communicators."""
+        return self.problem.room_bytes - self.verdict.headroom_bytes if self.verdict else None
+
+    @property
     def host_node_bytes(self) -> int | None:
         """Pinned bytes of the fullest node."""
         room_bytes = self.problem.cost.host_room_bytes
@@ -278,6 +285,7 @@ class Result(Struct, frozen=True, kw_only=True):
             "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else None,
             **{key: getattr(evaluation, key, None) for key in AMOUNTS},
             "reserved_bytes": self.reserved_bytes,
+            "device_total_bytes": self.device_total_bytes,
             "host_node_bytes": self.host_node_bytes,
             **{key: getattr(self.verdict, key, None) for key in ROOMS},
             "usable_bytes": self.problem.usable_bytes,
@@ -408,7 +416,8 @@ def assumed(problem: Problem) -> str:
     }
     named = ", ".join(f"{key} {kernel}" for key, kernel in kernels.items() if kernel)
     text = f"{named}, on {generation}; constants of cluster {network}, stack {stack}"
-    return "; ".join(part for part in (text, unread(problem), model.left_out) if part)
+    balance = problem.workload.balance
+    return "; ".join(part for part in (text, balance, unread(problem), model.left_out) if part)
 
 
 def faster_attention(problem: Problem) -> str:

@@ -1,7 +1,8 @@
 """Groups of published cells, their accuracy targets, and the rules for counting errors.
 
 `config/accuracy.yaml` declares the groups.  A cell is `fitted` (a constant was fitted to its
-speed), `in-sample` (its source shaped a formula) or `held-out`.  Fitted cells never count as
+speed), `in-sample` (its source shaped a formula), `sibling` (constants were fitted to other cells
+of its source) or `held-out`.  Fitted cells never count as
 predictions.  `validate` scores predicted rows by these groups: errors, a floor, verdicts on
 memory.
 """
@@ -11,14 +12,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
-from rematbench.evidence.bands import fits_word
 from rematbench.evidence.decisions import regret, sweeps
 from rematbench.evidence.job_evidence import REFITTED
+from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration, FitRule, is_fit
@@ -28,7 +29,7 @@ from rematbench.spec.paths import data_dir
 Metric = Literal[
     "tokens_per_s_per_gpu", "peak_device_bytes", "host_used_gib", "gain", "verdict", "regret"
 ]
-Split = Literal["fitted", "in-sample", "held-out"]
+Split = Literal["fitted", "in-sample", "sibling", "held-out"]
 Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv"]
 MORE: Sheet = "runs_more.csv"
 HOSTED: Sheet = "offloaded_states.csv"
@@ -95,14 +96,18 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
-    """Whether a cell is fitted, in-sample or held-out.  Constants are fitted to speeds, and
-    `host_other_bytes` of a node to host bytes (host_rows.py)."""
+    """Whether a cell is fitted, in-sample, sibling or held-out.  Constants are fitted to speeds,
+    and `host_other_bytes` of a node to host bytes of its rows (host_rows.py)."""
     if group.metric == "host_used_gib":
-        return "fitted" if row["fitted"] else "held-out"
-    if group.metric in ("tokens_per_s_per_gpu", "gain") and is_fit(row, calibration.fit):
+        return "fitted" if row["fitted"] else "sibling"
+    timed = group.metric in (SPEED, "gain")
+    if timed and is_fit(row, calibration.fit):
         return "fitted"
     shaped = any(entry.source in row["source"] for entry in calibration.shaped_by)
-    return "in-sample" if shaped or group.in_sample else "held-out"
+    if shaped or group.in_sample:
+        return "in-sample"
+    fitted = timed and any(rule.source in row["source"] for rule in calibration.fit)
+    return "sibling" if fitted else "held-out"
 
 
 def ratio_error(row: Row, key: str) -> float | None:
@@ -218,7 +223,7 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     @property
     def cells(self) -> int:
         """The number of cells compared as predictions."""
-        return self.splits["in-sample"] + self.splits["held-out"]
+        return sum(count for split, count in self.splits.items() if split != "fitted")
 
     @property
     def status(self) -> Status:
@@ -333,7 +338,7 @@ def _group_report(
 
 def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, int]:
     """The number of comparable cells by split (the metrics in WHOLE compare every cell)."""
-    counts: dict[Split, int] = {"fitted": 0, "in-sample": 0, "held-out": 0}
+    counts: dict[Split, int] = dict.fromkeys(get_args(Split), 0)
     key = SPEED if group.metric == "gain" else group.metric
     for row, split in judged:
         counts[split] += group.metric in WHOLE or number(row, key) is not None
@@ -466,17 +471,11 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
             continue
         cell = (str(row["status"]), str(row["pred_status"]))
         counts[cell] = counts.get(cell, 0) + 1
-        left = headroom_bytes(row)
-        if left is not None:
+        left, total = number(row, "pred_headroom_bytes"), number(row, "pred_device_total_bytes")
+        if left is not None and total is not None:
             headroom[cell] = (*headroom.get(cell, ()), left)
-            tight += fits_word(left, number(row, "pred_usable_bytes") or 0.0) == "tight"
+            tight += fits_word(left, left + total) == "tight"
     return Verdicts(tight=tight, counts=counts, headroom_bytes=headroom)
-
-
-def headroom_bytes(row: Row) -> float | None:
-    """Usable device bytes minus the predicted peak; None if the row has no prediction."""
-    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
-    return None if peak is None or usable is None else usable - peak
 
 
 def left_out_errors(

@@ -5,17 +5,17 @@ properties are the stack, GPU generation, cluster, scale (GPUs), context, shape 
 half-width of a band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.
 Each row is predicted with constants fitted without its source; every source has weight 1. Kinds
 with fewer than FEWEST_SOURCES sources are pooled with their neighbours, and more properties outside
-never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job on a GPU unlike
-every shipped GPU has at least the same quantile of errors of rows predicted with the constants of
-another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers come from
-config/left_out.csv. `coverage` tests the rows of each source against bands learnt from all other
-sources. LEVEL is the share of rows that a band promises to hold.
+never give a narrower band (pool adjacent violators, Barlow et al. 1972). A job outside in a
+property, such as the scale, has at least the same quantile of the rows outside in it. A job on a
+GPU unlike every shipped GPU has at least the same quantile of errors of rows predicted with the
+constants of another GPU generation, moved to the row's GPU by its FLOP/s and bytes/s. All numbers
+come from config/left_out.csv. `coverage` tests the rows of each source against bands learnt from
+all other sources. LEVEL is the share of rows that a band promises to hold.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
 from statistics import fmean, median
@@ -26,7 +26,6 @@ from msgspec.structs import replace
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Band, Fit, Result
 from rematbench.evidence.job_evidence import (
-    PEAK,
     JobProperties,
     LeftOutCell,
     Range,
@@ -34,48 +33,19 @@ from rematbench.evidence.job_evidence import (
     job_of,
     left_out_cells,
     log_error,
-    out_of_source,
 )
 from rematbench.evidence.open_causes import widened
+from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, number
+from rematbench.evidence.quantiles import Errors, quantile, source_quantile
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-
-LEVEL = 0.8
-"""Share of published rows that a band promises to hold."""
 
 FEWEST_SOURCES = 5
 """Smallest number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
 error.  Our choice."""
 
-Errors = dict[str, list[float]]
-"""Absolute log errors by source."""
-
-
 # -- widths -------------------------------------------------------------------------------------
-
-
-def quantile(errors: Errors, level: float = LEVEL) -> float:
-    """Weighted quantile of errors: each source has weight 1, divided equally among its values.
-
-    The quantile is linear between the middles of the values' weights.  For n values of weight 1 it
-    is the value of rank level (n + 1/3) + 1/3, which is median-unbiased for every distribution
-    (Hyndman and Fan 1996, The American Statistician 50(4), type 8, their recommendation).  Hazen's
-    rule (type 5), rank level n + 1/2, takes a lower value and covers fewer rows.
-    """
-    values = sorted((value, 1.0 / len(some)) for some in errors.values() for value in some)
-    wanted, seen, last = level * len(errors) + (level - 0.5) / 3.0, 0.0, (0.0, values[0][0])
-    for value, weight in values:
-        middle = seen + weight / 2.0
-        if middle >= wanted:
-            return last[1] + (value - last[1]) * (wanted - last[0]) / (middle - last[0])
-        seen, last = seen + weight, (middle, value)
-    return values[-1][0]
-
-
-def source_quantile(errors: Sequence[float]) -> float:
-    """Quantile of the errors of one source; each error has weight 1."""
-    return quantile({str(row): [error] for row, error in enumerate(errors)})
 
 
 class Pool(Struct, frozen=True):
@@ -96,38 +66,58 @@ def _pool(most: int, *parts: Errors) -> Pool:
 
 
 class Bands(Struct, frozen=True):
-    """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover."""
+    """Bands learnt from rows predicted out of source, and the range of jobs that the rows cover.
+    `properties`: the half-width of the rows outside in each property, and their sources."""
 
     covered: Range
     pools: tuple[Pool, ...]
     devices: Errors = {}
+    properties: dict[str, tuple[float, int]] = {}
 
     def band(self, job: JobProperties) -> Band:
         """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
+        own = [self.properties[name] for name in outside if name in self.properties]
+        half_width, sources = max([(pool.half_width, len(pool.errors)), *own])
         wider = quantile(self.devices) if job.device and self.devices else 0.0
-        if wider > pool.half_width:
+        if wider > half_width:
             sources = len(self.devices)
             return Band(half_width=wider, outside=outside, sources=sources, other_generation=True)
-        return Band(half_width=pool.half_width, outside=outside, sources=len(pool.errors))
+        return Band(half_width=half_width, outside=outside, sources=sources)
 
 
 def bands_of(cells: Sequence[LeftOutCell]) -> Bands:
     """The bands learnt from rows of at least two sources.  The kind of a row is the number of its
     properties that the other sources do not cover."""
     kinds: dict[int, Errors] = defaultdict(lambda: defaultdict(list))
-    for source, own in by_source(cells).items():
-        others = covered(cell.job for cell in cells if cell.source != source)
-        for cell in own:
-            kinds[len(others.outside(cell.job))][source].append(abs(cell.log_error))
+    properties: dict[str, Errors] = defaultdict(lambda: defaultdict(list))
+    for cell, outside in with_outside(cells):
+        error = abs(cell.log_error)
+        kinds[len(outside)][cell.source].append(error)
+        for name in outside:
+            properties[name][cell.source].append(error)
     pools: list[Pool] = []
     for most in sorted(kinds):
         pools.append(_pool(most, kinds[most]))
         while len(pools) > 1 and not _apart(pools[-2], pools[-1]):
             wider, narrower = pools.pop(), pools.pop()
             pools.append(_pool(wider.most, narrower.errors, wider.errors))
-    return Bands(covered(cell.job for cell in cells), tuple(pools), device_errors(cells))
+    jobs = covered(cell.job for cell in cells)
+    own = {name: (quantile(errors), len(errors)) for name, errors in properties.items()}
+    return Bands(jobs, tuple(pools), device_errors(cells), own)
+
+
+def with_outside(
+    cells: Sequence[LeftOutCell],
+) -> Iterator[tuple[LeftOutCell, tuple[str, ...]]]:
+    """Every row with the names of its properties that the other sources do not cover."""
+    sources = by_source(cells)
+    jobs = {source: {cell.job for cell in own} for source, own in sources.items()}
+    for source, own in sources.items():
+        others = covered(job for other in jobs if other != source for job in jobs[other])
+        outside = {job: tuple(others.outside(job)) for job in jobs[source]}
+        yield from ((cell, outside[cell.job]) for cell in own)
 
 
 def device_errors(cells: Iterable[LeftOutCell]) -> Errors:
@@ -157,7 +147,7 @@ def by_source(cells: Iterable[LeftOutCell]) -> dict[str, list[LeftOutCell]]:
     return dict(found)
 
 
-# -- ratios and peaks ---------------------------------------------------------------------------
+# -- ratios -------------------------------------------------------------------------------------
 
 
 def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
@@ -171,16 +161,6 @@ def ratio_errors(cells: Iterable[LeftOutCell], *, one_layout: bool) -> Errors:
         for one, other in combinations(some, 2):
             found[one.source].append(abs(one.log_error - other.log_error))
     return dict(found)
-
-
-def peak_half_width(rows: Iterable[Row]) -> float:
-    """80 % quantile of ln(published / predicted peak); an overestimated peak counts as 0."""
-    found: Errors = defaultdict(list)
-    for row in rows:
-        error = log_error(row, PEAK)
-        if error is not None:
-            found[row["source"]].append(max(0.0, -error))
-    return quantile(found)
 
 
 # -- shipped bands ------------------------------------------------------------------------------
@@ -212,31 +192,6 @@ def ratio_band(*, one_layout: bool = True) -> float:
     return quantile(ratio_errors(left_out_cells(), one_layout=one_layout))
 
 
-@cache
-def peak_band() -> float:
-    """Half-width of ln(actual peak / predicted peak), as in `peak_half_width`."""
-    return peak_half_width(out_of_source())
-
-
-def reserve_bytes(usable_bytes: int) -> int:
-    """Device bytes to leave free so that a plan still fits if its peak is exp(`peak_band`) times
-    the predicted peak."""
-    return math.ceil(usable_bytes * -math.expm1(-peak_band()))
-
-
-def leaving_reserve(problem: Problem) -> Problem:
-    """The problem whose tuned plans leave `reserve_bytes` of the device free."""
-    return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.usable_bytes))
-
-
-def fits_word(headroom_bytes: float, usable_bytes: float) -> Fit:
-    """`yes`, `tight` (the headroom is below the error of predicted peaks), or `no`."""
-    if headroom_bytes < 0:
-        return "no"
-    need = (usable_bytes - headroom_bytes) * math.exp(peak_band())
-    return "tight" if need > usable_bytes else "yes"
-
-
 # -- coverage -------------------------------------------------------------------------------------
 
 
@@ -256,7 +211,8 @@ def coverage(cells: Sequence[LeftOutCell]) -> list[Coverage]:
     found = []
     for source, own in by_source(cells).items():
         bands = bands_of([cell for cell in cells if cell.source != source])
-        widths = [bands.band(cell.job).half_width for cell in own]
+        of_job = {job: bands.band(job).half_width for job in {cell.job for cell in own}}
+        widths = [of_job[cell.job] for cell in own]
         errors = [abs(cell.log_error) for cell in own]
         found.append(
             Coverage(
@@ -319,6 +275,27 @@ def pooled(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
     )
 
 
+def pooled_rows(coverages: Sequence[Coverage], errors: Errors) -> Coverage:
+    """The coverage over all sources, each row of weight 1; `errors`: as in `pooled`."""
+    rows = [one.rows for one in coverages]
+    return Coverage(
+        source="all, each row weighs 1",
+        rows=sum(rows),
+        inside=fmean((one.inside for one in coverages), rows),
+        half_width=median(one.half_width for one in coverages for _ in range(one.rows)),
+        error=source_quantile([error for own in errors.values() for error in own]),
+    )
+
+
+@cache
+def inside_shares() -> tuple[float, float]:
+    """The shares of the published rows inside the bands learnt from the other sources: each source
+    of weight 1, and each row of weight 1."""
+    cells = left_out_cells()
+    found, errors = coverage(cells), speed_errors(cells)
+    return pooled(found, errors).inside, pooled_rows(found, errors).inside
+
+
 # -- results ------------------------------------------------------------------------------------
 
 
@@ -331,7 +308,7 @@ def with_band(result: Result, family: str = "") -> Result:
         family = IDENTITY if idle else result.family
     fit: Fit = "no"
     if verdict is not None and verdict.fits:
-        fit = fits_word(verdict.headroom_bytes, problem.usable_bytes)
+        fit = fits_word(verdict.headroom_bytes, problem.room_bytes)
     elif verdict is not None and verdict.expandable:
         fit = "expandable"
     band = None if result.not_timed else band_of(problem, family)

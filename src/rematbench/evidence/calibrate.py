@@ -275,7 +275,7 @@ def on_other_generation(row: Row, calibration: Calibration) -> float | None:
         result = run_case(there, there.problem(calibration), discover())
     except RowError:
         return None
-    return result.evaluation.tokens_per_s_per_gpu if result.evaluation else None
+    return result.tokens_per_s_per_gpu
 
 
 def sources(accuracy: Accuracy) -> list[str]:

@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 
 from rematbench.costs.tiles import ALIGNED_BYTES, is_aligned
 from rematbench.evaluate.problems import Variant, system_variant
-from rematbench.evidence.published.row_cases import bundle_of
+from rematbench.evidence.published.row_cases import bundle_of, claim_of
 from rematbench.evidence.published.sheets import (
     LAYOUT,
     SPEED,
@@ -39,7 +39,7 @@ from rematbench.problem import Problem
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.constants import Calibration
-from rematbench.spec.load import claim_of_row, load_cluster, load_system, names
+from rematbench.spec.load import load_cluster, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.precision import WIDE, in_precision
 from rematbench.spec.system import System
@@ -131,7 +131,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     nearest shipped cluster ("": no difference, as for published rows); `device` its GPU, if that is
     like no shipped one ("": it is); `shape` a head dimension whose rows are not aligned ("": they
     are); `precision` one of more than 16 bits ("": 16 bits, as in published rows); `document_len`:
-    0 where no documents are packed, as in published rows."""
+    0 where no documents are packed, as in published rows; `experts`: whether the model has them."""
 
     stack: str
     generation: str
@@ -143,6 +143,7 @@ class JobProperties(Struct, frozen=True, kw_only=True):
     device: str = ""
     shape: str = ""
     precision: str = ""
+    experts: bool = False
 
 
 class LeftOutCell(Struct, frozen=True, kw_only=True):
@@ -173,6 +174,7 @@ class Range(Struct, frozen=True):
 
     spans: dict[tuple[str, str], Span]
     methods: frozenset[str]
+    experts: bool = False
 
     def outside(self, job: JobProperties) -> dict[str, str]:
         """The properties of a job that no published row covers, each with its description.  Tokens
@@ -195,13 +197,18 @@ class Range(Struct, frozen=True):
         if job.document_len:
             length = f"documents of {job.document_len:,} tokens in {job.seq_len:,}"
             found["context"] = f"{length} (published: whole sequences)"
-        if job.shape:
-            found["shape"] = job.shape
-        if job.precision:
-            found["precision"] = f"precision {job.precision} (published: 16 bits)"
-        if strange := job.methods - self.methods:
-            found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
-        return found
+        return found | self._unlike(job)
+
+    def _unlike(self, job: JobProperties) -> dict[str, str]:
+        """The properties of a job's kernels, model and methods that no published row has."""
+        strange = job.methods - self.methods
+        found = {
+            "shape": job.shape,
+            "precision": job.precision and f"precision {job.precision} (published: 16 bits)",
+            "experts": "experts (published: dense models)" * (job.experts and not self.experts),
+            "mechanism": f"mechanism {'+'.join(sorted(strange))}" if strange else "",
+        }
+        return {name: words for name, words in found.items() if words}
 
     def _nearest(self, job: JobProperties) -> tuple[Span, str]:
         """The span that a job's tokens and GPUs are compared with, and words for its rows."""
@@ -229,11 +236,14 @@ def covered(jobs: Iterable[JobProperties]) -> Range:
     """The range that at least one job covers."""
     own: dict[tuple[str, str], list[Span]] = defaultdict(list)
     methods: set[str] = set()
+    experts = False
     for job in dict.fromkeys(jobs):
         span = Span(job.seq_len, job.seq_len, job.gpus, job.gpus)
         own[job.stack, job.generation].append(span)
         methods |= job.methods
-    return Range({key: _joined(spans) for key, spans in own.items()}, frozenset(methods))
+        experts = experts or job.experts
+    spans = {key: _joined(found) for key, found in own.items()}
+    return Range(spans, frozenset(methods), experts)
 
 
 # -- a problem ----------------------------------------------------------------------------------
@@ -252,6 +262,7 @@ def job_of(problem: Problem, family: str) -> JobProperties:
         device=unlike_devices(problem.cluster),
         shape=unaligned_heads(problem),
         precision=problem.workload.precision if problem.workload.precision in WIDE else "",
+        experts=problem.workload.model.experts is not None,
     )
 
 
@@ -386,7 +397,7 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
     error = log_error(row)
     if error is None:
         return None
-    stack, words = _claim(row["system"], row["note"])
+    stack, words = claim_of(row)
     method = str(words.get(row["recompute"].lower(), row["recompute"]))
     sweep = (stack, *(row[key] for key in (*SWEEP, *OPTIONS)))
     return LeftOutCell(
@@ -403,13 +414,6 @@ def _left_out_cell(row: Row, registry: Registry) -> LeftOutCell | None:
         layout=(*sweep, *(row[key] for key in LAYOUT)),
         sweep=sweep,
     )
-
-
-@cache
-def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
-    name, words = claim_of_row(system, note)
-    return load_system(name).name, words
 
 
 @cache

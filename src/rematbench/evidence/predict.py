@@ -13,12 +13,11 @@ from rematbench.costs.states import state_bytes
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import resolve
 from rematbench.engine.lowering.lower import rank_orders
-from rematbench.evaluate.evaluation import PlanEvaluation
 from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.unread import unread
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
-from rematbench.evidence.published.sheets import Row, RowError
+from rematbench.evidence.published.sheets import PeakKind, Row, RowError
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -32,6 +31,9 @@ COLUMNS = (
     "pred_mfu_causal",
     "pred_peak_device_bytes",
     "pred_peak_host_bytes",
+    "pred_reserved_bytes",
+    "pred_device_total_bytes",
+    "pred_headroom_bytes",
     "pred_usable_bytes",
     "pred_offload_fraction",
     "pred_status",
@@ -43,7 +45,10 @@ COLUMNS = (
     "pred_evidence",
 )
 """Columns of a prediction; `pred_low` and `pred_high`: ends of the 80 % band of tokens/s/GPU."""
-PICKED = ("tokens_per_s_per_gpu", "step_s", "mfu_causal", "usable_bytes", "status", "evidence")
+PICKED = (
+    *("tokens_per_s_per_gpu", "step_s", "mfu_causal", "status", "evidence"),
+    *("reserved_bytes", "device_total_bytes", "headroom_bytes", "usable_bytes"),
+)
 """Columns of a result's row that a prediction has under their own names."""
 Cells = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -141,7 +146,7 @@ def predict_case(
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down
         return _nothing("failed", f"{type(error).__name__}: {error}")
-    return _columns(result, case.assumed)
+    return _columns(result, case)
 
 
 def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Result:
@@ -165,17 +170,16 @@ def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Comp
     return Composition((*plain.methods, *offload.methods))
 
 
-def _columns(result: Result, assumed: str) -> Cells:
-    """The pred_* columns of a result; the peak is counted as the stack's publications count
-    peaks."""
+def _columns(result: Result, case: PublishedCase) -> Cells:
+    """The pred_* columns of a result; the peak is the quantity that the case's row prints."""
     evaluation, plan, problem = result.evaluation, result.plan, result.problem
-    reason = "; ".join(text for text in (result.reason, assumed, unread(problem)) if text)
+    reason = "; ".join(text for text in (result.reason, case.assumed, unread(problem)) if text)
     if evaluation is None or plan is None:
         return _nothing(result.status, reason)
     row = result.row()
     cells = {f"pred_{key}": row[key] for key in PICKED} | {
         "pred_reason": reason,
-        "pred_peak_device_bytes": reported_peak_bytes(problem, plan, evaluation),
+        "pred_peak_device_bytes": peak_bytes(result, case.peak_kind),
         "pred_peak_host_bytes": max(evaluation.peak_host_bytes),
         "pred_offload_fraction": plan.fit.get("alpha", 0.0),
         "pred_attention": row["kernel"],
@@ -191,17 +195,30 @@ def _nothing(status: str, reason: str) -> Cells:
     return {**empty, "pred_status": status, "pred_reason": " ".join(reason.split())}
 
 
-def reported_peak_bytes(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> int:
-    """Peak device bytes as the publications of the problem's stack count them
-    (`System.reported_peak`)."""
-    if problem.system.reported_peak == "layers":
-        layers = (layer for chunk in plan.partition[0] for layer in chunk)
-        weights = sum(problem.layer(layer).parameters for layer in layers)
-        states = state_bytes(weights, problem.layout, problem.system)
-        return states.total + layer_bytes_in_flight(problem, plan)
-    if problem.system.reported_peak == "reserved":
-        return evaluation.reserved_bytes
-    return max(evaluation.peak_device_bytes)
+def peak_bytes(result: Result, kind: PeakKind) -> int | None:
+    """Peak device bytes of a result with a plan, as the quantity `kind`; None if it is unstated."""
+    plan, evaluation = result.plan, result.evaluation
+    assert plan is not None
+    assert evaluation is not None
+    match kind:
+        case "allocated":
+            return max(evaluation.peak_device_bytes)
+        case "reserved":
+            return evaluation.reserved_bytes
+        case "device":
+            return result.device_total_bytes
+        case "computed":
+            return computed_bytes(result.problem, plan)
+    return None
+
+
+def computed_bytes(problem: Problem, plan: Plan) -> int:
+    """States of the first stage's layers and what they keep for micro-batches in flight, as in
+    Figure 1 of Korthikanti et al. (embeddings are not in it)."""
+    layers = (layer for chunk in plan.partition[0] for layer in chunk)
+    weights = sum(problem.layer(layer).parameters for layer in layers)
+    states = state_bytes(weights, problem.layout, problem.system)
+    return states.total + layer_bytes_in_flight(problem, plan)
 
 
 def layer_bytes_in_flight(problem: Problem, plan: Plan) -> int:

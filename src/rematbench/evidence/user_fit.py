@@ -27,12 +27,12 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.costs.flops import model_flop_per_token
-from rematbench.evidence.bands import quantile, source_quantile
 from rematbench.evidence.calibrate import SCALES, SLOW_HOST
 from rematbench.evidence.fit import PRIORS, ROW_SPREAD
 from rematbench.evidence.job_evidence import LATE_STEP, log_error, out_of_source, slope_column
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED, Row, number
+from rematbench.evidence.quantiles import quantile, source_quantile
 from rematbench.plugins.discover import discover
 
 Array: TypeAlias = NDArray[np.float64]

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.evidence.accuracy import FEWEST_OOMS
-from rematbench.evidence.bands import LEVEL
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.evidence.quantiles import LEVEL
 from rematbench.host.table import TableText
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir

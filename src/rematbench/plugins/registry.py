@@ -41,17 +41,18 @@ class Method(Protocol):
     """The class that a file in methods/ defines: a frozen Struct whose fields are the method's
     parameters.
 
-    Four class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
+    Five class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
     the fastest first.  `planner` (True): planning takes seconds, so `compare` does not wait for the
     plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
-    and frees more transient bytes.  If a method is Unsupported for the same `reason` at one value
-    of `share` or `grid` and at the last value, `search` treats it as Unsupported at all values, so
-    a reason that depends on the value must contain the value.  An instance may have an attribute
-    `unit`: there is a plan only for chunks whose number of layers is a multiple of it; and an
-    attribute `mechanism`: the name of a method that changes the same things, whose published rows
-    count for its band.
+    and frees more transient bytes.  `moves_states` (True): the plan places training states, so
+    `search`, whose bounds count the states where the stack has them, leaves the method out.  If a
+    method is Unsupported for the same `reason` at one value of `share` or `grid` and at the last
+    value, `search` treats it as Unsupported at all values, so a reason that depends on the value
+    must contain the value.  An instance may have an attribute `unit`: there is a plan only for
+    chunks whose number of layers is a multiple of it; and an attribute `mechanism`: the name of a
+    method that changes the same things, whose published rows count for its band.
     """
 
     name: ClassVar[str]
@@ -84,6 +85,11 @@ class MethodEntry(Struct, frozen=True):
     def grid(self) -> tuple[Settings, ...]:
         """Settings that `compare` and `search` try in addition to the defaults (see Method)."""
         return tuple(getattr(self.cls, "grid", ()))
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether the method places training states (see Method)."""
+        return bool(getattr(self.cls, "moves_states", False))
 
     @property
     def planner(self) -> bool:

@@ -41,17 +41,16 @@ def swap_share(
     """
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
-    table = tables[0]
-    fixed, free = _bytes(table, whole), _bytes(table, other)
     in_flight = max(
         layers_in_flight(problem, base, rank, layers) for rank in range(problem.layout.pp)
     )
-    room = _host_share(problem, base, host_bytes) / in_flight - fixed
-    host = room / free if free else float(room >= 0)
+    each = _host_share(problem, base, host_bytes) / in_flight
+    host = min(_fitting_share(each, table, whole, other) for table in tables)
     if given is not None:
         return SwapShare(alpha=given, alpha_bandwidth=bandwidth, alpha_host=host, bound="given")
     alpha = min(1.0, max(0.0, min(bandwidth, host)))
-    rows = min((table.activations[name].rows for name in other), default=1)
+    found = [table.activations[n].rows for table in tables for n in other if n in table.activations]
+    rows = min(found, default=1)
     return SwapShare(
         alpha=int(alpha * rows + 1e-9) / rows,
         alpha_bandwidth=bandwidth,
@@ -74,6 +73,14 @@ def _bound(bandwidth: float, host: float) -> str:
 
 def _bytes(table: OpTable, names: Sequence[str]) -> int:
     return sum(table.activations[name].nbytes for name in names if name in table.activations)
+
+
+def _fitting_share(
+    room: float, table: OpTable, whole: Sequence[str], other: Sequence[str]
+) -> float:
+    """The alpha at which a layer's offloaded tensors take `room` bytes of host memory."""
+    left, free = room - _bytes(table, whole), _bytes(table, other)
+    return left / free if free else float(left >= 0)
 
 
 def _hidden_share(

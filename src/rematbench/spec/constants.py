@@ -96,7 +96,9 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     layer's CUDA graph holds in addition to the layer's kept activations, as a share of these
     activations.  `host_system_share`: the share of a node's host memory that the system and the
     training processes take; with an optimizer in host memory `host_other_bytes`, or
-    `host_other_share` of a node with less memory than the measured nodes.
+    `host_other_share` of a node with less memory than the measured nodes.  `host_beside_share`,
+    `visit_delay_share`: how copies beside an optimizer on the host slow it (costs/bind.py,
+    `host_update_beside_s`).
     """
 
     nccl_base_s: tuple[float, ...]
@@ -113,6 +115,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dram_efficiency: float
     host_other_bytes: float = 0.0
     host_other_share: float = 0.0
+    host_beside_share: float = 1.0
+    visit_delay_share: float = 0.0
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,11 +192,18 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Whether kernels of a GPU generation have rates."""
         return generation in self.gpus and generation in self.kernels.generations
 
-    def outside_torch_bytes(self, generation: str) -> float:
-        """Device bytes of the driver and of a CUDA context on a GPU generation; for one without
+    def withheld_bytes(self, generation: str) -> float:
+        """Device bytes that the driver of a GPU generation gives to no process; for one without
         constants, the most of any generation."""
-        named = [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())
-        return max(gpu.withheld_bytes + gpu.context_bytes for gpu in named)
+        return max(gpu.withheld_bytes for gpu in self._like(generation))
+
+    def context_bytes(self, generation: str) -> float:
+        """Device bytes of a CUDA context on a GPU generation; for one without constants, the most
+        of any generation."""
+        return max(gpu.context_bytes for gpu in self._like(generation))
+
+    def _like(self, generation: str) -> list[GpuConstants]:
+        return [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())
 
     def network_entry(self, names: Sequence[str]) -> str:
         """The first of a cluster's entries (Cluster.constants) in the file, or `default`."""

@@ -205,8 +205,6 @@ ACTS: dict[str, Acts] = {
     "zero_stages": _never,
     "features": _never,
     "wide_attention": _never,
-    "reported_peak": _never,
 }
 """The condition of each fact.  `model_parallel`, `zero_stages`, `features` and `wide_attention`
-decide which jobs a stack accepts, and `reported_peak` what a published peak means: none changes a
-job's numbers."""
+decide which jobs a stack accepts: none changes a job's numbers."""

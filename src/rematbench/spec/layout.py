@@ -93,6 +93,11 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other ranks have gradients of the same parameters, or of the same experts."""
+        return self.state_shards > 1 or self.expert_dp > 1
+
+    @property
     def num_chunks(self) -> int:
         """Model chunks of all pipeline ranks together."""
         return self.pp * self.vpp

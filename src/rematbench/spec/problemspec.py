@@ -9,7 +9,14 @@ from rematbench.spec.cluster import Bytes, Cluster
 from rematbench.spec.configfile import ConfigError, require_among, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
-from rematbench.workload import Model, NonNegativeInt, PositiveInt, Precision, Workload
+from rematbench.workload import (
+    Imbalance,
+    Model,
+    NonNegativeInt,
+    PositiveInt,
+    Precision,
+    Workload,
+)
 
 SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
 """Fields that ProblemSpec shares with Layout."""
@@ -43,7 +50,8 @@ class ProblemSpec(
     is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device memory;
     `optimizer` and `parameters` replace the stack's choice of memory for the optimizer states and
     for the parameters.  `document_len` is the mean length of packed documents (0: not packed).
-    `etp` None: equal to tp.
+    `etp` None: equal to tp.  `imbalance`: tokens of the experts of the worst rank over the balanced
+    number.
     """
 
     model: str | Model
@@ -69,6 +77,7 @@ class ProblemSpec(
     parameters: Home | None = None
     ep: PositiveInt = 1
     etp: PositiveInt | None = None
+    imbalance: Imbalance = 1.0
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
@@ -83,6 +92,7 @@ class ProblemSpec(
             seq_len=self.seq_len,
             precision=self.precision,
             document_len=self.document_len,
+            imbalance=self.imbalance,
         )
 
     @classmethod

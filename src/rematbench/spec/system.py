@@ -17,7 +17,6 @@ CpKind = Literal["none", "allgather", "ring", "ulysses"]
 ModelParallel = Literal["tp", "pp", "vpp", "ep"]
 ZeroStage = Literal[0, 1, 2, 3]
 DataParallelKind = Literal["zero", "fsdp"]
-ReportedPeak = Literal["allocated", "reserved", "layers"]
 Home = Literal["device", "host"]
 PinnedBlocks = Literal["powers_of_two", "exact"]
 AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
@@ -148,10 +147,6 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that the stack supports if states can be
     sharded.
     `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
-    `reported_peak`: the definition of peak device bytes in publications about this stack: the
-    allocator's allocated or reserved bytes, or only the layers of the first stage (their states,
-    and their kept activations times the micro-batches in flight).  Predictions of a published peak
-    use this definition; verdicts do not.
     `scales`: the factors that were fitted to a user's measurements.
     `features`: further abilities of the stack; a request for another feature is Unsupported.
     """
@@ -212,7 +207,6 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sub_group_parameters: Parameters = 0
     expandable_segments: bool = False
     vocab_multiple: Multiple = 1
-    reported_peak: ReportedPeak = "allocated"
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     features: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()

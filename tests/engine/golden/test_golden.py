@@ -17,6 +17,7 @@ from rematbench.engine.program.program import Block, Program
 from rematbench.evaluate.proof import check
 from rematbench.plan import Offload, Plan, Split
 from rematbench.problem import Problem
+from rematbench.workload import Experts
 from tests.cost_constants import ROUND
 from tests.problems import (
     BALANCED,
@@ -100,6 +101,15 @@ def lynx() -> tuple[Problem, Plan]:
     return by_method(tight(remade(given, calibration=ROUND), 0.5), "lynx_heu")
 
 
+def experts() -> tuple[Problem, Plan]:
+    """A dense layer and one with experts on two stages, whose modules are recomputed as Megatron
+    does: tokens are exchanged again, and gradients of experts have their own peers."""
+    mixture = Experts(count=4, active=2, ffn=32, shared_ffn=32, dense_layers=(0,))
+    model = replace(layers(2), experts=mixture)
+    given = problem(model=model, tp=2, dp=2, pp=2, ep=2, etp=1, global_batch=4)
+    return by_method(given, "selective_recompute", modules=("moe", "layernorm"))
+
+
 def by_method(given: Problem, spec: str, **settings: Any) -> tuple[Problem, Plan]:
     """The plan of a file of methods/."""
     return given, plan_of(given, spec, **settings)
@@ -115,6 +125,7 @@ CASES: dict[str, Callable[[], tuple[Problem, Plan]]] = {
     "memo": memo,
     "mst": mst,
     "lynx": lynx,
+    "experts": experts,
 }
 
 

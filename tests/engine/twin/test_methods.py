@@ -22,7 +22,7 @@ from rematbench.evaluate.proof import check
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from tests.engine.twin.interpreter import EARLY, interpret
-from tests.problems import all_methods, layers, problem, tight
+from tests.problems import all_methods, layers, on, problem, tight
 from tests.strategies import problems
 
 REGISTRY = all_methods()
@@ -35,6 +35,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "memo": {"alpha": 0.5},
     "mst": {"mlp_chunks": 3, "head_chunks": 2},
+    "optimizer_offload": {"share": 0.75, "size": 1000},
+    "deep_optimizer_states": {"size": 1000},
+    "twinflow": {"ratio": 0.5, "size": 1000},
+    "zero_offload": {"size": 1000},
     "pp_offload": {"alpha": 0.5, "granularity": 256, "min_bytes": 512},
 }
 """Thresholds that fit kilobyte tensors; the others' defaults do something there already."""
@@ -49,6 +53,8 @@ def of(name: str, layout: str) -> tuple[Problem, Plan]:
     plans for the interleaved layout."""
     made = problem(model=layers(18), seq_len=64, **LAYOUTS[layout])
     made = dataclasses.replace(made, evaluator=evaluate)
+    if REGISTRY.methods[name].moves_states:
+        made = on(made, host_update_parameters_per_s=1e9)
     if name in TIGHT:
         made = tight(made, 0.5)
     plan = REGISTRY.resolve(name, SETTINGS.get(name, {})).plan(made)

@@ -31,7 +31,7 @@ def test_the_promise_is_kept_out_of_sample() -> None:
         "median": "met",
         "max": "met",
     }
-    assert report.splits == {"fitted": 46, "in-sample": 0, "held-out": 34}
+    assert report.splits == {"fitted": 46, "in-sample": 0, "sibling": 34, "held-out": 0}
     assert (report.constants, report.missing) == (2, 0)
 
 

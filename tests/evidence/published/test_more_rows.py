@@ -20,11 +20,11 @@ def rows(name: str) -> list[dict[str, str]]:
 def test_more_runs_are_read_with_the_columns_of_runs() -> None:
     more = rows("runs_more.csv")
     assert list(more[0]) == list(rows("runs.csv")[0])
-    assert len(more) == 749
+    assert len(more) == 757
     registry = discover(())
     refused: Counter[str] = Counter()
     for row in more:
-        assert float(row["tokens_per_s_per_gpu"]) > 0
+        assert row["tokens_per_s_per_gpu"] or row["peak_device_bytes"]
         try:
             case = read_case(row, registry)
         except RowError as error:

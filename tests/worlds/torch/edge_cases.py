@@ -26,7 +26,7 @@ from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
-from tests.worlds.torch import cases, test_host_update, test_in_backward
+from tests.worlds.torch import cases, test_host_update, test_in_backward, test_state_pieces
 from tests.worlds.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault
 from tests.worlds.torch.recorder import Recorder, recording
 
@@ -60,6 +60,11 @@ def hosted(layout: str) -> Case:
     return test_host_update.pair(layout, "keep", "bf16")[1]
 
 
+def in_pieces(mix: str) -> Case:
+    """The optimizer's states in pieces."""
+    return test_state_pieces.pair("one", "keep", mix, "bf16")[1]
+
+
 def leaving(layout: str, *kinds: str) -> Case:
     """Kinds of states in host memory."""
     return cases.in_host_memory(cases.case(layout, "keep", precision="bf16"), *kinds)
@@ -70,6 +75,9 @@ REFUSED: dict[str, Callable[[], Case]] = {
         "cp2", "keep", precision="bf16", system_changes={"cp_kind": "ring"}
     ),
     "parameters on the host without an optimizer there": lambda: leaving("dp2-zero3", "parameter"),
+    "pieces on the device with parameters on the host": lambda: test_state_pieces.pair(
+        "dp2-zero3", "keep", "k2", "bf16", "parameter"
+    )[1],
     "parameters gathered matrix by matrix": lambda: cases.case(
         "dp2-zero3",
         "keep",
@@ -84,6 +92,8 @@ MADE: dict[str, Callable[[], Case]] = {
     "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],
     "one hosted": lambda: hosted("one"),
     "dp2 hosted": lambda: hosted("dp2"),
+    "one pieces": lambda: in_pieces("all three"),
+    "one pieces master": lambda: in_pieces("master"),
     "dp2-zero3 gradients leave": lambda: leaving("dp2-zero3", "optimizer", "gradient"),
     "dp2-zero3 all leave": lambda: leaving("dp2-zero3", "optimizer", "gradient", "parameter"),
     "pp2 held": held,

@@ -55,11 +55,20 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "emit_states.GradReducer._exchange: w.wait on dp",
     ),
     "dp2 hosted": (
-        "step_blocks.host_update_block: w.state_copy on d2h",
-        "step_blocks.host_update_block: w.wait on host_update",
-        "step_blocks.host_update_block: w.state_copy (1) on h2d",
-        "step_blocks.host_update_block: w.wait (1) on compute",
+        "state_pieces._Writer._gradients: self.w.state_copy on d2h",
+        "state_pieces._Writer._hosted: self.w.wait on host_update",
+        "state_pieces._Writer._weights_up: self.w.state_copy on h2d",
+        "state_pieces._Writer._weights_up: self.w.wait on compute",
     ),
+    "one pieces": (
+        "state_pieces._Writer.run: self.w.wait on compute",
+        "state_pieces._Writer._weights_up: self.w.state_copy on h2d",
+        "state_pieces._Writer._visit: self.w.state_copy on h2d",
+        "state_pieces._Writer._visit: self.w.wait on compute",
+        "state_pieces._Writer._visit: self.w.state_copy (1) on d2h",
+        "state_pieces._Writer._end_visits: self.w.wait on compute",
+    ),
+    "one pieces master": ("state_pieces._Writer._weights_up: self.w.wait on compute",),
     "dp2 once": (
         "emit_states.GradReducer._apply: w.collective on dp",
         "emit_states.GradReducer._apply: w.wait on compute",
@@ -124,9 +133,11 @@ CHANGES_NOTHING = {
     ),
 }
 NO_OPTIMIZER_THERE = "parameters on the host without an optimizer there"
+NO_VISITS_THERE = "pieces on the device with parameters on the host"
 NOT_EXECUTED = {
     "step_blocks.optimizer_block: w.wait on compute": NO_OPTIMIZER_THERE,
     "step_blocks.optimizer_block: w.state_copy on d2h": NO_OPTIMIZER_THERE,
+    "state_pieces._Writer._on_device: self.w.state_copy on d2h": NO_VISITS_THERE,
     "emit_fetches.MatrixGatherer.read: w.wait on compute": "parameters gathered matrix by matrix",
     "emit_backward.BackwardEmitter._regather: self.w.wait on compute": "ring attention",
 }

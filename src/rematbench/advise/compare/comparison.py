@@ -35,8 +35,9 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 COLUMNS = (
     *("name", "origin", "same_as", "status", "reason", "step_s", "tokens_per_s_per_gpu"),
     *("mfu_causal", "mfu_dense", "hfu", "gpu_hours_per_1e9_tokens", "peak_device_bytes"),
-    *("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes", "headroom_bytes"),
-    *("host_headroom_bytes", "binds", "allocator_retries", "allocator_fails"),
+    *("recompute_flop", "offload_bytes", "reserved_bytes", "device_total_bytes"),
+    *("host_node_bytes", "headroom_bytes", "host_headroom_bytes", "binds"),
+    *("allocator_retries", "allocator_fails"),
     *(f"{part}_s" for part in PARTS),
     *("plan", "fits", "low_tokens_per_s_per_gpu", "high_tokens_per_s_per_gpu", "outside"),
     *("evidence", "tied_with_best", "host_bytes", "runs_on", "days", "cost"),
@@ -110,7 +111,8 @@ class Comparison:
         self._folders, self._processes = tuple(methods), processes
         self.pool = self._pool(job)
         self.all, self.named = not only, {candidate.name for candidate in named}
-        self.first = first_candidates(self.registry, config) if self.all else []
+        first = first_candidates(self.registry, config) if self.all else []
+        self.first = sorted(first, key=self._has_planner)  # an equal plan is a planner's last
         names = {candidate.name for candidate in self.first}
         self.first += [candidate for candidate in named if candidate.name not in names]
         self.pairs: dict[str, Pair] = {}
@@ -186,9 +188,9 @@ class Comparison:
         return without_repeats(self._listed(), self.named)
 
     def _listed(self) -> list[Pair]:
-        """Candidates and results in the order of declaration, each composition after the methods
-        that it is made of. Compositions that free no bytes compared with their base are left
-        out."""
+        """Candidates and results in the order of declaration, planners last, each composition after
+        the methods that it is made of. Compositions that free no bytes compared with their base are
+        left out."""
         first = {candidate.name: self.pairs.get(candidate.name) for candidate in self.first}
         more = [
             pair for name, pair in self.pairs.items() if name not in first and self._has_row(*pair)

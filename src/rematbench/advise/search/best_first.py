@@ -18,7 +18,6 @@ from rematbench.advise.search.queue import (
     Place,
     SearchQueue,
     Stage,
-    lean_candidate,
     leaner,
 )
 from rematbench.advise.search.shard_bounds import ShardBounds
@@ -125,7 +124,8 @@ class Search:
             trial = self._take(0.0 if lean else bound_s, item)
             if lean and item.place:
                 lean.waiting[item.place.choice] -= 1
-            if not entries and self.best_s == self.queue.faster_than_s == inf:  # nothing fits
+            none = not lean and self.best_s == self.queue.faster_than_s == inf
+            if not entries and none:  # nothing fits: by how much is asked
                 self.memory.replay_whole()
                 self.memory.measure_shortage()
             turn += own  # of entries that are more than a comparison of bounds
@@ -159,7 +159,7 @@ class Search:
         elif item.stage == "expand":
             self._expand(bound_s, place, item.candidate)
         elif item.stage == "compose":
-            self._compose(bound_s, place, item.candidate)
+            self.memory.judge(bound_s, place, item.candidate)
         elif item.stage in BEGINNING:
             self._begin(bound_s, place, item)
         elif item.stage == "pieces":
@@ -242,35 +242,19 @@ class Search:
         )
 
     def _expand(self, bound_s: float, place: Place, candidate: Candidate) -> None:
-        """Queue the candidates with one more method than `candidate`, if the lean candidate of any
-        family may fit; in a search for any fit the leanest candidate of each family before them."""
-        if self.queue.lean and candidate == KEEP:
-            for lean, cut in self.tree.families:
-                if self.memory.may_fit(place, lean, cut):
-                    self.queue.push(0.0, Item("compose", place, None, lean_candidate(lean, cut)))
-        if not any(self.memory.may_fit(place, *family) for family in self.tree.families):
-            self.excluded.counts["device memory too small even for the smallest plans"] += 1
+        """Queue the candidates with one more method than `candidate`, if the smallest plan may fit;
+        in a search for any fit the leanest candidate of each family before them."""
+        if not self.memory.may_fit(place):
             return
+        if self.queue.lean and candidate == KEEP:
+            for leanest in self.tree.leanest:
+                self.queue.push(0.0, Item("compose", place, None, leanest))
         for more in self.tree.more(candidate):
             found = Item("compose", place, None, more)
             if self._dominated(place, more):
                 self.queue.postpone(bound_s, found)
             else:
                 self.queue.push(bound_s, found)
-
-    def _compose(self, bound_s: float, place: Place, candidate: Candidate) -> None:
-        """Judge a candidate if the lean candidate of its family may fit; else expand the candidate
-        if a family that contains the lean candidate's methods may fit."""
-        lean, pieces = self.tree.family(candidate)
-        if self.memory.may_fit(place, lean, pieces):
-            self.memory.judge(bound_s, place, candidate)
-        elif any(
-            set(lean.parts) <= set(more.parts)
-            and (cut or not pieces)
-            and self.memory.may_fit(place, more, cut)
-            for more, cut in self.tree.families
-        ):
-            self._expand(bound_s, place, candidate)
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         """Queue a candidate with its bound by the schedule.  The bound of a candidate to expand

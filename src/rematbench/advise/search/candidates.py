@@ -155,11 +155,14 @@ def chooses(method: Method, registry: Registry) -> bool:
 
 
 def variants(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Variant]:
-    """Return every method that is not a planner, at its defaults or at each setting of its grid,
-    and the policies.  `only`: the names of the methods and policies to take; empty for all."""
+    """Return every method that is not a planner and moves no states, at its defaults or at each
+    setting of its grid, and the policies.  `only`: the names of the methods and policies to take;
+    empty for all."""
     found: list[Variant] = []
     for entry in registry.methods.values():
-        if entry.planner or entry.name == IDENTITY or (only and entry.name not in only):
+        if entry.planner or entry.moves_states or entry.name == IDENTITY:
+            continue
+        if only and entry.name not in only:
             continue
         found += _of_method(entry)
     for policy in config.policies:
@@ -329,12 +332,6 @@ class Tree:
             )
         return self._ends_next[candidate]
 
-    def lean(self, candidate: Candidate) -> Candidate:
-        """The lean candidate of a candidate's family, without the method that computes in
-        pieces."""
-        parts = (self.stands_for[part] or part for part in candidate.parts if not part.cuts)
-        return Candidate(tuple(parts))
-
     def plans(self, layers: int) -> int:
         """The number of plans at a layout whose longest chunk has `layers` layers: every step of
         the scalars of every candidate."""
@@ -352,24 +349,17 @@ class Tree:
         return found
 
     @cached_property
-    def families(self) -> list[tuple[Candidate, Candidate | None]]:
-        """Each family: its lean candidate, and the candidate of its pieces alone (None without
-        pieces)."""
-        found: dict[tuple[Candidate, Candidate | None], None] = {}
+    def leanest(self) -> list[Candidate]:
+        """The lean candidate of each family."""
+        found: dict[Candidate, None] = {}
         waiting = [KEEP]
         while waiting:
             for more in self.more(waiting.pop()):
-                key = self.family(more)
-                if key not in found:
-                    found[key] = None
-                    waiting.append(Candidate((*key[0].parts, *(key[1].parts if key[1] else ()))))
+                lean = Candidate(tuple(self.stands_for[part] or part for part in more.parts))
+                if lean not in found:
+                    found[lean] = None
+                    waiting.append(lean)
         return list(found)
-
-    def family(self, candidate: Candidate) -> tuple[Candidate, Candidate | None]:
-        """The family of a candidate: its lean candidate, and the candidate of its pieces alone or
-        None."""
-        cutting = candidate.cutting
-        return self.lean(candidate), cutting if cutting.parts else None
 
 
 class FixedCandidates(Tree):

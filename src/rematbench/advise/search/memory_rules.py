@@ -2,7 +2,6 @@
 and a simulated plan that does not fit may exclude further plans of its candidate."""
 
 from collections import Counter
-from functools import partial
 from math import inf
 from operator import itemgetter
 
@@ -65,8 +64,6 @@ class MemoryRules:
         case, because a smaller share may suffice with one more method.  Each number of pieces is
         judged once, although both the judgment and the failed plan of fewer pieces request it.  If
         host memory is short, they do not: pieces do not change host bytes."""
-        if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
-            return
         if (candidate, pieces) in place.judged:
             return
         place.judged.add((candidate, pieces))
@@ -76,6 +73,8 @@ class MemoryRules:
         if pieces == 1 and self.tree.ends_next(candidate) and self.lacks_bytes(place, candidate):
             for more in self.tree.more(candidate):
                 self.queue.push(bound_s, Item("compose", place, None, more))
+            return
+        if self.queue.lean and self._refused_in_any_pieces(place, candidate, pieces):
             return
         bounds, at = place.bounds, place.index
         found = self._first_step(place, candidate, pieces, bound_s)
@@ -140,14 +139,7 @@ class MemoryRules:
         self, place: Place, candidate: Candidate, pieces: int, bound_s: float, below: float
     ) -> None:
         """Queue a candidate in the fewest pieces (more than `pieces`) in which its bytes may fit at
-        a step less than `below`.  Pieces change neither the kept bytes nor the host bytes.  A
-        search for any fit asks only where the bytes that the candidate keeps leave room for any
-        pieces."""
-        assert candidate.pieces is not None
-        if self.queue.lean and not self.may_fit(
-            place, candidate.without(candidate.pieces), Candidate((candidate.pieces,))
-        ):
-            return
+        a step less than `below`.  Pieces change neither the kept bytes nor the host bytes."""
         bounds, at = place.bounds, place.index
         known = bounds.of(candidate, pieces)
         if isinstance(known, Refused):
@@ -197,19 +189,20 @@ class MemoryRules:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
 
-    def may_fit(self, place: Place, lean: Candidate, pieces: Candidate | None) -> bool:
-        if (lean, pieces) not in place.families:
-            place.families[lean, pieces] = self._holds(place, lean, pieces)
-        return place.families[lean, pieces]
-
-    def _holds(self, place: Place, lean: Candidate, pieces: Candidate | None) -> bool:
-        shard, minimum = place.shard, place.bounds.minimum
-        for bytes_of in (minimum.of_all, partial(minimum.of_family, lean)):
-            over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
+    def may_fit(self, place: Place) -> bool:
+        """Whether a plan that keeps no activation may fit a layout, in pieces if any method has
+        them."""
+        if place.holds is None:
+            pieces = [Candidate((one,)) for one in self.tree.added if one.cuts]
+            least = min(
+                float(place.bounds.minimum.of_all(one)[place.index]) for one in (None, *pieces)
+            )
+            over = least - float(place.shard.usable_bytes[place.index])
+            place.holds = over <= 0
             if over > 0:
                 self.excluded.lacks_device(over)
-                return False
-        return True
+                self.excluded.counts["device memory too small even for the smallest plans"] += 1
+        return place.holds
 
     def after_failure(self, bound_s: float, place: Place, item: Item, trial: Trial) -> None:
         """Queue the work that follows a plan that does not fit."""

@@ -37,17 +37,18 @@ BEGINNING: tuple[Stage, ...] = ("layout", "root")
 
 class Place(Struct):
     """A layout during the search: the bounds of its shard, and its index there.  `fits`: the lowest
-    step of its share at which a candidate fits, in as few pieces as it has; `families`: whether a
-    family may fit; `tightened`: whether any of its candidates has a bound by the schedule;
-    `judged`: candidates and pieces that have bounds; `simulated`: plans, by content; `short`:
-    live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no pieces;
-    `ends`: a share's lowest step that host memory cannot hold; `refused`: candidates without a plan
-    at any step and in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
+    step of its share at which a candidate fits, in as few pieces as it has; `holds`: whether the
+    smallest plan may fit (None: unknown); `tightened`: whether any of its candidates has a bound by
+    the schedule; `judged`: candidates and pieces that have bounds; `simulated`: plans, by content;
+    `short`: live bytes that a step of a candidate's share lacked; `flat`: steps that fit in no
+    pieces; `ends`: a share's lowest step that host memory cannot hold; `refused`: candidates
+    without a plan at any step and in any pieces; `counted`: the layout has a plan faster than
+    `faster_than_s`."""
 
     bounds: ShardBounds
     index: int
     fits: dict[Candidate, int]
-    families: dict[tuple[Candidate, Candidate | None], bool] = {}
+    holds: bool | None = None
     tightened: bool = False
     engines: Engines | None = None
     judged: set[tuple[Candidate, int]] = set()
@@ -179,7 +180,7 @@ class LeanOrder:
         self.searched: set[Choice] = set()
         self.waiting: Counter[Choice] = Counter()
         self.doubts: dict[Choice, list[Candidate]] = defaultdict(list)
-        self._lean = {lean_candidate(lean, cut) for lean, cut in tree.families}
+        self._lean = set(tree.leanest)
 
     def of(self, item: Item) -> float:
         """Order lean layouts first, and on all layouts the leanest candidates first.  Layouts for
@@ -192,11 +193,6 @@ class LeanOrder:
         first = item.candidate in self._lean or item.candidate == KEEP
         less = leaner(item.place.choice)
         return order + (0.0 if first else LATER) + (0.0 if less is None else 2 * LATER)
-
-
-def lean_candidate(lean: Candidate, cut: Candidate | None) -> Candidate:
-    """The leanest candidate of a family, in pieces if the family has pieces."""
-    return Candidate((*lean.parts, *(cut.parts if cut else ())))
 
 
 def leaner(choice: Choice) -> Choice | None:

@@ -37,11 +37,12 @@ from rematbench.evaluate.breakdown import TRAFFIC, parts_of
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.evaluate.problems import hosting, make_problem
 from rematbench.evaluate.result import WORDS, Job, Result
-from rematbench.evidence.bands import band_of, fits_word, leaving_reserve, ratio_band
+from rematbench.evidence.bands import band_of, ratio_band
+from rematbench.evidence.peaks import fits_word, leaving_reserve
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
-from rematbench.problem import Problem
+from rematbench.problem import Problem, rank_states
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.kernel_rates import RateError
@@ -105,6 +106,19 @@ class SearchJob:
             why = "search does not support parameters in host memory; use simulate or compare"
             raise ConfigError("", "parameters", f"'host': {why} (allowed here: device)")
         self.registry = _registry(request)
+        if self.model.experts is not None:
+            raise LayoutError(self._experts_refused())
+
+    def _experts_refused(self) -> str:
+        """The refusal of a model with experts, with the bytes of one of its layouts."""
+        choice = self.space.choices[0]
+        problem = self.problem(choice)
+        lay, held = choice.layout, rank_states(problem, problem.base_plan, 0)
+        return (
+            f"search has no layouts of experts; simulate and compare take --ep and --etp "
+            f"({self.model.name} at tp {lay.tp}, pp {lay.pp}, ep {lay.ep}: states of a rank "
+            f"{held.total / GIB:.1f} GiB)"
+        )
 
     @cached_property
     def space(self) -> Space:
@@ -321,7 +335,7 @@ class SearchJob:
                     job=replace(one.job, words=self._words(choice)),
                     family=family,
                     error_band=band_of(problem, family),
-                    fit=fits_word(one.verdict.headroom_bytes, problem.usable_bytes),
+                    fit=fits_word(one.verdict.headroom_bytes, problem.room_bytes),
                     tied=one is not first and one.fitting_s <= limit_s,
                     parts_s=parts_of(problem, lower(one.plan, problem), one.fitting_s),
                 )
@@ -364,7 +378,7 @@ def _kind(choice: Choice) -> tuple[object, ...]:
     lay = choice.layout
     degrees = (lay.tp, lay.cp, lay.pp, lay.vpp, lay.dp, lay.ulysses, lay.num_micro_batches)
     above = [degree > 1 for degree in degrees]
-    return (*above, lay.zero_stage, choice.even, choice.hosted)
+    return (*above, lay.sequence_parallel, lay.zero_stage, choice.even, choice.hosted)
 
 
 def _reserving(reserve_gib: float | None, problem: Problem) -> Problem:
@@ -388,11 +402,20 @@ def _registry(request: SearchRequest) -> Registry:
                 f"{text!r}: engine {request.engine} has policies of its own: give their names, "
                 f"such as {request.engine}:KEY=VALUE, or no method"
             )
+    for name in request.only:
+        moving = [m.name for m in registry.resolve(name).methods if _moves(registry, m.name)]
+        if moving:
+            why = "places training states, which the bounds of search do not model: use compare"
+            raise MethodError(f"{moving[0]} {why}, or --optimizer")
     planned = [_planned(registry, name) for name in request.only]
     if planned and all(planned):
         why = "a planner starts from the plans of other methods: add a method that is not a planner"
         raise MethodError(f"{request.only[0]}: {why}, or use compare")
     return registry
+
+
+def _moves(registry: Registry, name: str) -> bool:
+    return registry.methods[name].moves_states
 
 
 def _planned(registry: Registry, name: str) -> bool:
@@ -431,7 +454,8 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     numbers = {name: int(row[name]) for name in named if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
-    spec = convert({**numbers, **words}, ProblemSpec)
+    sp = {"sp": False} if row.get("sp") == "no" else {}
+    spec = convert({**numbers, **words, **sp}, ProblemSpec)
     search, layout = SearchJob(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)

@@ -18,7 +18,6 @@ from rematbench.advise.search.closed_bounds import (
     step_bound,
 )
 from rematbench.advise.search.pass_costs import (
-    ChunkCost,
     Facts,
     Line,
     More,
@@ -69,20 +68,13 @@ def _falls(device: Array, host: Array) -> list[tuple[float, bool] | None]:
     return found
 
 
-def _less(cost: ChunkCost, nbytes: float) -> ChunkCost:
-    """A chunk's costs where it keeps fewer bytes."""
-    forward = cost.forward
-    return cost._replace(forward=forward._replace(net_bytes=forward.net_bytes - nbytes))
-
-
 class MinimumBytes:
     """Lower bounds of the bytes of plans of `shard`."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._computed_highs: dict[Candidate | None, list[float]] = {}
         self._shorts: dict[Candidate, Short | None] = {}
-        self._leasts: dict[tuple[Candidate | None, Candidate | None], Array] = {}
+        self._leasts: dict[Candidate | None, Array] = {}
 
     @cached_property
     def shares(self) -> Array:
@@ -134,48 +126,18 @@ class MinimumBytes:
         return self.shard.floors(pieces) == self.shard.floors(KEEP)
 
     def of_all(self, pieces: Candidate | None) -> Array:
-        """Device bytes that even a plan that keeps no activation needs, as in `of_family`."""
-        return self.of_family(None, pieces)
-
-    def of_family(self, lean: Candidate | None, pieces: Candidate | None) -> Array:
-        """Device bytes that every candidate of a family needs: the kept bytes of its lean candidate
-        (None: no bytes), and above them the bytes for passes of the candidate that keeps everything
-        (see `_highs`)."""
-        if (lean, pieces) not in self._leasts:
-            self._leasts[lean, pieces] = self._of_family(lean, pieces)
-        return self._leasts[lean, pieces]
-
-    def _of_family(self, lean: Candidate | None, pieces: Candidate | None) -> Array:
-        if lean is not None:
-            gone = self._gone_bytes(pieces)
-            both = (*lean.parts, *(pieces.parts if pieces else ()))
-            found = self.shard.probe(lean if gone else Candidate(both))
-            if isinstance(found, Refused):
-                return self.of_all(pieces)
-            lines = (
-                line._replace(base=_less(line.base, nbytes))
-                for line, nbytes in zip(found.nbytes, gone or [0.0] * 3, strict=True)
-            )
-            return self._above(Facts._make(lines), pieces)
-        keep = self.shard.probe(KEEP)
-        assert isinstance(keep, Probe)
-        lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
-        return self._above(Facts._make(lines), pieces)
-
-    def _gone_bytes(self, pieces: Candidate | None) -> list[float]:
-        """Bytes that the chunk of the first, a middle and the last rank no longer keeps in pieces,
-        under the plan that keeps everything: as the statistics of a loss that is rebuilt by piece.
-        No plan keeps less than its own bytes without these.  Empty where the difference cannot be
-        derived."""
-        if pieces is None:
-            return [0.0] * 3
-        keep, cut = self.shard.probe(KEEP), self.shard.probe(pieces)
-        if isinstance(keep, Refused) or isinstance(cut, Refused) or not self._only_cuts(pieces):
-            return []
-        lines = zip(keep.nbytes, cut.nbytes, strict=True)
-        return [whole.base.kept_bytes - own.base.kept_bytes for whole, own in lines]
+        """Device bytes that even a plan that keeps no activation needs: in no pieces, or in those
+        of the candidate `pieces`."""
+        if pieces not in self._leasts:
+            keep = self.shard.probe(KEEP)
+            assert isinstance(keep, Probe)
+            lines = (line._replace(base=no_cost(), slope=no_cost()) for line in keep.nbytes)
+            self._leasts[pieces] = self._above(Facts._make(lines), pieces)
+        return self._leasts[pieces]
 
     def _above(self, facts: Facts, pieces: Candidate | None) -> Array:
+        """Device bytes of plans that keep what `facts` say, and above it what passes of the
+        candidate that keeps everything need."""
         lines = (
             line._replace(base=only_kept(line.base, high), slope=only_kept(line.slope, 0.0))
             for line, high in zip(facts, self._highs(pieces), strict=True)
@@ -186,11 +148,6 @@ class MinimumBytes:
         """Bytes that passes of the candidate that keeps everything need above the kept bytes, on
         the first, a middle and the last rank; with `pieces`: in these, or extrapolated to endlessly
         many where their number is open."""
-        if pieces not in self._computed_highs:
-            self._computed_highs[pieces] = self._compute_highs(pieces)
-        return self._computed_highs[pieces]
-
-    def _compute_highs(self, pieces: Candidate | None) -> list[float]:
         probe, candidate = self.shard.probe, pieces or KEEP
         probes = [probe(candidate, at) for at in ((1, 2) if candidate.pieces else (1,))]
         facts = [one.nbytes for one in probes if isinstance(one, Probe)]

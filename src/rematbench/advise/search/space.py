@@ -29,10 +29,12 @@ MOST_MICRO_BATCH = 64
 
 
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees that the user has fixed; None for a degree to search.  `shard_degree` is not searched
-    (0: all peers share sharded states)."""
+    """Degrees that the user has fixed; None for a degree to search.  `sp`: whether tensor
+    parallelism shards rows too.  `shard_degree` is not searched (0: all peers share sharded
+    states)."""
 
     tp: int | None = None
+    sp: bool | None = None
     cp: int | None = None
     ulysses: int | None = None
     pp: int | None = None
@@ -132,13 +134,14 @@ def layouts(
             if spec.global_batch % replicas:
                 refused["global batch is not a multiple of the number of replicas"] += 1
                 continue
-            for micro_batch, vpp, zero in product(
+            for sp, micro_batch, vpp, zero in product(
+                _row_shards(fixed.sp, tp),
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
                 _stages(fixed.zero_stage, pp, dp * cp),
             ):
                 yield Layout(
-                    tp=tp, sp=tp > 1, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
+                    tp=tp, sp=sp, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
                     ulysses=ulysses, shard_degree=fixed.shard_degree, micro_batch=micro_batch,
                     global_batch=spec.global_batch,
                 )  # fmt: skip
@@ -152,6 +155,13 @@ def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
     if fixed is not None:
         return [fixed]
     return [n for n in range(1, min(total, most) + 1) if total % n == 0]
+
+
+def _row_shards(fixed: bool | None, tp: int) -> list[bool]:
+    """Sequence parallelism on and off; off alone where one rank has the whole tensors."""
+    if tp == 1:
+        return [False]
+    return [True, False] if fixed is None else [fixed]
 
 
 def _micro_batches(fixed: int | None, sequences: int) -> list[int]:

@@ -48,6 +48,7 @@ class Builder:
         self.system = system
         self.fused_attention = fused_attention
         self.ulysses = layout.ulysses
+        self.imbalance = work.imbalance
         self.s = shapes(work, layout, system)
         self.e = self.s.element_bytes
         self.ops: list[Op] = []

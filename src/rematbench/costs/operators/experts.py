@@ -1,19 +1,24 @@
-"""The operators of a mixture of experts, as Megatron-core's alltoall dispatcher runs them.
+"""The operators of a mixture of experts, as Megatron-core's dispatchers run them.
 
-Every expert receives as many tokens as every other ("balanced").  Router probabilities scale the
+Every expert receives as many tokens as every other ("balanced"), or the worst rank's experts
+receive `imbalance` times as many.  Router probabilities scale the
 activation inside an expert, so the second GEMM's output is not saved.
 Source: Megatron-core 0.16.1, core/transformer/moe: router.py, token_dispatcher.py, moe_utils.py,
 experts.py; saved bytes from traces of its layers on fake tensors.
 """
 
+from math import ceil
+
 from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
-from rematbench.costs.operators.ops import Comm, Op, memory_kernel
+from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
 from rematbench.spec.layout import Layout
 from rematbench.workload import Experts
 
 INDEX = 8
 """Bytes of an index (int64)."""
+COUNTS = "expert_counts"
+"""The operator whose end the host awaits."""
 
 
 def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) -> None:
@@ -21,26 +26,40 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
     region."""
     routed = out if not experts.shared_ffn else "routed_out"
     _route(b, experts, x)
-    _permute(b, experts, x)
-    rows = _dispatch(b, layout, experts)
-    _grouped(b, layout, experts, rows)
-    _combine(b, layout, experts, routed)
+    _count(b, layout, experts)
+    if b.system.dispatcher == "allgather" and layout.ep * layout.expert_tp > 1:
+        ranks = layout.ep * layout.expert_tp
+        _grouped(b, layout, experts, _gather(b, layout, experts, x))
+        _scatter(b, layout, ranks, routed)
+    else:
+        _permute(b, experts, x)
+        _grouped(b, layout, experts, _dispatch(b, layout, experts))
+        _combine(b, layout, experts, routed)
     if experts.shared_ffn:
         _shared(b, experts, x)
         _sum(b, experts, (routed, "shared_out"), out)
 
 
 def router_bytes(experts: Experts) -> int:
-    """Bytes of a token that a router saves: probabilities of all experts in fp32, indices and
-    probabilities of the active ones, with a sigmoid the logits' own, and with groups their masks
-    and choices."""
+    """Bytes of a token that a router saves: indices and probabilities (fp32) of the active experts;
+    with a sigmoid those of all experts and their sum; with an auxiliary loss its own probabilities
+    of all experts (and their sum); with groups their masks and choices."""
     count, active = experts.count, experts.active
-    nbytes = FP32 * count + (2 * INDEX + FP32) * active
+    sums = FP32 * (experts.router == "sigmoid")
+    nbytes = (INDEX + FP32) * active + sums
     if experts.router == "sigmoid":
-        nbytes += FP32 * count + INDEX
+        nbytes += FP32 * count
+    if experts.aux_loss:
+        nbytes += FP32 * count + sums
     if experts.groups > 1:
         nbytes += count + 20 * experts.groups
     return nbytes
+
+
+def permutation_bytes(experts: Experts) -> int:
+    """Bytes of a token for which the order of its copies is saved: the map of tokens to experts,
+    the probabilities by expert, and the order."""
+    return (1 + FP32) * experts.count + INDEX * experts.active
 
 
 def _route(b: Builder, experts: Experts, x: str) -> None:
@@ -58,6 +77,25 @@ def _route(b: Builder, experts: Experts, x: str) -> None:
             backward_input=(Elementwise(6 * wide, 6), Gemm(rows, h, count)),
             backward_weight=(Gemm(h, count, rows),),
             parameters=count * (h + experts.router_bias),
+            replicated=True,
+        )
+    )
+
+
+def _count(b: Builder, layout: Layout, experts: Experts) -> None:
+    """Count the tokens of each expert and gather the counts of all ranks that exchange tokens; the
+    host waits for them, because they are the sizes of the exchange and of the grouped GEMMs."""
+    ranks = layout.ep * layout.expert_tp
+    counts = b.add("expert_counts", ranks, INDEX * experts.count, False)
+    gathered = Comm("all_gather", "ep" if layout.ep > 1 else "etp", b.nbytes(counts))
+    b.ops.append(
+        Op(
+            name=COUNTS,
+            inputs=("router_scores",),
+            outputs=(counts,),
+            forward=(Elementwise(b.s.shard_tokens * experts.count, 2),),
+            reduce=gathered if ranks > 1 and b.system.dispatcher != "allgather" else None,
+            row_local=False,
         )
     )
 
@@ -66,15 +104,16 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     """Copy each token once for each of its experts, in the order of experts.  Saved are the map of
     tokens to experts, the probabilities by expert, and the order."""
     rows = b.s.shard_tokens
-    saved = b.add("permutation", rows, (1 + FP32) * experts.count + INDEX * experts.active, False)
+    saved = b.add("permutation", rows, permutation_bytes(experts), False)
     tokens = b.add("permuted", rows * experts.active, b.model.hidden * b.e)
     probs = b.add("permuted_probs", rows * experts.active, FP32)
     moved = b.nbytes(tokens)
     b.ops.append(
         Op(
             name="permute",
-            inputs=(x, "router_scores"),
+            inputs=(x, "router_scores", "expert_counts"),
             outputs=(tokens, probs, saved),
+            row_local=False,
             saves=(saved,),
             forward=(Elementwise(2 * moved + b.nbytes(saved), 4),),
             backward_input=(Elementwise(2 * moved + b.nbytes(saved), 2),),
@@ -84,8 +123,10 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
 
 def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
     """Send the copies to the ranks of their experts and sort them by expert; returns the rows that
-    a rank's experts receive."""
+    a rank's experts receive: on the worst rank, if experts are not balanced."""
     rows = b.s.shard_tokens * experts.active
+    if layout.ep > 1:
+        rows = ceil(rows * b.imbalance)
     names: tuple[str, ...] = ("permuted", "permuted_probs")
     if layout.ep > 1:
         b.add("dispatched", rows, b.model.hidden * b.e)
@@ -101,6 +142,7 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
             name="sort",
             inputs=names,
             outputs=(tokens, probs),
+            row_local=False,
             forward=(Elementwise(2 * gathered, 2),),
             backward_input=(Elementwise(2 * gathered, 2),),
             gather=Comm("all_gather", "etp", gathered) if split else None,
@@ -111,12 +153,72 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
     return rows
 
 
+def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
+    """Gather the tokens of all ranks that share experts and copy those of the own experts, in the
+    order of experts; returns their rows."""
+    rows = b.s.shard_tokens * experts.active * layout.expert_tp
+    if layout.ep > 1:
+        rows = ceil(rows * b.imbalance)
+    saved = b.add("permutation", b.s.shard_tokens, permutation_bytes(experts), False)
+    tokens = b.add("expert_in", rows, b.model.hidden * b.e)
+    probs = b.add("expert_probs", rows, FP32)
+    whole = layout.ep * layout.expert_tp * b.nbytes(x)
+    group: Group = "ep" if layout.ep > 1 else "etp"
+    b.ops.append(
+        Op(
+            name="sort",
+            inputs=(x, "router_scores", COUNTS),
+            outputs=(tokens, probs, saved),
+            saves=(saved,),
+            row_local=False,
+            forward=(Elementwise(2 * b.nbytes(tokens, probs), 4),),
+            backward_input=(Elementwise(b.nbytes(tokens, probs) + whole, 2),),
+            gather=Comm("all_gather", group, whole),
+            grad_reduce=Comm("reduce_scatter", group, whole),
+            gathered_bytes=whole,
+        )
+    )
+    return rows
+
+
+def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
+    """Add the outputs of the own experts to the rows of their tokens, and sum the rows over the
+    ranks that share experts."""
+    b.shard(out)
+    whole = ranks * b.nbytes(out)
+    group: Group = "ep" if layout.ep > 1 else "etp"
+    moved = b.nbytes("expert_out") + whole
+    b.ops.append(
+        Op(
+            name="unsort",
+            inputs=("expert_out",),
+            outputs=(out,),
+            saves=("permutation",),
+            row_local=False,
+            forward=(Elementwise(moved, 2),),
+            backward_input=(Elementwise(moved, 2),),
+            reduce=Comm("reduce_scatter", group, whole),
+            grad_gather=Comm("all_gather", group, whole),
+            unreduced_bytes=whole,
+        )
+    )
+
+
 def _all_to_all(
     b: Builder, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Add an all-to-all over the expert-parallel ranks; the backward moves the same bytes."""
-    comm = Comm("all_to_all", "ep", b.nbytes(*outputs))
-    b.ops.append(Op(name=name, inputs=inputs, outputs=outputs, reduce=comm, grad_gather=comm))
+    comm = Comm("all_to_all", "ep", max(b.nbytes(*inputs), b.nbytes(*outputs)))
+    b.ops.append(
+        Op(
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            reduce=comm,
+            grad_gather=comm,
+            row_local=False,
+        )
+    )
     return outputs
 
 
@@ -125,7 +227,7 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
     model, h, e = b.model, b.model.hidden, b.e
     count, width = experts.count // layout.ep, experts.ffn // layout.expert_tp
     columns = width * (2 if model.gated else 1)
-    each = rows // count
+    each = ceil(rows / count)
     b.add("expert_fc1_out", rows, columns * e)
     b.ops.append(
         Op(
@@ -171,14 +273,16 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
 def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
     """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
     ranks, and sum each token's copies."""
-    rows, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
+    sent, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
     whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
-    back = b.add("unsorted", rows, hidden)
+    received = b.activations["expert_in"].rows // layout.expert_tp
+    back = b.add("unsorted", received, hidden)
     b.ops.append(
         Op(
             name="unsort",
             inputs=("expert_out",),
             outputs=(back,),
+            row_local=False,
             forward=(Elementwise(2 * whole),),
             backward_input=(Elementwise(2 * whole),),
             reduce=Comm("reduce_scatter", "etp", whole) if split else None,
@@ -187,7 +291,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
         )
     )
     if layout.ep > 1:
-        b.add("combined", rows, hidden)
+        b.add("combined", sent, hidden)
         (back,) = _all_to_all(b, "combine", (back,), ("combined",))
     b.shard(out)
     moved = b.nbytes(back, out)
@@ -197,6 +301,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
             inputs=(back,),
             outputs=(out,),
             saves=("permutation",),
+            row_local=False,
             forward=memory_kernel(moved),
             backward_input=memory_kernel(moved),
         )
@@ -237,5 +342,6 @@ def _sum(b: Builder, experts: Experts, inputs: tuple[str, str], out: str) -> Non
             backward_input=memory_kernel(3 * b.nbytes(out)) if gate else (),
             alias_inputs=() if gate else inputs,
             parameters=gate,
+            replicated=gate > 0,
         )
     )

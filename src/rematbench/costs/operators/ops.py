@@ -14,9 +14,12 @@ from msgspec import Struct
 from rematbench.costs.operators.kernels import Elementwise, Kernel
 
 CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
-Group = Literal["tp", "cp", "dp", "pp", "replica", "ep", "etp"]
+Group = Literal["tp", "cp", "dp", "pp", "replica", "ep", "etp", "edp"]
 """`dp`: the ranks that share sharded states; `replica`: the ranks that hold equal shards; `ep`: the
-ranks over which a layer's experts are spread; `etp`: those that split an expert."""
+ranks over which a layer's experts are spread; `etp`: those that split an expert; `edp`: those that
+hold the same part of the same experts."""
+STREAMS_OF: dict[Group, str] = {"replica": "dp", "edp": "dp", "etp": "ep"}
+"""The streams of groups that share the stream of another group."""
 Part = Literal["embedding", "layer", "head"]
 
 
@@ -30,7 +33,7 @@ class Comm(Struct, frozen=True):
     @property
     def stream(self) -> str:
         """The stream on which the collective runs."""
-        return "dp" if self.group == "replica" else self.group
+        return STREAMS_OF.get(self.group, self.group)
 
 
 class Activation(Struct, frozen=True):
@@ -60,7 +63,8 @@ class Op(Struct, frozen=True, kw_only=True):
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
     another order, and `grad_gather` brings its gradient back.
 
-    `of_experts`: the weights are those of the experts that the rank holds.
+    `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
+    tensor-parallel rank has the whole weight and the gradient of its own rows.
 
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
@@ -85,6 +89,7 @@ class Op(Struct, frozen=True, kw_only=True):
     alias_inputs: tuple[str, ...] = ()
     parameters: int = 0
     of_experts: bool = False
+    replicated: bool = False
     scratch_forward_bytes: int = 0
     scratch_backward_bytes: int = 0
 
@@ -195,6 +200,7 @@ _BLOCK = (
 )
 _EXPERTS = (
     "router_scores",
+    "expert_counts",
     "permutation",
     "permuted",
     "permuted_probs",

@@ -9,8 +9,9 @@ from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved
 from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
 from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
 from rematbench.engine.program.action import KEPT, OFFLOADED
-from rematbench.plan import MiniSequence, Phase, Plan, PlanError
-from rematbench.problem import Problem, head_parameters
+from rematbench.plan import MiniSequence, Phase, Plan, PlanError, StateFate
+from rematbench.problem import Problem, head_parameters, sharded
+from rematbench.spec.layout import Layout
 
 MAX_RECENT_FATES = 64
 """The most results of `ChunkOps.fates` that a problem keeps."""
@@ -48,8 +49,18 @@ class Unit(NamedTuple):
 
     @property
     def norm_parameters(self) -> int:
-        """The number of norm parameters, which sequence parallelism replicates."""
-        return sum(op.parameters for op in self.table.ops if not op.has_weight)
+        """The number of norm and router parameters, which sequence parallelism replicates."""
+        return sum(op.parameters for op in self.table.ops if op.replicated or not op.has_weight)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of the parameters, those of experts."""
+        return self.table.expert_parameters
+
+    def updated(self, optimizer: StateFate, layout: Layout) -> int:
+        """The number of parameters that one rank updates."""
+        experts = self.expert_parameters
+        return sharded(self.parameters - experts, experts, optimizer, layout)
 
 
 class ChunkOps:

@@ -155,8 +155,8 @@ class BackwardEmitter:
         if op.grad_gather is not None:
             full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
             size = int(op.grad_gather.nbytes * self.share.fraction)
-            tensor_parallel = op.grad_gather.group == "tp"
-            allocs = [Alloc(full, size)] if tensor_parallel else []
+            gathered = op.grad_gather.kind == "all_gather"
+            allocs = [Alloc(full, size)] if gathered else []
             event = w.collective(op.grad_gather, unit.prefix, op.name, incoming, allocs, self.share)
             issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
@@ -165,7 +165,7 @@ class BackwardEmitter:
                 overlapping = event
             else:
                 w.wait(COMPUTE, event)
-            incoming = [full] if tensor_parallel else incoming
+            incoming = [full] if gathered else incoming
         pending, regathered = self._regather(unit, op, saved)
         pending = pending or overlapping
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)

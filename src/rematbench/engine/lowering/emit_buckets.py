@@ -8,7 +8,7 @@ reduce_scatter_coalesced (the copy).
 Deviation: the gradients of a unit enter the bucket together, after the unit's backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rematbench.costs.states import Buckets, reduce_buckets
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
@@ -43,9 +43,10 @@ class BucketReducer(GradReducer):
         problem: Problem,
         tied: Unit | None,
         buckets: Buckets,
+        leaving: Mapping[str, int] | None = None,
     ) -> None:
         width = gathered_bytes(problem)
-        super().__init__(gradient, optimizer, problem.system, problem.layout, width, tied)
+        super().__init__(gradient, optimizer, problem.system, problem.layout, width, tied, leaving)
         self.problem, self.buckets, self.opened = problem, buckets, False
         size, count = buckets.copy, buckets.opened // buckets.copy
         self.held = tuple(Alloc(f"{BUCKET}{number}", size) for number in range(count))

@@ -40,7 +40,8 @@ def emit_op(
     fraction = share.fraction
     gemm_overlap = chunk.problem.tp_overlap == "gemm"
     ring = op.gather is not None and op.gather.kind == "ring"
-    overlaps = ring or (gemm_overlap and op.name != "attention")
+    by_tp = op.gather is None or op.gather.group == "tp"
+    overlaps = ring or (gemm_overlap and by_tp and op.name != "attention")
     sources = [names.reads[name] for name in op.inputs]
     pending, stream = "", ""
     if op.gather is not None:

@@ -1,8 +1,10 @@
 """Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
 
+from collections.abc import Mapping
 from functools import partial
 
-from rematbench.costs.operators.ops import Comm
+from rematbench.costs.operators.ops import Comm, CommKind, Group
+from rematbench.costs.states import OPTIMIZER_STAGE
 from rematbench.engine.lowering.chunk_ops import Unit
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
@@ -28,7 +30,8 @@ class ParameterGatherer:
     `prefetch_layers` ahead; in a stack without gather_overlap compute waits for each gather,
     and no gather runs ahead.  A step gather (ZeRO-1 with overlap) fills resident buffers of all
     units at once.  A shard in host memory is copied into its part of the full parameters before
-    its gather; without `peers` the shard is everything, and there is no gather.  `release`:
+    its gather; without `peers` the shard is everything, and there is no gather.  `expert_peers`:
+    weights of experts are gathered from peers of their own.  `release`:
     whether a unit's gathered copy is freed after its use (with `keeps_ends`, embedding and head
     are not freed).  `tied`: the embedding whose weight the head of the same rank uses; if its
     gathered copy is gone, the head gathers the weight again.
@@ -42,9 +45,11 @@ class ParameterGatherer:
         tied: Unit | None = None,
         *,
         peers: bool = True,
+        expert_peers: bool = False,
         release: bool,
         keeps_ends: bool = False,
     ) -> None:
+        self.expert_peers = expert_peers
         self.layerwise = fate.gather == "layer"
         self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
@@ -110,9 +115,15 @@ class ParameterGatherer:
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
         if self.layerwise:
             w.parameters[unit.prefix] = self.buffers(unit)
-        self.pending[unit.prefix] = self._issue(w, unit.prefix, self.buffer(unit), unit.parameters)
+        part, buffer, experts = unit.prefix, self.buffer(unit), unit.expert_parameters
+        event = self._issue(w, part, buffer, unit.parameters - experts)
+        if experts and self.expert_peers:
+            event = self._issue(w, part, buffer, experts, "edp")
+        self.pending[unit.prefix] = event
 
-    def _issue(self, w: BlockWriter, part: str, buffer: str, parameters: int) -> str:
+    def _issue(
+        self, w: BlockWriter, part: str, buffer: str, parameters: int, group: Group = "dp"
+    ) -> str:
         """Issue the gather of `parameters` parameters of a part; returns its end event."""
         payload = (self.width if self.layerwise else self.system.gather_bytes) * parameters
         allocs = (Alloc(buffer, payload),) if self.layerwise else ()
@@ -137,11 +148,11 @@ class ParameterGatherer:
                 reads=reads,
                 allocs=allocs,
                 event=event,
-                comm=Comm("all_gather", "dp", payload),
+                comm=Comm("all_gather", group, payload),
             )
         )
         if self.beside:
-            w.stall(Comm("all_gather", "dp", payload))
+            w.stall(Comm("all_gather", group, payload))
         return event
 
     def _shard_up(
@@ -179,11 +190,17 @@ def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
 
 
 def gradient_reductions(
-    layout: Layout, optimizer_shards: int, gradient_shards: int, nbytes: int
+    layout: Layout, optimizer_shards: int, gradient_shards: int, nbytes: int, experts: int = 0
 ) -> tuple[Comm, ...]:
     """Return the collectives that sum `nbytes` of gradients over the data-parallel peers: an
     all-reduce; with a sharded optimizer a reduce-scatter, and an all-reduce of the shards between
-    their replicas, if there are any."""
+    their replicas, if there are any.  `experts` of these bytes are summed over expert data
+    parallelism instead.  A collective of one rank takes no time."""
+    if experts:
+        found = gradient_reductions(layout, optimizer_shards, gradient_shards, nbytes - experts)
+        alone = layout.state_shards == 1 and layout.zero_stage >= OPTIMIZER_STAGE
+        kind: CommKind = "reduce_scatter" if optimizer_shards > 1 or alone else "all_reduce"
+        return (*found, Comm(kind, "edp", experts)) if layout.expert_dp > 1 else found
     if optimizer_shards == 1 and gradient_shards == 1:
         return (Comm("all_reduce", "dp", nbytes),)
     scatter = Comm("reduce_scatter", "dp", nbytes)
@@ -202,7 +219,9 @@ class GradReducer:
     memory, the part that this rank updates is copied to the host as soon as it is reduced,
     during the rest of the backward, in every micro-batch.  The host sums these parts.
     DeepSpeed instead moves its sum to the device and back, which costs more.
-    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit if
+    `leaving`: the parameters of each unit whose gradients leave, if the host updates only some
+    pieces of the states; the gradients of the other pieces stay on the device.
+    `layout.has_peers`: there are data-parallel peers.  `tied`: the embedding's unit if
     the head of the same rank uses its weight; the head adds to that gradient first.
     """
 
@@ -214,13 +233,16 @@ class GradReducer:
         layout: Layout,
         width: int,
         tied: Unit | None = None,
+        leaving: Mapping[str, int] | None = None,
     ) -> None:
+        self.leaving = leaving
         self.update = optimizer.update == "backward"
         self.leaves = gradient.home == "host"
         self.transient = gradient.shards > 1 or self.update or self.leaves
-        self.beside = system.reduce_overlap or layout.state_shards == 1
+        self.beside = system.reduce_overlap or not layout.has_peers
         self.system, self.optimizer, self.tied = system, optimizer, tied
-        self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
+        self.layout = layout
+        self.shared, self.sums_norms = layout.has_peers, layout.sequence_parallel
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
         self.width = system.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
@@ -282,13 +304,14 @@ class GradReducer:
         gradients."""
         if self.shared:
             reads = [self.buffer(unit)]
-            for comm in self.reductions(self.system.reduce_bytes * unit.parameters):
+            width = self.system.reduce_bytes
+            for comm in self.reductions(width * unit.parameters, width * unit.expert_parameters):
                 w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
         if self.sums_norms and unit.norm_parameters:
             norms = norm_reduction(self.system, unit.norm_parameters)
             reads = [self.buffer(unit)]
             w.wait(COMPUTE, w.collective(norms, unit.prefix, "norm_gradients", reads, []))
-        count = -(-unit.parameters // self.optimizer.shards)
+        count = unit.updated(self.optimizer, self.layout)
         w.add(
             Action(
                 kind=Kind.OPTIMIZER,
@@ -313,19 +336,28 @@ class GradReducer:
         event = self._exchange(w, size, names, allocs) if self.shared else w.mark(COMPUTE)
         names = (*names, *(alloc.name for alloc in allocs))
         if self.leaves:
-            part, shards = self.bucket[-1].prefix, self.optimizer.shards
-            count = sum(-(-unit.parameters // shards) for unit in self.bucket)
-            nbytes = self.system.host_grad_bytes * count
-            event = w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names)
+            part = self.bucket[-1].prefix
+            nbytes = self.system.host_grad_bytes * sum(map(self._leaving, self.bucket))
+            if nbytes:
+                event = w.state_copy(
+                    Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names
+                )
         self.in_flight += [(event, name) for name in names]
         self.bucket = []
+
+    def _leaving(self, unit: Unit) -> int:
+        """The parameters of this rank's part of a unit whose gradients go to the host."""
+        if self.leaving is not None:
+            return self.leaving[unit.prefix]
+        return -(-unit.parameters // self.optimizer.shards)
 
     def _exchange(
         self, w: BlockWriter, size: int, names: tuple[str, ...], allocs: tuple[Alloc, ...]
     ) -> str:
         """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
-        comms = self.reductions(size)
+        experts = sum(unit.expert_parameters for unit in self.bucket)
+        comms = self.reductions(size, self.system.reduce_bytes * experts)
         event = ""
         for comm in comms:
             event = w.new_event()

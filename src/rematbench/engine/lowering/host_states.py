@@ -3,6 +3,7 @@
 from rematbench.costs.states import (
     PARAMETER_STAGE,
     HostStates,
+    pieces_host_bytes,
     shard,
     zero1_host_states,
     zero3_host_states,
@@ -18,8 +19,15 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
     optimizer = plan.state("optimizer")
     sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
     hosted, leaves = (state.home == "host" for state in (optimizer, parameter))
+    count = rank_parameters(problem, plan, rank)
+    if optimizer.pieces is not None:
+        places = optimizer.cut(shard(count, optimizer.shards))
+        updated = [piece.count for piece in places if piece.place == "host"]
+        visiting = [piece.count for piece in places if piece.place == "visit"]
+        weights = shard(count, parameter.shards) * system.param_bytes * leaves
+        held = pieces_host_bytes(updated, visiting, system)
+        return HostStates(held=held + weights, update=0)
     if not (hosted or leaves) or not system.host_gradients:
-        count = rank_parameters(problem, plan, rank)
         states = zip((parameter, gradient, optimizer), sizes, strict=True)
         away = [shard(count, state.shards) * n for state, n in states if state.home == "host"]
         return HostStates(held=sum(away))
@@ -29,6 +37,18 @@ def host_states(problem: Problem, plan: Plan, rank: int) -> HostStates:
         return zero3_host_states(tensors, shards, system, optimizer=hosted, parameters=leaves)
     accumulates = layout.num_micro_batches > 1
     return zero1_host_states(tensors, optimizer.shards, system, accumulates=accumulates)
+
+
+def on_device(plan: Plan, held: int) -> dict[str, int]:
+    """The parameters of a rank, which holds `held` before any sharding, whose states of a kind at
+    home on the host stay on the device: optimizer states of resident pieces, and the gradients of
+    all pieces that the host does not update."""
+    optimizer = plan.state("optimizer")
+    if optimizer.pieces is None:
+        return {}
+    counts = optimizer.counts(shard(held, optimizer.shards))
+    kept = {"optimizer": counts["device"], "gradient": counts["device"] + counts["visit"]}
+    return {kind: n for kind, n in kept.items() if plan.state(kind).home == "host"}  # type: ignore[arg-type]
 
 
 def rank_tensors(problem: Problem, plan: Plan, rank: int) -> list[int]:

@@ -11,7 +11,7 @@ from rematbench.plan import Plan
 from rematbench.problem import (
     Problem,
     operator_tensors,
-    tensor_parameters,
+    sharded,
     weighted_operators,
 )
 from rematbench.spec.system import System
@@ -45,8 +45,12 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     flat = flat_update(plan, system, held) if whole else None
     for chunk in chunks:
         for unit in chunk.units:
-            tensors = tensor_parameters(problem, unit.table)
-            updated = [shard(n, optimizer.shards) for n in tensors]
+            updated = [
+                sharded(0, op.parameters, optimizer, layout)
+                if op.of_experts
+                else shard(op.parameters, optimizer.shards)
+                for op in weighted_operators(problem, unit.table)
+            ]
             scratch = [n * scratch_bytes for n in updated]
             if flat is not None:  # with the first unit, all of the rank
                 updated, scratch, flat = flat.tensors, flat.scratch, NO_UPDATE

@@ -34,6 +34,7 @@ from rematbench.engine.lowering.rank_steps import (
 )
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.state_pieces import gradients_that_leave
 from rematbench.engine.lowering.step_blocks import (
     Storages,
     d2h_block,
@@ -139,11 +140,12 @@ class _RankLowering:
         self.matched: set[int] = set()
         self.phased = phased(plan.rules)
         self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
-        parameter, peers = plan.state("parameter"), lay.state_shards > 1
+        parameter, peers = plan.state("parameter"), lay.has_peers
         self.update_in_backward = plan.state("optimizer").update == "backward"
         gradient = plan.state("gradient")
         self.buckets = buckets_of(plan, problem, self.chunks)
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
+        self.leaving = gradients_that_leave(self.chunks, plan)
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
@@ -212,10 +214,11 @@ class _RankLowering:
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
         """The class of a kind of pass; equal chunks that the same rules cover share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
-        key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside)
+        own = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
+        key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside, own)
         if key not in classes:
             fates, matched = chunk.fates(self.plan, kind.phase, item.micro_batch)
-            number = self.shared.number((chunk.shape, tuple(fates.values())))
+            number = self.shared.number((chunk.shape, tuple(fates.values()), own))
             classes[key] = (PassClass(number, fates, self._leaving(chunk, fates)), matched)
         found, matched = classes[key]
         self.matched |= matched
@@ -298,6 +301,7 @@ class _RankLowering:
                     self.width,
                     tied,
                     peers=peers,
+                    expert_peers=self.problem.layout.expert_dp > 1,
                     release=release,
                     keeps_ends=ends,
                 )
@@ -325,6 +329,7 @@ class _RankLowering:
         parameter = plan.state("parameter")
         states = plan.state("gradient"), plan.state("optimizer")
         peers = problem.layout.state_shards > 1
+        leaving = self.leaving[chunk.chunk] if self.leaving else None
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
             gatherer: ParameterGatherer | None = None
@@ -337,14 +342,16 @@ class _RankLowering:
                     parameter, problem.system, self.width, tied, peers=peers, release=True
                 )
             if reduce and self.buckets is not None:
-                reducer = BucketReducer(*states, problem, tied, self.buckets)
+                reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
             elif reduce:
-                reducer = GradReducer(*states, problem.system, problem.layout, self.width, tied)
+                reducer = GradReducer(
+                    *states, problem.system, problem.layout, self.width, tied, leaving
+                )
             return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
 
         by_unit = self.leaving_gradients or self.update_in_backward
-        if reduce and (self.buckets is not None or not by_unit):
-            return emitter(chunk, fates).block()  # buckets fill over many layers
+        if reduce and (self.buckets is not None or not by_unit or leaving):
+            return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
 

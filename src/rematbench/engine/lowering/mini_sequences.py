@@ -89,7 +89,8 @@ def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
     made = [name for op in ops for name in op.outputs]
     read_after = {name for op in table.ops if op not in ops for name in (*op.inputs, *op.saves)}
     outputs = tuple(name for name in made if name in read_after)
-    rows = min(tensor.rows for tensor in table.activations.values())  # of the rank's own shard
+    tensors = [tensor for tensor in table.activations.values() if tensor.differentiable]
+    rows = min(tensor.rows for tensor in tensors)  # of the rank's own shard
     if count > rows:
         raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]

@@ -5,6 +5,8 @@ from collections.abc import Collection
 from msgspec.structs import asdict
 
 from rematbench.costs.operators.ops import ACTIVATIONS
+from rematbench.costs.states import shard
+from rematbench.engine.lowering.state_pieces import master_bytes
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -16,7 +18,12 @@ from rematbench.plan import (
     Select,
     Split,
 )
-from rematbench.problem import Problem, completed_after_backward, gathers_by_layer
+from rematbench.problem import (
+    Problem,
+    completed_after_backward,
+    gathers_by_layer,
+    rank_parameters,
+)
 from rematbench.spec.configfile import closest
 
 
@@ -40,6 +47,7 @@ def check_plan(plan: Plan, problem: Problem) -> None:
             "parameters gathered per layer must be released in the forward or the backward"
         )
     _check_host_states(plan)
+    _check_pieces(plan, problem)
     if refused := graph_conflict(plan, problem):
         raise PlanError(refused)
     late = completed_after_backward(problem)
@@ -65,6 +73,45 @@ def _check_host_states(plan: Plan) -> None:
         raise PlanError("gradients in host memory need the optimizer in host memory")
     if plan.state("parameter").home == "host" and optimizer.update == "backward":
         raise PlanError("parameters in host memory are updated once per step, not in the backward")
+
+
+def _check_pieces(plan: Plan, problem: Problem) -> None:
+    """Raise PlanError if the pieces of optimizer states contradict the plan or the stack."""
+    cut = [state.kind for state in plan.states if state.pieces and state.kind != "optimizer"]
+    if cut:
+        raise PlanError(f"pieces are of optimizer states, not of the {cut[0]} states")
+    optimizer = plan.state("optimizer")
+    pieces = optimizer.pieces
+    if pieces is None:
+        return
+    if optimizer.update == "backward":
+        raise PlanError("pieces of optimizer states update once per step, not in the backward")
+    away = sorted(set(pieces.places) - {"device"})
+    home = "host" if away else "device"
+    if optimizer.home != home:
+        raise PlanError(
+            f"pieces {', '.join(away) or 'device'} are at home on the {home}: "
+            f"the optimizer's home is {optimizer.home}, and must be {home}"
+        )
+    if pieces.start == "ready":
+        raise PlanError(
+            "pieces that start as their gradients become ready: not modelled, because the update "
+            "here waits for the norm of all gradients (clipping); start must be norm"
+        )
+    if pieces.wire == "master" and master_bytes(problem) <= problem.system.param_bytes:
+        raise PlanError(
+            f"wire master: system {problem.system.name} has no master weights wider than its "
+            f"{problem.system.param_bytes}-byte weights; wire must be param"
+        )
+    shares = [
+        shard(rank_parameters(problem, plan, rank), optimizer.shards)
+        for rank in range(problem.layout.pp)
+    ]
+    if away and pieces.size > min(shares):
+        raise PlanError(
+            f"pieces of {pieces.size:,} parameters are larger than a rank's share of optimizer "
+            f"states: size must be at most {min(shares):,}"
+        )
 
 
 def graph_conflict(plan: Plan, problem: Problem) -> str:

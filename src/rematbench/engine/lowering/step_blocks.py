@@ -10,10 +10,7 @@ from rematbench.engine.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.action import (
     COMPUTE,
-    GRADIENTS_DOWN,
-    HOST_UPDATE,
     WEIGHTS_DOWN,
-    WEIGHTS_UP,
     Action,
     Alloc,
     Kind,
@@ -148,25 +145,3 @@ def optimizer_block(nbytes: int, scratch: int, down: int) -> Block:
     if down:
         w.wait(COMPUTE, w.state_copy(Kind.D2H, "", WEIGHTS_DOWN, down, after=w.mark(COMPUTE)))
     return Block("OPT", tuple(w.actions))
-
-
-def host_update_block(down: int, nbytes: int, up: int) -> Block:
-    """Update the rank's share of the parameters on the host (`nbytes` in compute precision).  First
-    copy `down` bytes of gradients that are still on the device; at the end copy `up` bytes of
-    weights back.
-
-    The three parts do not overlap, as in a stack that clips by the norm of all gradients, updates
-    and copies back (DeepSpeed 0.19.8, stage3.py: step,
-    _reassign_or_swap_out_partitioned_parameters).
-    """
-    w = BlockWriter()
-    ready = w.mark(COMPUTE)
-    if down:
-        ready = w.state_copy(Kind.D2H, "", GRADIENTS_DOWN, down, after=ready)
-    w.wait(HOST_UPDATE, ready)
-    done = w.new_event()
-    w.add(
-        Action(kind=Kind.OPTIMIZER, stream=HOST_UPDATE, op="optimizer", nbytes=nbytes, event=done)
-    )
-    w.wait(COMPUTE, w.state_copy(Kind.H2D, "", WEIGHTS_UP, up, after=done) if up else done)
-    return Block("OPT_HOST", tuple(w.actions))

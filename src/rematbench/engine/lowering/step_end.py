@@ -5,15 +5,14 @@ from functools import partial
 from typing import Protocol
 
 from rematbench.costs.operators.ops import Comm
-from rematbench.costs.states import shard
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.emit_buckets import buckets_of
 from rematbench.engine.lowering.emit_states import gradient_reductions, norm_reduction
 from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import last_backwards
+from rematbench.engine.lowering.state_pieces import piece_widths, update_block
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
-    host_update_block,
     norm_block,
     optimizer_block,
     reduce_block,
@@ -23,7 +22,7 @@ from rematbench.engine.lowering.step_blocks import (
 )
 from rematbench.engine.program.program import Block
 from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, rank_parameters
+from rematbench.problem import Problem, rank_parameters, rank_sharded
 
 
 class Steps(Protocol):
@@ -46,7 +45,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     gradient = plan.state("gradient")
     reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
     buckets = buckets_of(plan, problem, steps.chunks)
-    if lay.state_shards > 1 and not updated:
+    if lay.has_peers and not updated:
         for chunk in reversed(steps.chunks):
             if not reduced_already:
                 comms = _reductions(plan, problem, chunk)
@@ -61,18 +60,18 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
         _tied_embeddings(steps, problem)
     if not updated:
         _update(steps, plan, problem)
-    gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
+    gathered = plan.state("parameter").gather == "step" and lay.has_peers
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
-            comm = Comm("all_gather", "dp", system.gather_bytes * _parameters(chunk))
-            steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+            for comm in _gathers(problem, chunk):
+                steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Append the update of the rank's share of the parameters, on the device or on the host."""
     system, optimizer = problem.system, plan.state("optimizer")
     held = rank_parameters(problem, plan, steps.rank)
-    count = shard(held, optimizer.shards)
+    count = rank_sharded(problem, plan, steps.rank, optimizer)
     nbytes = system.param_bytes * count
     if optimizer.home == "device":
         scratch = system.step_scratch_bytes * count
@@ -82,21 +81,34 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
         update = partial(optimizer_block, nbytes, scratch, down)
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
-    gone = plan.state("gradient").home == "host"  # each backward waited for its copies
-    down = 0 if gone else system.host_grad_bytes * count
-    up = nbytes if plan.state("parameter").home == "device" else 0
-    key = ("OPT_HOST", count, down, up)
-    steps.add(key, partial(host_update_block, down, nbytes, up), Pass(False, 0, 0))
+    pieces, widths = optimizer.cut(count), piece_widths(plan, problem)
+    update = partial(update_block, pieces, optimizer.pieces, widths)
+    steps.add(("OPT_HOST", pieces, widths), update, Pass(False, 0, 0))
 
 
 def _parameters(chunk: ChunkOps) -> int:
     return sum(unit.parameters for unit in chunk.units)
 
 
+def _gathers(problem: Problem, chunk: ChunkOps) -> list[Comm]:
+    """The gathers of a chunk's updated parameters: those of experts have their own peers."""
+    lay, width = problem.layout, problem.system.gather_bytes
+    experts = _expert_parameters(chunk)
+    rest = _parameters(chunk) - experts
+    found = [Comm("all_gather", "dp", width * rest)]
+    more = experts > 0 and lay.expert_dp > 1
+    return [*found, Comm("all_gather", "edp", width * experts)] if more else found
+
+
+def _expert_parameters(chunk: ChunkOps) -> int:
+    return sum(unit.expert_parameters for unit in chunk.units)
+
+
 def _reductions(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[Comm, ...]:
     """A chunk's gradient reductions."""
-    nbytes = problem.system.reduce_bytes * _parameters(chunk)
-    return gradient_reductions(problem.layout, plan.state("optimizer").shards, 1, nbytes)
+    width, shards = problem.system.reduce_bytes, plan.state("optimizer").shards
+    nbytes, experts = width * _parameters(chunk), width * _expert_parameters(chunk)
+    return gradient_reductions(problem.layout, shards, 1, nbytes, experts)
 
 
 def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:

@@ -45,7 +45,7 @@ class Kind(Enum):
 
 COMPUTE, HOST_UPDATE = "compute", "host_update"
 """The streams of kernels, and of an optimizer that runs on the rank's own CPU cores."""
-STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE)
+STREAMS = (COMPUTE, "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE, "ep")
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 
@@ -58,7 +58,10 @@ SHARD_UP, WEIGHTS_DOWN = "shard_up", "weights_down"
 """The operator names of copies of states: gradients to an update on the host, the updated weights
 back; a rank's shard of weights in host memory before its gather, and after an update on the
 device."""
-STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP, WEIGHTS_DOWN)
+STATES_UP, STATES_DOWN, CAST = "states_up", "states_down", "cast"
+"""The operator names of a visit's copies: a piece's states to the device for its update, and back;
+and of the device's cast of master weights that went up."""
+STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP, WEIGHTS_DOWN, STATES_UP, STATES_DOWN)
 
 COMM_KIND: dict[CommKind, Kind] = {
     "all_gather": Kind.ALL_GATHER,
@@ -80,13 +83,13 @@ class Alloc(Struct, frozen=True, array_like=True, gc=False):
 class Action(Struct, frozen=True, kw_only=True, gc=False):
     """An action of a block, relative to the block's micro-batch and chunk.
 
-    `part`: the action's unit (L<i>, E or H); `variant`: the index of its layer among the model's
-    distinct layers; `op`: the operator or tensor.  `event` is recorded when the action ends,
-    `begin` when the action starts; a WAIT holds its stream until the event `wait`.  `fraction`: the
-    share of rows processed; `offset`: the share of rows before them; `columns`: the share of an
-    operator's output columns computed.  `comm`: the collective; `nbytes`: a copy's payload;
-    `overlaps`: the stream of a collective that runs during a compute action; `scratch`: bytes that
-    only the action itself uses.
+    `part`: the action's unit (L<i>, E or H), or a piece of optimizer states (P<i>); `variant`: the
+    index of its layer among the model's distinct layers; `op`: the operator or tensor.  `event` is
+    recorded when the action ends, `begin` when the action starts; a WAIT holds its stream until the
+    event `wait`.  `fraction`: the share of rows processed; `offset`: the share of rows before them;
+    `columns`: the share of an operator's output columns computed.  `comm`: the collective;
+    `nbytes`: a copy's payload; `overlaps`: the stream of a collective that runs during a compute
+    action; `scratch`: bytes that only the action itself uses.
     """
 
     kind: Kind
@@ -145,7 +148,7 @@ def to_text(action: Action, micro_batch: int, chunk: int) -> str:
     return " ".join([head, *_fields(action)])
 
 
-_PLACE = re.compile(r"(?:(E|H|L\d+)\.)?(.*)")
+_PLACE = re.compile(r"(?:(E|H|L\d+|P\d+)\.)?(.*)")
 """The name of a storage: its part (may be missing), and its operator or tensor."""
 
 
@@ -158,7 +161,7 @@ def place(storage: str) -> tuple[str, str]:
 
 GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
 _FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
-_BUFFER, _WEIGHTS = ".gradients", ".parameters"
+_BUFFER, _WEIGHTS, _STATES = ".gradients", ".parameters", ".states"
 
 
 def identity(storage: str) -> str:
@@ -194,6 +197,31 @@ def is_gradient_buffer(storage: str) -> bool:
 def parameter_buffer(part: str) -> str:
     """The storage name of the buffer for the gathered parameters of a part."""
     return f"{part}{_WEIGHTS}"
+
+
+def piece_part(number: int) -> str:
+    """The part of the actions on a piece of optimizer states."""
+    return f"P{number}"
+
+
+def is_piece(part: str) -> bool:
+    """Whether a part is a piece of optimizer states."""
+    return part.startswith("P")
+
+
+def visit_buffer(part: str) -> str:
+    """The storage name of a piece's states while they are on the device."""
+    return f"{part}{_STATES}"
+
+
+def is_visit_buffer(storage: str) -> bool:
+    """Whether a storage has the states of a piece that visits the device."""
+    return storage.endswith(_STATES)
+
+
+def master_buffer(part: str) -> str:
+    """The storage name of a piece's master weights that went up and are not cast yet."""
+    return f"{part}.master"
 
 
 def is_parameter_buffer(storage: str) -> bool:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from rematbench.engine.program.action import Action, Kind, to_text
+from rematbench.engine.program.action import Action, Kind, is_piece, to_text
 from rematbench.engine.program.template import LayerPeriods, LayerShift, PiecePeriods, PieceShift
 
 
@@ -56,6 +56,11 @@ class Periods(NamedTuple):
     def shifts(self) -> list[LayerShift | PieceShift]:
         """Return the renaming from period 0 to each further period."""
         return [self.shift(number) for number in range(1, self.times)]
+
+
+def _moves_tensor(action: Action) -> bool:
+    """Whether an action copies a unit's tensor between device and host."""
+    return action.kind in (Kind.D2H, Kind.H2D) and action.part != "" and not is_piece(action.part)
 
 
 class Part(NamedTuple):
@@ -120,8 +125,7 @@ class Block(Struct, frozen=True, dict=True):
     @cached_property
     def copies(self) -> tuple[tuple[Action, int], ...]:
         """The copies of activations (not of states), and how often each copy occurs."""
-        kinds = (Kind.D2H, Kind.H2D)
-        return tuple(pair for pair in self.counted() if pair[0].kind in kinds and pair[0].part)
+        return tuple(pair for pair in self.counted() if _moves_tensor(pair[0]))
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:

@@ -8,10 +8,20 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from math import fsum
+from typing import NamedTuple
 
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.costs.operators.ops import Comm
-from rematbench.engine.program.action import COMM_KIND, Action, Kind
+from rematbench.engine.program.action import (
+    COMM_KIND,
+    COMPUTE,
+    HOST_UPDATE,
+    STATES_DOWN,
+    STATES_UP,
+    WEIGHTS_UP,
+    Action,
+    Kind,
+)
 from rematbench.engine.program.program import Block, Program, RankProgram
 from rematbench.problem import Problem
 
@@ -61,6 +71,42 @@ def copy_traffic(
         sent_per_d2h=network_share(Kind.D2H),
         received_per_h2d=network_share(Kind.H2D),
         kernel_delay_share=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
+    )
+
+
+class PieceTraffic(NamedTuple):
+    """What runs beside the update of optimizer states in pieces.  `beside`: whether copies run
+    beside the host's updates; `visiting_bytes`: bytes that visits copy up for each parameter that
+    the host updates beside them; `traffic`: what runs beside the copies of visits."""
+
+    beside: bool = False
+    visiting_bytes: float = 0.0
+    traffic: CopyTraffic = NO_TRAFFIC
+
+
+def piece_traffic(program: Program, param_bytes: int) -> PieceTraffic:
+    """Return what runs beside a program's updates in pieces.  A copy of weights or states is beside
+    what is issued before compute waits for the copy."""
+    visiting = updated = 0
+    beside = two_way = False
+    for rank in program.ranks:
+        for block in rank.blocks:
+            flying: dict[str, str] = {}  # the operator of each copy in flight, by its end event
+            for action in block.written:
+                if action.op in (WEIGHTS_UP, STATES_UP, STATES_DOWN):
+                    flying[action.event] = action.op
+                if action.op == STATES_UP:
+                    visiting += action.nbytes
+                    two_way |= STATES_DOWN in flying.values()
+                if action.stream == HOST_UPDATE and action.kind is Kind.OPTIMIZER:
+                    updated += action.nbytes // param_bytes
+                    beside |= bool(flying)
+                if action.stream == COMPUTE:
+                    flying.pop(action.wait, None)
+    return PieceTraffic(
+        beside,
+        visiting / updated if beside else 0.0,
+        NO_TRAFFIC._replace(two_way_share=float(two_way)),
     )
 
 

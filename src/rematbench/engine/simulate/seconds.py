@@ -4,12 +4,23 @@ from collections.abc import Hashable
 from math import fsum
 from typing import get_args
 
+from rematbench.costs.bind import CopyDirection
 from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
+from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Comm, Group, Op, OpTable
-from rematbench.engine.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
+from rematbench.engine.program.action import (
+    HOST_UPDATE,
+    STALL,
+    STATE_COPIES,
+    STATES_DOWN,
+    STATES_UP,
+    WEIGHTS_UP,
+    Action,
+    Kind,
+)
 from rematbench.engine.program.program import Program
-from rematbench.engine.simulate.copy_contention import copy_traffic
+from rematbench.engine.simulate.copy_contention import PieceTraffic, copy_traffic, piece_traffic
 from rematbench.engine.simulate.op_level import NO_TIME, ORDERING, RankedSeconds, Timing
 from rematbench.problem import Problem
 
@@ -21,6 +32,10 @@ DIRECTION: dict[Kind, Direction] = {
 }
 
 
+DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "dp", "pp", "replica")
+"""The groups of models without experts."""
+
+
 class ActionCosts:
     """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  `crowd`
     slows copies and kernels.  With a program, it comes from the copies and messages of that
@@ -30,6 +45,7 @@ class ActionCosts:
         self, problem: Problem, program: Program | None = None, crowd: CopyTraffic = NO_TRAFFIC
     ) -> None:
         self.problem, self.cost, self.crowd = problem, problem.cost, crowd
+        self.pieces = PieceTraffic()
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._timings: dict[tuple[object, ...], Timing] = {}
@@ -39,9 +55,15 @@ class ActionCosts:
         self._begins = [begins(table) for table in problem.layer_kinds if whole]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._blocks = system.launch_blocking
+        layout, experts = problem.layout, problem.workload.model.experts
+        alone = layout.ep * layout.expert_tp == 1
+        self._counts_alone = alone or system.dispatcher == "allgather"
+        self._groups = get_args(Group) if experts else DENSE_GROUPS
         self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
+        self._holds = self._holds or experts is not None
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
+            self.pieces = piece_traffic(program, problem.system.param_bytes)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
@@ -108,10 +130,12 @@ class ActionCosts:
 
     def held(self, action: Action) -> bool:
         """Whether the host waits for the action: for a message to arrive if the stack makes
-        messages synchronous, for a copy of activations to end if its copies block, or for each
-        action to end if launches block."""
+        messages synchronous, for a copy of activations to end if its copies block, for the counts
+        of experts' tokens, or for each action to end if launches block."""
         if self._blocks and action.kind not in (Kind.EVENT, Kind.STALL):
             return True
+        if action.op == COUNTS:
+            return action.comm is not None or self._counts_alone
         if action.kind in (Kind.D2H, Kind.H2D):
             return self.problem.system.blocking_copies and action.op not in STATE_COPIES
         return self._waits_for_messages and action.wait.startswith("recv_")
@@ -121,7 +145,7 @@ class ActionCosts:
         groups and for their messages to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
         peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
-        groups = tuple(cost.group(group, rank) for group in get_args(Group))
+        groups = tuple(cost.group(group, rank) for group in self._groups)
         sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
         return (groups, sends)
 
@@ -173,9 +197,15 @@ class ActionCosts:
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _copy_s(self, action: Action, _: int) -> float:
-        return self.cost.copy_s(
-            action.nbytes, "d2h" if action.kind is Kind.D2H else "h2d", self.crowd
-        )
+        """Seconds of a copy.  Weights that the host updated are cast first, unless the device casts
+        them.  States that visit share the link with states on their way back if visits overlap."""
+        direction: CopyDirection = "d2h" if action.kind is Kind.D2H else "h2d"
+        visits = action.op in (STATES_UP, STATES_DOWN)
+        crowd = self.pieces.traffic if visits else self.crowd
+        seconds = self.cost.copy_s(action.nbytes, direction, crowd)
+        if action.op == WEIGHTS_UP and not action.allocs:
+            seconds += self.cost.host_cast_s(action.nbytes // self.problem.system.param_bytes)
+        return seconds
 
     def _device_copy_s(self, action: Action, _: int) -> float:
         return self.cost.device_copy_s(action.nbytes)
@@ -184,8 +214,11 @@ class ActionCosts:
         """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
         the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.param_bytes
-        on_host = action.stream == HOST_UPDATE
-        return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
+        if action.stream != HOST_UPDATE:
+            return self.cost.optimizer_s(count)
+        if not self.pieces.beside:
+            return self.cost.host_update_s(count)
+        return self.cost.host_update_beside_s(count, self.pieces.visiting_bytes)
 
 
 _OTHERS = {

@@ -6,12 +6,16 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.costs.estimators import fujii_estimate, pipeline_offload_estimator
-from rematbench.plan import ByteBudget, Offload, Plan, Split, Unsupported
-from rematbench.problem import Problem
+from rematbench.costs.estimators import (
+    fujii_estimate,
+    phaze_estimate,
+    pipeline_offload_estimator,
+)
+from rematbench.plan import ByteBudget, Offload, Plan, Recompute, Split, Unsupported
+from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.kept import kept_layer_bytes
 
-EstimatorName = Literal["ledger", "fujii", "atc24"]
+EstimatorName = Literal["ledger", "fujii", "atc24", "phaze"]
 FEWEST_STAGES = 3
 
 
@@ -36,6 +40,8 @@ def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm
         return _fujii(problem, plan)
     if name == "atc24":
         return _atc24(problem, plan)
+    if name == "phaze":
+        return _phaze(problem, plan)
     return Unsupported("the ledger is not a formula")
 
 
@@ -121,6 +127,40 @@ def atc24_refusal(problem: Problem, plan: Plan) -> str:
         (moved or len(alphas) > 1, "assumes one share alpha for all chunks, as in pp_offload"),
         (bool(plan.mini_sequences), "has no term for mini-sequences"),
         (plan.partition != problem.base_plan.partition, "assumes layers spread evenly"),
+        (plan.states != problem.base_plan.states, "has no term for states kept elsewhere"),
+    )
+    return next((text for broken, text in rules if broken), "")
+
+
+def _phaze(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
+    reason = phaze_refusal(problem, plan)
+    if reason:
+        return Unsupported(reason)
+    recomputes = bool(plan.rules)
+    first = plan.partition[0][0]
+    stage = problem.embedding.saved_bytes + sum(problem.layer(n).saved_bytes for n in first)
+    stash = problem.layer(first[0]).activations["layer_input"].nbytes if recomputes else stage
+    form = phaze_estimate(rank_parameters(problem, plan, 0), stage, stash, problem.layout.pp)
+    return ClosedForm(
+        name="phaze",
+        state_bytes=form.state_bytes,
+        activation_bytes=form.activation_bytes,
+        remark="Wang et al., ICML 2024: no fp32 gradients or masters, no fragmentation",
+    )
+
+
+def phaze_refusal(problem: Problem, plan: Plan) -> str:
+    """The reason why PHAZE's formula does not cover a plan; empty if it does."""
+    lay = problem.layout
+    whole = all(getattr(rule.fate, "whole", False) for rule in plan.rules)
+    some = any(rule.select.layers is not None for rule in plan.rules)
+    fates = {type(rule.fate) for rule in plan.rules}
+    rules = (
+        (lay.vpp > 1, "has no term for interleaved stages"),
+        (lay.zero_stage > 1, f"shards no states, not zero {lay.zero_stage}"),
+        (problem.workload.model.experts is not None, "has no term for experts"),
+        (bool(plan.mini_sequences), "has no term for mini-sequences"),
+        (not fates <= {Recompute} or not whole or some, "recomputes whole stages or nothing"),
         (plan.states != problem.base_plan.states, "has no term for states kept elsewhere"),
     )
     return next((text for broken, text in rules if broken), "")

@@ -76,6 +76,7 @@ def derived(row: Mapping[str, str], cell: str, **changes: str) -> Cell:
         "tflops_per_gpu_as_published",
         "mfu_pct_as_published",
         "peak_device_bytes",
+        "peak_kind",
         "status",
         "note",
     )

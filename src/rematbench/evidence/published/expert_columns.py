@@ -8,7 +8,7 @@ from typing import Any, NoReturn, get_args
 from msgspec.structs import replace
 
 from rematbench.evidence.published.sheets import Row, RowError, read_choice, text, whole
-from rematbench.spec.jobfiles.megatron import modules_dropped
+from rematbench.solve.recompute_modules import MODULES
 from rematbench.spec.system import Dispatcher, System
 from rematbench.workload import Experts, Model, Precision
 
@@ -105,17 +105,18 @@ def expert_layout(row: Row) -> dict[str, int]:
     return found | ({"etp": whole(row, "etp")} if text(row, "etp") else {})
 
 
-def module_settings(row: Row, model: Model) -> dict[str, Any] | None:
+def module_settings(row: Row) -> dict[str, Any] | None:
     """The settings of selective_recompute for the modules of a row; None where the row names none
     or another policy."""
     modules = text(row, "recompute_modules").split()
     if not modules or set(modules) & {"none", "full"}:
         return None
-    try:
-        dropped = modules_dropped(modules, model)
-    except ValueError as error:
-        raise RowError("unsupported", f"column recompute_modules: {error}") from None
-    return {"activations": dropped}
+    unknown = [module for module in modules if module not in MODULES]
+    if unknown:
+        known = ", ".join(MODULES)
+        reason = f"column recompute_modules: {unknown[0]!r} is not modelled (known: {known})"
+        raise RowError("unsupported", reason)
+    return {"modules": tuple(modules)}
 
 
 def balance_remark(row: Row) -> str:

@@ -11,6 +11,7 @@ from rematbench.engine.lowering.host_states import rank_tensors
 from rematbench.evaluate.problems import make_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
 from rematbench.host.console import GIB
+from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.paths import data_dir
@@ -58,8 +59,8 @@ def fitted_other_bytes(node: str) -> int:
     return int(median(float(row["host_used_gib"]) * GIB - states_bytes(row) for row in rows))
 
 
-def states_bytes(row: Cell) -> int:
-    """Host bytes of the states of all ranks of a node, between two steps."""
+def row_problem(row: Cell) -> Problem:
+    """The problem of a row of the sheet."""
     sizes = {key: whole(row, key) for key in ("layers", "hidden", "heads", "kv_heads", "ffn")}
     model = replace(
         load_model("llama-7b"),
@@ -93,7 +94,13 @@ def states_bytes(row: Cell) -> int:
         system=system,
         seq_len=whole(row, "seq_len"),
     )
-    problem = make_problem(spec)
+    return make_problem(spec)
+
+
+def states_bytes(row: Cell) -> int:
+    """Host bytes of the states of all ranks of a node, between two steps."""
+    problem = row_problem(row)
+    layout, system = problem.layout, problem.system
     tensors = rank_tensors(problem, problem.base_plan, 0)
     states = zero3_host_states(tensors, layout.dp, system, share=float(row["host_ratio"]))
     nodes = int(row["node"].rpartition(" x")[2])

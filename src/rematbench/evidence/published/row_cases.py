@@ -3,6 +3,7 @@ RowError."""
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import cast, get_args
 
 import msgspec
@@ -11,6 +12,7 @@ from rematbench.evaluate.problems import Variant, make_problem, system_variant
 from rematbench.evidence.published import expert_columns
 from rematbench.evidence.published.sheets import (
     NOBODY,
+    PeakKind,
     Row,
     RowError,
     flag,
@@ -35,7 +37,7 @@ from rematbench.spec.load import (
     names,
 )
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import AttentionChoice, System, ZeroStage
+from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
 from rematbench.workload import GATED, MlpKind, Model, Precision
 
 ASSUMED = "unknown model: norms, biases and positions taken from"
@@ -65,7 +67,7 @@ SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "sco
 
 class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
-    of the model that the row does not give."""
+    of the model that the row does not give.  `peak_kind`: what its peak is."""
 
     model: Model
     system: System
@@ -73,6 +75,7 @@ class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     settings: dict[str, Value]
     offload: float | None
     assumed: str = ""
+    peak_kind: PeakKind = "allocated"
 
     @property
     def key(self) -> bytes:
@@ -114,7 +117,7 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
     if routed:
         model = expert_columns.read_experts(row, model)
         assumed = "; ".join(filter(None, (assumed, expert_columns.balance_remark(row))))
-        dropped = expert_columns.module_settings(row, model)
+        dropped = expert_columns.module_settings(row)
         method, settings = (
             (method, settings) if dropped is None else ("selective_recompute", dropped)
         )
@@ -130,8 +133,33 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         attention=read_choice(row, "attention", "flash", AttentionChoice),
         method=method,
         settings=settings,
+        optimizer=_home(row, "optimizer"),
+        parameters=_home(row, "parameters"),
         offload=fraction(row, "offload_fraction"),
+        peak_kind=read_choice(row, "peak_kind", "allocated", PeakKind),
     )
+
+
+@cache
+def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
+    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
+    name, words = claim_of_row(system, note)
+    return load_system(name).name, words
+
+
+def claim_of(row: Row) -> tuple[str, dict[str, str]]:
+    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
+    return _claim(row["system"], row["note"])
+
+
+def stack_of(row: Row) -> str:
+    """The name of a row's stack."""
+    return claim_of(row)[0]
+
+
+def _home(row: Row, column: str) -> Home | None:
+    """The memory of a state; None where the row does not say."""
+    return read_choice(row, column, "", Home) if text(row, column) else None
 
 
 # -- model, system, layout --------------------------------------------------------------------

@@ -21,6 +21,15 @@ Cell = dict[str, str]
 YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
 
 
+Quantity = Literal["allocated", "reserved", "device"]
+"""Device bytes of the fullest GPU, each a part of the next: torch's max_memory_allocated, its
+max_memory_reserved, and the device total, which nvidia-smi shows."""
+PeakKind = Literal["allocated", "reserved", "device", "computed", "unstated"]
+"""What a row's `peak_device_bytes` is: a Quantity; `computed` by formulas, not measured (states of
+the first stage's layers, and their kept activations times the micro-batches in flight); or
+`unstated` by its source, which is compared with nothing."""
+
+
 class RowError(ValueError):
     """A row that cannot be predicted: the row's status and a one-line reason."""
 

@@ -83,7 +83,7 @@ def cell_job(
     hosts = may_host(load_cluster(cluster), load_system(spec.system))
     home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
     problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
-    fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
+    fixed = Fixed(sp=True, micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
     request = SearchRequest(spec=problem, fixed=fixed, within=spec.within)
     return SearchJob(request, evaluator, programs)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rematbench.evaluate.problems import make_problem
-from rematbench.evaluate.result import Band
-from rematbench.evidence.bands import band_of, fits_word, ratio_band
+from rematbench.evidence.bands import band_of, ratio_band
+from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import number
 from rematbench.paper.matrix.best import BEST, CELL, OPEN
 from rematbench.paper.matrix.sweep import LAYOUT
@@ -34,7 +34,7 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
             where = tuple(row[key] for key in CELL)
             if where not in problems:
                 problems[where] = _problem(row, spec)
-            line |= _trust(row, band_of(problems[where], str(row["method"])))
+            line |= _trust(row, problems[where])
         lines.append(line)
     for table in dict.fromkeys(line["table"] for line in lines):
         for cell in by_cell(line for line in lines if line["table"] == table).values():
@@ -57,10 +57,10 @@ def _problem(row: Row, spec: MatrixSpec) -> Problem:
     )
 
 
-def _trust(row: Row, band: Band) -> Line:
-    rate = float(row["tokens_per_s_per_gpu"])
+def _trust(row: Row, problem: Problem) -> Line:
+    band, rate = band_of(problem, str(row["method"])), float(row["tokens_per_s_per_gpu"])
     return {
-        "fits": fits_word(float(row["headroom_bytes"]), float(row["usable_bytes"])),
+        "fits": fits_word(float(row["headroom_bytes"]), problem.room_bytes),
         "low": band.low(rate),
         "high": band.high(rate),
         "half_width": band.half_width,

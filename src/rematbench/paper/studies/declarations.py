@@ -19,7 +19,8 @@ from rematbench.spec.paths import data_dir
 LABEL = "config/claims.yaml"
 Form = Literal["value", "ratio", "less_pct", "more_pct"]
 Reduce = Literal["only", "max", "min", "mean"]
-Basis = Literal["fitted", "in-sample", "held-out", "untested"]
+Basis = Literal["fitted", "in-sample", "own configuration", "held-out", "untested"]
+"""`own configuration`: the source does not say what ran, so a part of it is our choice."""
 
 
 Declared = Literal["before", "after"]
@@ -90,8 +91,8 @@ class Unscored(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one row of claims.csv is compared, or why it is not compared. If the basis is not
-    held-out, `because` names the part of the model that the source influenced. `unscored`: numbers
-    after the headline that are not compared."""
+    held-out, `because` names the part of the model that the source influenced, or the part of the
+    configuration that is ours. `unscored`: numbers after the headline that are not compared."""
 
     id: str
     parts: tuple[Part, ...] = ()
@@ -132,7 +133,7 @@ def _problem(claim: Claim, claims: Claims, seen: set[str]) -> str:
         return f"unknown tolerance {claim.tolerance!r} (known: {', '.join(claims.tolerances)})"
     if claim.parts and claim.basis == "untested":
         return "a compared claim cannot be untested"
-    if claim.basis in ("fitted", "in-sample") and not claim.because:
+    if claim.basis not in ("held-out", "untested") and not claim.because:
         return f"basis {claim.basis} needs `because`"
     queries = (p for part in claim.parts if (p := _query_problem(part.query)))
     return _primary_problem(claim) or next(queries, "")

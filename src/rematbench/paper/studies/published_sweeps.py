@@ -6,8 +6,8 @@ from typing import Any
 from rematbench.advise.search.processes import MINUTE, rounds
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.evaluate.result import Result
-from rematbench.evidence.bands import reserve_bytes
 from rematbench.evidence.decisions import lost, regret, sweeps
+from rematbench.evidence.peaks import reserve_bytes
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED, SWEEP, Row, RowError, number
 from rematbench.paper.studies.published_layouts import search_question
@@ -71,10 +71,10 @@ def _fits(row: Row) -> bool:
 
 
 def _leaves(row: Row) -> bool:
-    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
-    assert peak is not None
-    assert usable is not None
-    return peak + reserve_bytes(int(usable)) <= usable
+    total, left = number(row, "pred_device_total_bytes"), number(row, "pred_headroom_bytes")
+    assert total is not None
+    assert left is not None
+    return reserve_bytes(int(total + left)) <= left
 
 
 def _is(row: Row, best: Result, job: SearchJob) -> bool:

@@ -90,7 +90,8 @@ NOTE = (
     "claim was recorded before or after we computed our value. config/claims.yaml has the "
     "tolerances, their reasons and the formulas of our numbers. Basis: fitted (shaped a "
     "constant), in-sample (its source shaped a "
-    "formula or a stack), held-out, untested. Nothing here was executed."
+    "formula or a stack), own configuration (the source does not say what ran), held-out, "
+    "untested. Nothing here was executed."
 )
 CLAIM_VERDICTS = (
     "met in all printed numbers",

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import asdict
 
@@ -22,31 +22,30 @@ from rematbench.evidence.accuracy import (
     validate,
 )
 from rematbench.evidence.bands import (
-    LEVEL,
-    Errors,
     bands_of,
     by_source,
     coverage,
-    peak_band,
     pooled,
-    quantile,
+    pooled_rows,
     ratio_band,
     ratio_coverage,
     ratio_errors,
     shipped_coverage,
     speed_errors,
+    with_outside,
 )
 from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
 from rematbench.evidence.job_evidence import (
     LeftOutCell,
-    covered,
     left_out_by_source,
     left_out_cells,
     out_of_source,
 )
+from rematbench.evidence.peaks import in_words
 from rematbench.evidence.published.derived import PUBLISHED
 from rematbench.evidence.published.host_rows import host_rows
-from rematbench.evidence.published.sheets import Row, number, read_predicted
+from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
+from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
 from rematbench.host.table import Column, Table, fixed, gib, percent, signed_percent, whole
 from rematbench.spec.constants import Calibration
@@ -75,9 +74,10 @@ TABLES = (
 )
 SHOWN = 40
 READ = (
-    "Errors cover predictions only, not fitted cells; n counts in-sample and held-out "
-    "cells. floor: one constant MFU fitted to the same cells as the model. left out: mean error "
-    "when the constants are refitted without this source (- where not refitted)."
+    "Errors cover predictions only, not fitted cells; n counts the others. sibling: constants were "
+    "fitted to other cells of the source, not to these. floor: one constant MFU fitted to the same "
+    "cells as the model. left out: mean error when the constants are refitted without this source "
+    "(- where not refitted)."
 )
 
 REACH = (
@@ -174,6 +174,7 @@ def accuracy_table(report: Report, calibration: Calibration, unseen: Sequence[Ro
             Column("n", "n"),
             Column("held-out", "held-out"),
             Column("in-sample", "in-sample"),
+            Column("sibling", "sibling"),
             Column("fitted", "fitted"),
             Column("constants", "constants"),
             Column("mean", "mean %", percent),
@@ -243,14 +244,11 @@ def verdict_table(verdicts: Verdicts) -> Table:
         ),
         rows=tuple(rows),
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
-        f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
+        f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted reserved bytes "
         "(negative: does not fit). Cells that a source marks with a dash are not scored. Tight: "
-        f"{verdicts.tight} cells fit, but their headroom is smaller than our memory error "
-        f"({percent(peak_band())} %, from {RESERVED}). {_of_oom(verdicts)}",
+        f"{verdicts.tight} cells fit, but their headroom is below the margin of the device total, "
+        f"{in_words()}. {_of_oom(verdicts)}",
     )
-
-
-RESERVED = "peaks as each source counts them (allocated or reserved)"
 
 
 def _of_oom(verdicts: Verdicts) -> str:
@@ -265,7 +263,8 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
     the predicted bands of `rows`."""
     found = coverage(cells) if cells else shipped_coverage(rows)
     if cells:
-        found.append(pooled(found, speed_errors(cells)))
+        errors = speed_errors(cells)
+        found += [pooled(found, errors), pooled_rows(found, errors)]
     return Table(
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band learnt from the other sources",
@@ -280,10 +279,16 @@ def band_table(cells: Sequence[LeftOutCell], rows: Sequence[Row]) -> Table:
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
         "is the quantile of the other sources' errors over jobs with the same number of "
         "properties (stack, generation, scale, context, mechanism) outside of the published "
-        "range. Ratios on one stack, "
+        "range, and at least that over jobs outside in the same property. Ratios on one stack, "
         f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
-        f"{_ratios(one_layout=False)} between layouts. Peaks: {percent(peak_band())} %.",
+        f"{_ratios(one_layout=False)} between layouts. {_margins()}",
     )
+
+
+def _margins() -> str:
+    """The margins of device bytes in a sentence."""
+    each = "; ".join(f"{kind} {in_words(kind)}" for kind in get_args(Quantity))
+    return f"Device bytes, published above predicted, by the quantity that rows print: {each}."
 
 
 def _ratios(*, one_layout: bool) -> str:
@@ -330,14 +335,15 @@ def evidence_table(cells: Sequence[LeftOutCell]) -> Table:
     of its properties outside, or at NOTHING if it has none."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
-    for source, own in by_source(cells).items():
-        others = [cell for cell in cells if cell.source != source]
-        bands, published = bands_of(others), covered(cell.job for cell in others)
-        for cell in own:
-            width = bands.band(cell.job).half_width
-            for kind in (*(published.outside(cell.job) or (NOTHING,)), ALL):
-                errors[kind][source].append(abs(cell.log_error))
-                widths[kind].append(width)
+    bands = {
+        source: bands_of([cell for cell in cells if cell.source != source])
+        for source in by_source(cells)
+    }
+    for cell, outside in with_outside(cells):
+        width = bands[cell.source].band(cell.job).half_width
+        for kind in (*(outside or (NOTHING,)), ALL):
+            errors[kind][cell.source].append(abs(cell.log_error))
+            widths[kind].append(width)
     rows = [
         {
             "outside": kind,

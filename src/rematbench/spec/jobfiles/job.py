@@ -212,7 +212,8 @@ def _system(
 
 
 def _rest(values: dict[str, Any]) -> dict[str, str]:
-    """The options with words: ZeRO stage, sequence parallelism, kernel, precision, homes."""
+    """The options with words: ZeRO stage, sequence parallelism, kernel, precision, homes; and the
+    length of documents."""
     options = {}
     if values.get("zero_stage", 1) != 1:
         options["zero_stage"] = str(values["zero_stage"])
@@ -222,6 +223,8 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])
+    if values.get("document_len"):
+        options["document_len"] = str(values["document_len"])
     if values.get("partition"):
         options["partition"] = str(values["partition"])
     return options

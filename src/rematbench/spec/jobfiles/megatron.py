@@ -2,11 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.jobfiles.reading import Reading, whole, without_effect
-from rematbench.workload import Model
 
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
@@ -131,39 +130,11 @@ SETTLED = {
     ),
 }
 """Options that `_read` uses or that change nothing which is modelled."""
-MODULES: dict[str, tuple[str, ...]] = {
-    "core_attn": ("attn_probs", "attn_probs_mask", "attn_probs_dropped", "lse"),
-    "layernorm": ("attn_norm_out", "mlp_norm_out"),
-    "mlp": ("gate_out", "up_out", "act_out", "fc2_in"),
-    "moe_act": ("expert_fc2_in",),
-    "shared_experts": ("shared_gate_out", "shared_up_out", "shared_fc2_in"),
-    "moe": ("router_scores", "permutation", "expert_in", "expert_fc1_out", "expert_probs"),
-}
-"""The saved tensors that a recompute module of Megatron-core drops (transformer_config.py,
-recompute_modules); `moe` drops those of moe_act and shared_experts too."""
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
 POSITIONS = {"rope": "rope", "learned_absolute": "learned", "none": "learned"}
 BACKENDS = {"flash": "flash", "fused": "flash", "auto": "flash", "unfused": "unfused"}
-
-
-def modules_dropped(modules: Iterable[str], model: Model) -> tuple[str, ...]:
-    """The saved tensors that recompute modules drop in a model's layers; ValueError for an unknown
-    module.  `mlp` is the MLP of dense layers."""
-    there = {
-        "mlp": model.expert_layers < model.num_layers,
-        "moe_act": model.experts is not None,
-        "moe": model.experts is not None,
-        "shared_experts": model.experts is not None and model.experts.shared_ffn > 0,
-    }
-    wanted = dict.fromkeys(modules)
-    unknown = [module for module in wanted if module not in MODULES]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r} is not modelled (known: {', '.join(MODULES)})")
-    if "moe" in wanted:
-        wanted |= dict.fromkeys(("moe_act", "shared_experts"))
-    return tuple(name for module in wanted if there.get(module, True) for name in MODULES[module])
 
 
 def is_launch(text: str) -> bool:

@@ -85,13 +85,24 @@ def read_trainer(data: Mapping[str, Any], file: str, package: str) -> Reading:
         key = "optim" if "optim" in data else "optimizer"
         done.add(key)
         read_optimizer(reading, str(data[key]), key)
-    for key in ("packing", "sample_packing", "neat_packing"):
-        if data.get(key):
-            done.add(key)
-            text = "attention is counted over whole sequences (documents are shorter)"
-            reading.notes.append(f"{key}: {text}")
+    done |= _packing(reading, data)
     sort_rest(reading, set(data) - done, without_effect)
     return reading
+
+
+def _packing(reading: Reading, data: Mapping[str, Any]) -> set[str]:
+    """Packed documents, whose mean length no file gives.  LLaMA-Factory's `packing` and TRL's
+    strategy `wrapped` let attention cross documents; all other packing keeps it inside them."""
+    keys = {key for key in ("packing", "sample_packing", "neat_packing") if data.get(key)}
+    crossing = data.get("packing_strategy") == "wrapped" or (
+        reading.package == "LLaMA-Factory" and not data.get("neat_packing")
+    )
+    for key in sorted(keys):
+        text = "attention crosses documents, so whole sequences are counted"
+        if not crossing:
+            text = "attention stays inside documents: --document-len, else whole sequences"
+        reading.notes.append(f"{key}: {text}")
+    return keys | {"packing_strategy"} & data.keys()
 
 
 def _model(reading: Reading, data: Mapping[str, Any]) -> set[str]:

@@ -18,6 +18,7 @@ from rematbench.engine.lowering.fates import PHASES, Resolved, resolve
 from rematbench.evaluate.result import evaluate_plan
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
+from rematbench.worlds.packages.limits import NOT_RUN
 from rematbench.worlds.packages.process import baselines
 from rematbench.worlds.records.refusals import refusals
 
@@ -29,12 +30,15 @@ class FlagsAnswer(Struct, frozen=True, kw_only=True):
     """A baseline's options for a wanted plan: `settings` and `flags` of its equal or nearest
     policy, and the `plan` of that policy.  `missing` names the differences of the policy's plan,
     and the features of the problem that the baseline cannot express; empty if the plans are
-    equal."""
+    equal.  `assumed`: facts of the stack that no option gives.  `not_run`: why this baseline does
+    not run the job, although the job has options."""
 
     baseline: str
     settings: dict[str, Any] = {}
     flags: str = ""
     missing: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
     plan: Plan | None = None
 
 
@@ -65,21 +69,32 @@ def costs(problem: Problem, plan: Plan, alternative: Plan) -> Costs | None:
     )
 
 
-def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
+def flags_of(problem: Problem, plan: Plan, baseline: str, *, whole: bool = False) -> FlagsAnswer:
     """The answer for a baseline's policy with a plan equal to `plan`.  Without an equal plan, it is
     the answer for the nearest policy, whose plan has the fewest bytes with a different fate.
-    `missing` also names the features of the problem that no policy of the baseline can express."""
+    `missing` also names the features of the problem that no policy of the baseline can express.
+    `whole`: with the arguments of the model."""
     wanted = fates(problem, plan)
-    inexpressible: tuple[str, ...] = baselines()[baseline].cls.inexpressible(problem)
+    cls = baselines()[baseline].cls
+    reasons: tuple[str, ...] = cls.inexpressible(problem)
+    inexpressible = tuple(reason for reason in reasons if not reason.endswith(NOT_RUN))
+    said = {
+        "baseline": baseline,
+        "assumed": cls.assumed(problem, offloads=offloads_any(wanted)),
+        "not_run": tuple(reason for reason in reasons if reason.endswith(NOT_RUN)),
+    }
+    base = problem.base_plan
+    if cls.partition(problem, plan):
+        base = replace(base, partition=plan.partition)
     nearest: tuple[int, FlagsAnswer] | None = None
-    for candidate, made in candidate_plans(problem, baseline):
+    for candidate, made in candidate_plans(problem, baseline, base):
         found = fates(problem, made)
         otherwise = sum(_apart_bytes(fate, found.get(site)) for site, fate in wanted.items())
         missing = (*_sites(wanted, found), *_rest(plan, made, offloads_any(wanted)), *inexpressible)
         answer = FlagsAnswer(
-            baseline=baseline,
+            **said,
             settings={f: getattr(candidate, f) for f in candidate.__struct_fields__},
-            flags=candidate.flags(problem),
+            flags=candidate.flags(problem, made, whole=whole),
             missing=missing,
             plan=made,
         )
@@ -87,13 +102,17 @@ def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
             return answer
         if nearest is None or otherwise < nearest[0]:
             nearest = otherwise, answer
-    return nearest[1] if nearest else FlagsAnswer(baseline=baseline, missing=inexpressible)
+    return nearest[1] if nearest else FlagsAnswer(**said, missing=inexpressible)
 
 
-def candidate_plans(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
-    """The policies of a baseline that have a plan for the problem, with their plans."""
+def candidate_plans(
+    problem: Problem, baseline: str, base: Plan | None = None
+) -> Iterator[tuple[Any, Plan]]:
+    """The policies of a baseline that have options for the problem, with their plans on `base` (the
+    problem's base plan)."""
+    base = problem.base_plan if base is None else base
     for candidate in baselines()[baseline].cls.candidates(problem):
-        made = candidate.plan(problem, problem.base_plan)
+        made = getattr(candidate, "decided", candidate.plan)(problem, base)
         if not isinstance(made, Unsupported):
             yield candidate, made
 

@@ -85,5 +85,6 @@ def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
         precision=spec.precision,
         attention=spec.attention,
         document_len=spec.document_len,
+        imbalance=spec.imbalance,
     )
     return make_problem(asked)

@@ -74,6 +74,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: AttentionChoice
     world: World = "simulated"
     document_len: int = 0
+    imbalance: float = 1.0
 
     @property
     def run_id(self) -> str:
@@ -221,6 +222,7 @@ def run_spec(
         attention=problem.asked_attention,
         world=world,
         document_len=work.document_len,
+        imbalance=work.imbalance,
     )
 
 

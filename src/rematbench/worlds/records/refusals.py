@@ -45,6 +45,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_in_backward(problem, plan),
         **_refused_of_units(problem, plan),
+        **_refused_of_pieces(problem, plan),
     }
     return [name for name, is_so in refused.items() if is_so]
 
@@ -72,6 +73,33 @@ def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:
         f"{words} on the host with sequence parallelism": bool(on_host) and lay.sequence_parallel,
     }
     return {name: by_unit and is_so for name, is_so in refused.items()}
+
+
+def _refused_of_pieces(problem: Problem, plan: Plan) -> dict[str, bool]:
+    """Refusals of optimizer states in pieces: states of other widths than the runtime's, pieces
+    that are not ranges of the rank's shards, and units whose states are in both memories."""
+    optimizer, system = plan.state("optimizer"), problem.system
+    if optimizer.pieces is None or optimizer.home == "device":
+        return {}
+    width = SUM_BYTES.get(problem.workload.precision, 4)
+    mixed = set(optimizer.pieces.places) != {"host"}
+    counts = [
+        count
+        for table in (problem.embedding, *problem.layer_kinds, problem.head)
+        for count in tensor_parameters(problem, table)
+    ]
+    refused = {
+        f"pieces of {system.optimizer_bytes}-byte optimizer states where it has {3 * width}": (
+            system.optimizer_bytes != 3 * width
+        ),
+        f"pieces of tensors that {optimizer.shards} ranks cannot share evenly": any(
+            count % optimizer.shards for count in counts
+        ),
+    }
+    for kind in ("gradient", "parameter"):
+        on_host = plan.state(kind).home == "host"
+        refused[f"pieces on the device with {kind}s on the host"] = mixed and on_host
+    return refused
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local
+from rematbench.engine.program.action import HOST_UPDATE, Action, Kind, is_local, piece_part
 from rematbench.engine.program.program import RankProgram
 from rematbench.worlds.torch import operators
 from rematbench.worlds.torch.dispatch import Tracker
@@ -27,6 +27,8 @@ from rematbench.worlds.torch.storages import (
     describe,
 )
 from rematbench.worlds.torch.streams import Mark, Streams, make_streams
+
+FIRST = piece_part(0)
 
 
 class Executor:
@@ -278,18 +280,21 @@ class Executor:
     def update(self, action: Action, span: Span) -> None:
         """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
         parameters = list(self.model.parameters.values())
-        if action.part:
+        pieces = self.model.pieces
+        if pieces is None and action.part:
             parameters = self.model.unit_parameters(span.chunk, action.part)
         if self.model.sharing and self.model.sharing.gradients_on_host:
             self.host_updates.finish()
-        with _disable_current_modes():  # an observer of gradients does not belong to the program
-            self.before_update(parameters)
+        if pieces is None or action.part in ("", FIRST):
+            with _disable_current_modes():  # an observer of gradients is not of the program
+                self.before_update(parameters)
         rule, step = self.optimizer, self.step
 
-        def work() -> None:
+        def whole() -> None:
             for parameter in parameters:
                 parameter.update(rule, step)
 
+        work = pieces.updating(action, span, self.memory, rule, step) if pieces else whole
         if action.stream == HOST_UPDATE:
             self.host_updates.start(work)
         else:

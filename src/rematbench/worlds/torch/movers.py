@@ -23,6 +23,7 @@ from rematbench.engine.program.action import (
     is_gradient,
     is_gradient_buffer,
     is_parameter_buffer,
+    is_piece,
     place,
 )
 from rematbench.worlds.torch.arithmetic import wide
@@ -218,7 +219,10 @@ class Movers:
             first += count
 
     def join(self, action: Action, span: Span) -> None:
-        """Join the parts into the whole tensor."""
+        """Join the parts into the whole tensor, or cast master weights."""
+        if self.model.pieces and is_piece(action.part):
+            self.model.pieces.cast(action, span, self.memory)
+            return
         name = action.allocs[0].name
         form = self.forms.pop(span.key(name))
         data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
@@ -243,6 +247,9 @@ class Movers:
 
     def to_host(self, action: Action, span: Span) -> None:
         """Offload a storage into the host pool, or copy the gradients of a host update there."""
+        if self.model.pieces and is_piece(action.part):
+            self.model.pieces.to_host(action, span, self.memory, self.streams)
+            return
         if action.op == GRADIENTS_DOWN and action.reads:
             self._add_on_host(action, span)
             return
@@ -285,6 +292,9 @@ class Movers:
 
     def to_device(self, action: Action, span: Span) -> None:
         """Reload a storage into new memory or a staging slot, or copy updated weights."""
+        if self.model.pieces and is_piece(action.part):
+            self.model.pieces.to_device(action, span, self.memory, self.streams)
+            return
         if action.op == WEIGHTS_UP:
             weights_to_device(self.model.parameters.values(), self.streams, action.stream)
             return

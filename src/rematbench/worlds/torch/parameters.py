@@ -233,27 +233,34 @@ class Parameter:
         if self.start == self.stop:
             return
         grad, value = self.host or HostShard(self.own_grad, self.own_value)
-        g = grad.to(self.master.dtype)
-        take = self._fused if fused(g) else self._written_out
-        take(g, rule, step)
+        adamw(self.master, self.moment1, self.moment2, grad, rule, step)
         value.copy_(self.master)
 
-    def _written_out(self, grad: Tensor, rule: AdamW, step: int) -> None:
-        """The step in torch operators."""
-        self.master.mul_(1.0 - rule.lr * rule.weight_decay)
-        self.moment1.lerp_(grad, 1.0 - rule.beta1)
-        self.moment2.mul_(rule.beta2).addcmul_(grad, grad, value=1.0 - rule.beta2)
-        root = (self.moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
-        self.master.addcdiv_(self.moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
+    def give_states_away(self) -> None:
+        """Drop AdamW's state, which is kept elsewhere in pieces."""
+        empty = self.master.new_empty(0)
+        self.master, self.moment1, self.moment2, self.host = empty, empty, empty, None
 
-    def _fused(self, grad: Tensor, rule: AdamW, step: int) -> None:
-        """The step by torch's kernel, which reads and writes each state once."""
-        count = torch.full((), float(step), device=grad.device)
+
+def adamw(
+    master: Tensor, moment1: Tensor, moment2: Tensor, grad: Tensor, rule: AdamW, step: int
+) -> None:
+    """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on a range of parameters: by torch's
+    kernel, which reads and writes each state once, or written out in torch operators."""
+    g = grad.to(master.dtype)
+    if fused(g):
+        count = torch.full((), float(step), device=g.device)
         torch._fused_adamw_(
-            [self.master], [grad], [self.moment1], [self.moment2], [], [count],
+            [master], [g], [moment1], [moment2], [], [count],
             lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2,
             weight_decay=rule.weight_decay, eps=rule.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
+        return
+    master.mul_(1.0 - rule.lr * rule.weight_decay)
+    moment1.lerp_(g, 1.0 - rule.beta1)
+    moment2.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
+    root = (moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
+    master.addcdiv_(moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
 
 
 class Owner(NamedTuple):
@@ -315,9 +322,14 @@ def build(
 
 def in_host_memory(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned for a GPU; a meta tensor gives a meta tensor."""
+    return host_memory(tensor, tensor.device)
+
+
+def host_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory, pinned for a GPU as the rank's device."""
     if tensor.device.type == "meta":
         return tensor.clone()
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
     return made.copy_(tensor)
 
 

@@ -26,6 +26,7 @@ from rematbench.worlds.torch.parameters import (
     specs_by_name,
     unit_specs,
 )
+from rematbench.worlds.torch.piece_states import Pieces
 from rematbench.worlds.torch.unit_states import Sharing, UnitStates, share
 
 Draw = Callable[[ParameterSpec], Tensor | None]
@@ -86,6 +87,7 @@ class RankModel:
             {unit.prefix: self._build(unit, seed, draw, states) for unit in chunk.units}
             for chunk, states in zip(self.chunks, self.unit_states, strict=True)
         ]
+        self.pieces = self._cut(plan)
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
         self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
@@ -93,6 +95,19 @@ class RankModel:
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
         """FLOPs of every kernel that has run, from the shapes that it ran with."""
+
+    def _cut(self, plan: Plan) -> Pieces | None:
+        """The optimizer's states in pieces, if the plan has pieces that are not all resident."""
+        optimizer = plan.state("optimizer")
+        if optimizer.pieces is None or optimizer.home == "device":
+            return None
+        parameters = list(self.parameters.values())
+        return Pieces(
+            optimizer.cut(sum(parameter.stop - parameter.start for parameter in parameters)),
+            parameters,
+            gradients_on_host=bool(self.sharing and self.sharing.gradients_on_host),
+            weights_on_host=bool(self.sharing and self.sharing.weights_on_host),
+        )
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
         return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab)
@@ -164,6 +179,7 @@ class RankModel:
     def host_states(self) -> list[Tensor]:
         """The optimizer's tensors in host memory."""
         found = [t for p in self.parameters.values() for t in p.host_tensors()]
+        found += self.pieces.at_home(on_host=True) if self.pieces else []
         return found + [t for states in self.every_unit() for t in states.host_tensors()]
 
     def every_unit(self) -> list[UnitStates]:
@@ -173,6 +189,7 @@ class RankModel:
     def states(self) -> list[Tensor]:
         """The tensors on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
+        found += self.pieces.at_home(on_host=False) if self.pieces else []
         found += [t for states in self.every_unit() for t in states.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
         return [*found, self.where, self.cos, self.sin]

@@ -1,0 +1,121 @@
+"""Experts of Megatron-core: their configuration, and what they need on fake tensors.
+
+A fake tensor has no values, so nobody can read how many tokens an expert receives.  The stand-ins
+here give every expert the same number, which is the balance that a prediction assumes.  No stand-in
+changes what is saved.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe import grouped_gemm_util, token_dispatcher
+from torch import Tensor
+
+from baselines.megatron_core.plan import MegatronCore
+from rematbench.spec.layout import Layout
+from rematbench.workload import Experts, Model
+from rematbench.worlds.torch.dispatch import DispatchMode
+
+ROUTER_DTYPE = "fp32"
+"""Megatron-LM's advice for many experts (--moe-router-dtype)."""
+
+
+def expert_fields(model: Model, layout: Layout, policy: MegatronCore) -> dict[str, Any]:
+    """The fields of TransformerConfig for a model's experts; empty for a dense model."""
+    experts = model.experts
+    if experts is None:
+        return {}
+    grouped = policy.recompute == "selective" and "moe_act" in policy.modules
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.active,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_layer_freq": [int(not model.is_dense(i)) for i in range(model.num_layers)],
+        "moe_router_score_function": experts.router,
+        "moe_router_dtype": ROUTER_DTYPE,
+        "moe_router_load_balancing_type": "aux_loss" if experts.aux_loss else "none",
+        "moe_aux_loss_coeff": experts.aux_loss,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": grouped,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        **({"moe_router_num_groups": experts.groups} if experts.groups > 1 else {}),
+    }
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """Whether a parameter belongs to an expert: its gradient is summed over fewer ranks."""
+    return not getattr(parameter, "allreduce", True)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The products of groups of rows with a matrix each, as shapes: it saves both operands."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, Tensor]:
+        rows, matrices = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(matrices)
+
+
+class _Products:
+    @staticmethod
+    def gmm(rows: Tensor, matrices: Tensor, _: Any, trans_b: bool = False) -> Tensor:
+        """The signature of the package grouped_gemm."""
+        assert not trans_b
+        product: Tensor = _GroupedProduct.apply(rows, matrices)  # type: ignore[no-untyped-call]
+        return product
+
+
+class Selecting(DispatchMode):  # type: ignore[no-untyped-call]
+    """Answers masked_select, whose size depends on values, with the balanced number of elements:
+    `share` of the mask's."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.active, self.count = experts.active, experts.count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, or make the result of a masked_select."""
+        if func is not torch.ops.aten.masked_select.default:
+            return func(*args, **(kwargs or {}))
+        tensor, mask = args
+        return tensor.new_empty(mask.numel() * self.active // self.count)
+
+
+def _even_counts(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
+    """The dispatcher's counts on the host, at the point where it copies them there."""
+    if point != dispatcher.cuda_dtoh_point:
+        return tokens_per_expert
+    tp, ep, here = dispatcher.tp_size, dispatcher.ep_size, dispatcher.num_local_experts
+    each = dispatcher.num_out_tokens // dispatcher.num_experts
+    dispatcher.input_splits = dispatcher.output_splits = [each * here] * ep
+    dispatcher.output_splits_tp = np.full(tp, each * here * ep)
+    dispatcher.num_global_tokens_per_local_expert = np.full((tp * ep, here), each)
+    return np.full(here, each * tp * ep)
+
+
+def install_balance(experts: Experts) -> Selecting:
+    """Install the stand-ins for fake tensors; the result is to be entered for the whole step."""
+    grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops = _Products
+    kind = token_dispatcher.MoEAlltoAllTokenDispatcher
+    kind._maybe_dtoh_and_synchronize = _even_counts
+    plain = kind.__init__
+
+    def built(self: Any, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options)
+        here = self.num_local_experts
+        indices = np.arange(self.num_experts * self.tp_size)
+        self.sort_input_by_local_experts = indices.reshape(-1, here).T.ravel()
+        self.restore_output_by_local_experts = indices.reshape(here, -1).T.ravel()
+
+    if getattr(kind, "_plain_init", None) is None:
+        kind._plain_init, kind.__init__ = plain, built
+    return Selecting(experts)

@@ -1,0 +1,202 @@
+"""The options of Megatron-LM's pretraining script for the facts of a stack, a layout and a model.
+
+Source: Megatron-LM, megatron/training/arguments.py of core 0.16.  A fact without an option is in
+NO_OPTION, and `flags` lists its value as assumed; tests hold every fact to one of the two tables.
+"""
+
+from collections.abc import Callable, Iterator
+
+from rematbench.problem import Problem
+from rematbench.spec.effects import ACTS
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
+from rematbench.workload import Experts, Model
+from rematbench.worlds.packages.limits import ABILITIES, assumed_facts, use_of
+
+BUCKET_PARAMETERS = 40_000_000
+"""The smallest default of --ddp-bucket-size (megatron/core/distributed)."""
+BACKENDS = {"fa1": "flash", "fa2": "flash", "fa3": "flash", "cudnn": "fused"}
+CP_KINDS = {"ring": "p2p", "allgather": "all_gather", "ulysses": "a2a"}
+VOCAB_MULTIPLE = 128
+RANK_ORDER = ("tp", "cp", "dp", "pp")
+PIPELINE_FIRST = ("tp", "cp", "pp", "dp")
+STATES = {12: "", 8: "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"}
+"""Bytes of master weights and moments, each with the dtypes that the optimizer is told."""
+POSITIONS = {"rope": "rope", "learned": "learned_absolute", "none": "none"}
+DISPATCHERS = {
+    "alltoall": "alltoall",
+    "allgather": "allgather",
+    "deepep": "flex --moe-flex-dispatcher-backend deepep",
+    "hybridep": "flex --moe-flex-dispatcher-backend hybridep",
+}
+
+
+def _attention(system: System) -> str | None:
+    backend = BACKENDS.get(system.attention)
+    return backend and f"--attention-backend {backend}"
+
+
+def _tp_overlap(system: System) -> str | None:
+    return {"gemm": "--tp-comm-overlap", "backward": ""}.get(system.tp_overlap)
+
+
+def _rope(system: System) -> str | None:
+    return {"fused": "", "eager": "--no-rope-fusion"}.get(system.rope)
+
+
+def _states(system: System) -> str | None:
+    words = STATES.get(system.optimizer_bytes)
+    return f"--use-precision-aware-optimizer {words}" if words else words
+
+
+def _p2p(system: System) -> str | None:
+    return {"interleaved": "", "none": "--no-overlap-p2p-communication"}.get(system.p2p_overlap)
+
+
+def _order(system: System) -> str | None:
+    orders: dict[tuple[str, ...], str] = {RANK_ORDER: "", PIPELINE_FIRST: "--use-tp-pp-dp-mapping"}
+    return orders.get(system.rank_order)
+
+
+def _bucket(system: System) -> str:
+    size = system.bucket_bytes // max(1, system.grad_bytes)
+    return f"--ddp-bucket-size {size}" if size not in (0, BUCKET_PARAMETERS) else ""
+
+
+def _gradients(nbytes: int) -> str | None:
+    """The dtype of gradients, which is that of their buffers and of their reduction."""
+    return {4: "", 2: "--grad-reduce-in-bf16"}.get(nbytes)
+
+
+OPTIONS: dict[str, Callable[[System], str | None]] = {
+    "attention": _attention,
+    "fused_loss": lambda system: "--cross-entropy-loss-fusion" * system.fused_loss,
+    "rope": _rope,
+    "norm": lambda system: "" if system.norm == "fused" else "--transformer-impl local",
+    "optimizer_bytes": _states,
+    "grad_bytes": lambda system: _gradients(system.grad_bytes),
+    "reduce_bytes": lambda system: _gradients(system.reduce_bytes),
+    "tp_overlap": _tp_overlap,
+    "p2p_overlap": _p2p,
+    "reduce_overlap": lambda system: "--overlap-grad-reduce" * system.reduce_overlap,
+    "gather_overlap": lambda system: "--overlap-param-gather" * system.gather_overlap,
+    "bucket_bytes": _bucket,
+    "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.cp_kind, 'p2p')}",
+    "dispatcher": lambda system: f"--moe-token-dispatcher-type {DISPATCHERS[system.dispatcher]}",
+    "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.cuda_graphs,
+    "optimizer_on_host": lambda system: (
+        "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.optimizer_on_host
+    ),
+    "vocab_multiple": lambda system: (
+        f"--make-vocab-size-divisible-by {system.vocab_multiple}"
+        * (system.vocab_multiple != VOCAB_MULTIPLE)
+    ),
+    "rank_order": _order,
+}
+"""The option of each fact: empty where Megatron-LM's default says the same, None for a value that
+no option gives."""
+POLICY = ("fused_swiglu", "param_bytes")
+"""Facts that the options of a policy and the precision give."""
+NO_OPTION = frozenset(ACTS) - {*OPTIONS, *POLICY, *ABILITIES}
+"""Facts that no option gives: a version's, its package's or the environment's."""
+NAMES = frozenset({
+    *("attention_backend", "cross_entropy_loss_fusion", "no_rope_fusion", "transformer_impl"),
+    *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
+    *("grad_reduce_in_bf16", "no_overlap_p2p_communication", "use_tp_pp_dp_mapping"),
+    *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "cp_comm_type"),
+    *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
+    *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),
+    *("group_query_attention", "max_position_embeddings", "position_embedding_type"),
+    *("num_attention_heads", "num_experts", "moe_layer_freq", "num_layers", "normalization"),
+    *("num_distributed_optimizer_instances",),
+})  # fmt: skip
+"""Names of the options printed here that a run of the package does not check against its job: the
+run has no GPU to overlap on, and takes the model from the job."""
+
+
+def stack_words(problem: Problem) -> list[str]:
+    """The options of the facts that act in a job."""
+    use = use_of(problem)
+    given = (OPTIONS[fact](problem.system) for fact in OPTIONS if ACTS[fact](use))
+    return list(dict.fromkeys(words for words in given if words))
+
+
+def assumed(problem: Problem, *, offloads: bool) -> Iterator[str]:
+    """The facts that act in a job and that no option gives, with their values."""
+    said = {fact for fact, words in OPTIONS.items() if words(problem.system) is not None}
+    return assumed_facts(problem, {*POLICY, *said}, offloads=offloads)
+
+
+def expert_words(layout: Layout, experts: Experts | None) -> list[str]:
+    """The layout of experts."""
+    if experts is None:
+        return []
+    return [
+        f"--expert-model-parallel-size {layout.ep}",
+        f"--expert-tensor-parallel-size {layout.expert_tp}",
+        "--moe-grouped-gemm",
+    ]
+
+
+def partition_words(sizes: list[int], layout: Layout) -> list[str] | None:
+    """The options for the layers of each stage; None for sizes that no option gives.  Stages
+    between the first and the last have equal sizes."""
+    middle = sizes[1:-1] or sizes[:1]
+    if layout.vpp > 1 or len(set(middle)) > 1:
+        return None if len(set(sizes)) > 1 else []
+    first, last = (sizes[0], sizes[-1]) if layout.pp > 1 else (middle[0], middle[0])
+    if len(set(sizes)) == 1:
+        return []
+    return [
+        f"--decoder-first-pipeline-num-layers {first}",
+        f"--decoder-last-pipeline-num-layers {last}",
+    ]
+
+
+def model_words(model: Model) -> list[str]:
+    """The arguments of a model."""
+    words = [
+        f"--num-layers {model.num_layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn}",
+        f"--num-attention-heads {model.num_heads}",
+        f"--kv-channels {model.head_dim}",
+        f"--vocab-size {model.vocab}",
+        f"--position-embedding-type {POSITIONS.get(model.position, 'rope')}",
+        f"--hidden-dropout {model.dropout}",
+        f"--attention-dropout {model.dropout}",
+    ]
+    if model.max_positions:
+        words.append(f"--max-position-embeddings {model.max_positions}")
+    if model.num_kv_heads < model.num_heads:
+        words.append(f"--group-query-attention --num-query-groups {model.num_kv_heads}")
+    words += ["--normalization RMSNorm"] * (model.norm == "rmsnorm")
+    if model.position == "rope" and model.rotary_share < 1.0:
+        words.append(f"--rotary-percent {model.rotary_share}")
+    words += ["--swiglu"] * (model.mlp == "swiglu")
+    words += ["--untie-embeddings-and-output-weights"] * (not model.tied_embeddings)
+    words += ["--disable-bias-linear"] * (not model.mlp_bias)
+    words += ["--add-qkv-bias"] * (model.qkv_bias and not model.mlp_bias)
+    return words + _experts(model)
+
+
+def _experts(model: Model) -> list[str]:
+    experts = model.experts
+    if experts is None:
+        return []
+    words = [
+        f"--num-experts {experts.count}",
+        f"--moe-router-topk {experts.active}",
+        f"--moe-ffn-hidden-size {experts.ffn}",
+        f"--moe-router-score-function {experts.router}",
+    ]
+    if experts.shared_ffn:
+        words.append(f"--moe-shared-expert-intermediate-size {experts.shared_ffn}")
+    if experts.aux_loss:
+        words.append("--moe-router-load-balancing-type aux_loss")
+        words.append(f"--moe-aux-loss-coeff {experts.aux_loss}")
+    if experts.dense_layers:
+        layers = [str(int(not model.is_dense(i))) for i in range(model.num_layers)]
+        words.append(f"--moe-layer-freq [{','.join(layers)}]")
+    return words

@@ -1,0 +1,134 @@
+"""karma: out of core by whole layers: swap the layers whose copies hide, recompute the others.
+
+Claim: recomputation between swaps keeps a GPU busy while layers are copied back, so training beyond
+the device's memory runs 1.52x faster on average than out-of-core work before it (convolutions).
+Source: Wahib et al., KARMA, SC 2020 (arXiv 2008.11421), its abstract.  Blocks of layers stay, leave
+for the host, or are recomputed while copies are under way; a model of stalls decides.
+Deviations: the equations could not be read, so the formulation is ours.  A block is one layer.  The
+last layers of each chunk stay, as many as fit.  Over the other layers, from the last to the first,
+a layer is swapped if its copy out hides behind the forwards, and its copy back behind the backwards
+and rebuilds, of the layers above it that hide no other copy; if not, it is recomputed.  On equal
+layers the swapped share is min(1, t_forward / t_copy), as memo's share of tokens, and this takes
+less time than stalls: t_forward (t_copy - t_forward) / t_copy is less than t_copy - t_forward.
+Weights, gradients and the update stay on the device (the paper's distributed part moves them too),
+and host memory bounds no choice.
+"""
+
+from itertools import pairwise
+from math import fsum
+from typing import ClassVar, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import (
+    Fate,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Transfers,
+    Unsupported,
+)
+from rematbench.problem import Problem
+from rematbench.solve.kept import (
+    holding_inputs,
+    kept_activations,
+    refused_in_pieces,
+    with_live_rules,
+)
+from rematbench.solve.layer_costs import backward_s, forward_s
+from rematbench.solve.search import smallest_feasible
+from rematbench.workload import NonNegativeInt
+
+Word = Literal["stay", "swap", "redo"]
+
+
+class Karma(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`resident`: the number of last layers of each chunk that stay (None: as many as fit)."""
+
+    name: ClassVar[str] = "karma"
+    planner: ClassVar[bool] = True
+    resident: NonNegativeInt | None = None
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Swap or recompute the layers that the device cannot hold."""
+        if "activation_offload" not in problem.system.features:
+            return Unsupported(f"system {problem.system.name} has no activation offload")
+        if not kept_activations(problem, base):
+            return Unsupported("the base keeps no activation to swap")
+        longest = max(len(chunk) for rank in base.partition for chunk in rank)
+        if reason := refused_in_pieces(problem, self.at(problem, base, longest)):
+            return Unsupported(reason)
+        if self.resident is not None:
+            return self.at(problem, base, longest - self.resident).noting(bound="given")
+        leaving = smallest_feasible(
+            lambda n: problem.cost.headroom_bytes(self.at(problem, base, n)), longest
+        )
+        bound = "no choice fits the device memory" if leaving is None else "device ledger"
+        return self.at(problem, base, longest if leaving is None else leaving).noting(bound=bound)
+
+    def at(self, problem: Problem, base: Plan, leaving: int) -> Plan:
+        """The plan in which the last layers of every chunk stay, and at most `leaving` of the
+        longest chunk's do not."""
+        longest = max(len(chunk) for rank in base.partition for chunk in rank)
+        swapped: list[int] = []
+        rebuilt: list[int] = []
+        ahead = 1
+        for chunk in (chunk for rank in base.partition for chunk in rank):
+            fates = _fates(problem, base, chunk, max(0, len(chunk) - longest + leaving))
+            places = [at for at, fate in enumerate(fates) if fate == "swap"]
+            ahead = max([ahead, *(b - a for a, b in pairwise(places))])
+            swapped += [chunk[at] for at in places]
+            rebuilt += [chunk[at] for at, fate in enumerate(fates) if fate == "redo"]
+        return _moved(problem, base, tuple(swapped), tuple(rebuilt), ahead)
+
+
+def _fates(problem: Problem, base: Plan, chunk: tuple[int, ...], leaving: int) -> list[Word]:
+    """The fates of a chunk's layers: the first `leaving` are swapped where both copies hide, and
+    recomputed where they do not."""
+    kept = kept_activations(problem, base)
+    fates: list[Word] = []
+    out_s = back_s = 0.0  # compute of the layers above that hides no copy yet
+    for position in range(len(chunk) - 1, -1, -1):
+        table = problem.layer(chunk[position])
+        sizes = [table.activations[name].nbytes for name in kept if name in table.activations]
+        copy_out = fsum(problem.cost.copy_s(size, "d2h") for size in sizes)
+        copy_back = fsum(problem.cost.copy_s(size, "h2d") for size in sizes)
+        again_s = 0.0
+        if position >= leaving:
+            fates.append("stay")
+        elif copy_out <= out_s and copy_back <= back_s:
+            fates.append("swap")
+            out_s, back_s = out_s - copy_out, back_s - copy_back
+        else:
+            fates.append("redo")
+            again_s = forward_s(problem, table)
+        out_s += forward_s(problem, table)
+        back_s += backward_s(problem, table) + again_s
+    return fates[::-1]
+
+
+def _moved(
+    problem: Problem, base: Plan, swapped: tuple[int, ...], rebuilt: tuple[int, ...], ahead: int
+) -> Plan:
+    """The base with the `swapped` layers copied back `ahead` layers early, and the others rebuilt
+    from their inputs."""
+    inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
+    if rebuilt:
+        base = holding_inputs(problem, base, inner, whole=True)
+    every = tuple(sorted(kept_activations(problem, base) | set(base.held)))
+    fates: tuple[tuple[tuple[int, ...], tuple[str, ...], Fate], ...] = (
+        (swapped, every, Offload()),
+        (rebuilt, inner, Recompute(scope="layer", whole=True)),
+    )
+    rules = [
+        Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
+        for layers, names, fate in fates
+        if layers and names
+    ]
+    made = with_live_rules(problem, base, *rules)
+    if not swapped:
+        return made
+    return replace(made, transfers=Transfers(granularity="layer", prefetch_layers=ahead))

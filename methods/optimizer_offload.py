@@ -1,0 +1,72 @@
+"""optimizer_offload: as many optimizer states on the host as memory needs, visiting as time allows.
+
+Claim: the smallest share of states that makes the plan fit leaves the device.  Of this share the
+device updates f* = t_cpu / (t_cpu + t_copy) by visits while the CPU updates the others, so both end
+together; the exact update and its lossless order stay.
+Source: our formulation.  The mechanism is that of Deep Optimizer States (Maurya et al. 2024), whose
+fraction is 1/K; t_cpu and t_copy are the seconds of one parameter's update on the CPU and of its
+visit, and a visit's delay of the CPU is subtracted from t_copy.
+Deviations: refused by name, because they are not lossless or need a second program: updates that
+are undone after the norm (SuperOffload) and stale gradients (ZenFlow).
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from rematbench.plan import Fraction, Pieces, Place, Plan, Settings, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.state_pieces import even, placed, refusal, shares, smallest_share
+from rematbench.workload import PositiveInt
+
+REFUSED = {
+    "rollback": "updates that a rollback undoes after the norm (SuperOffload) are not modelled",
+    "stale": "stale gradients (ZenFlow) are not lossless",
+}
+
+
+class OptimizerOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`share`: the share of states that leave the device (None: the smallest that fits).
+    `visiting`: of these, the share that the device updates (None: f*; 1 on a cluster without a host
+    rate).  `size`: parameters of a piece.  `slots`: visits in flight.  `order`: exact, or an order
+    that is refused."""
+
+    name: ClassVar[str] = "optimizer_offload"
+    moves_states: ClassVar[bool] = True
+    grid: ClassVar[tuple[Settings, ...]] = tuple({"share": k / 4} for k in range(1, 5))
+    share: Fraction | None = None
+    visiting: Fraction | None = None
+    size: PositiveInt = 100_000_000
+    slots: Annotated[int, Meta(ge=1, le=16)] = 2
+    order: Literal["exact", "rollback", "stale"] = "exact"
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Place the states by headroom and by f*."""
+        visiting = self.visiting
+        if visiting is None:
+            visiting = problem.cost.visiting_share(two_way=self.slots > 1)
+        reason = REFUSED.get(self.order, "") or refusal(problem, base, host=visiting < 1.0)
+        if reason:
+            return Unsupported(reason)
+        share, bound = self.share, "given"
+        if share is None:
+            steps = -(-max(shares(problem, base)) // self.size)
+            share, bound = smallest_share(
+                problem, lambda k: self.at(problem, base, k, visiting), steps
+            )
+        made = self.at(problem, base, share, visiting)
+        return made.noting(share=share, visiting=visiting, bound=bound)
+
+    def at(self, problem: Problem, base: Plan, share: float, visiting: float) -> Plan:
+        """The plan at one share and one fraction of visits."""
+        counts = shares(problem, base)
+        size = min(self.size, *counts)
+        count = -(-max(counts) // size)
+        away = round(count * share)
+        turns = iter(even(away, visiting, "visit", "host") if away else ())
+        places: list[Place] = [
+            next(turns) if place == "host" else place
+            for place in even(count, share, "host", "device")
+        ]
+        pieces = Pieces(size=size, places=tuple(places), slots=self.slots)
+        return placed(problem, base, pieces, gradients=False)

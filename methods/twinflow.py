@@ -1,0 +1,48 @@
+"""twinflow: a share of the optimizer states in host memory, the others resident on the device.
+
+Claim: with a ratio below 1 the device keeps and updates a share of the states, so the CPU has less
+to update.
+Source: TwinFlow in DeepSpeed (blogs/deepspeed-offloadpp, 2023; stage3.py 0.19.8, `ratio`), where
+the ratio counts sub-groups and each sub-group follows the one before it.
+Deviations: pieces have equal sizes, where a sub-group ends with a tensor.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from rematbench.plan import Fraction, Pieces, Plan, Settings, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.state_pieces import even, placed, refusal, shares, smallest_share
+from rematbench.workload import PositiveInt
+
+
+class Twinflow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`ratio`: the share of pieces on the host (None: the smallest that fits).  `size`: parameters
+    of a piece."""
+
+    name: ClassVar[str] = "twinflow"
+    moves_states: ClassVar[bool] = True
+    grid: ClassVar[tuple[Settings, ...]] = tuple({"ratio": k / 4} for k in range(1, 5))
+    ratio: Fraction | None = None
+    size: PositiveInt = 100_000_000
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Place a share of the pieces on the host."""
+        if reason := refusal(problem, base, host=True):
+            return Unsupported(reason)
+        share, bound = self.ratio, "given"
+        if share is None:
+            steps = -(-max(shares(problem, base)) // self.size)
+            share, bound = smallest_share(
+                problem, lambda ratio: self.at(problem, base, ratio), steps
+            )
+        return self.at(problem, base, share).noting(ratio=share, bound=bound)
+
+    def at(self, problem: Problem, base: Plan, ratio: float) -> Plan:
+        """The plan at one ratio."""
+        counts = shares(problem, base)
+        size = min(self.size, *counts)
+        places = even(-(-max(counts) // size), ratio, "host", "device")
+        pieces = Pieces(size=size, places=places, slots=0)
+        return placed(problem, base, pieces, gradients=True)

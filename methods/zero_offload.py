@@ -1,0 +1,35 @@
+"""zero_offload: all optimizer states in host memory, updated by the CPU.
+
+Claim: gradients leave the device during the backward, the CPU updates, and weights come back piece
+by piece beside the next pieces' updates, so a device holds 2 bytes a parameter in place of 16.
+Source: Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv 2101.06840: its CPU Adam copies by tile.
+Deviations: its delayed parameter update, which trains on weights one step old, is refused because
+it is not lossless.  With several micro-batches gradients leave after each of them.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from rematbench.plan import Pieces, Plan, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.state_pieces import placed, refusal, shares
+from rematbench.workload import PositiveInt
+
+
+class ZeroOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`size`: parameters of a piece.  `delayed`: the delayed parameter update."""
+
+    name: ClassVar[str] = "zero_offload"
+    moves_states: ClassVar[bool] = True
+    size: PositiveInt = 100_000_000
+    delayed: bool = False
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Place every piece on the host."""
+        if self.delayed:
+            return Unsupported("delayed updates are one step old: not lossless; use delayed=false")
+        if reason := refusal(problem, base, host=True):
+            return Unsupported(reason)
+        pieces = Pieces(size=min(self.size, *shares(problem, base)), places=("host",))
+        return placed(problem, base, pieces, gradients=True)

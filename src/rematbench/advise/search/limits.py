@@ -1,0 +1,66 @@
+"""The limits of a search's space, in words: what a person may set in `simulate` beyond it, and what
+no layout has here."""
+
+from collections.abc import Iterator
+
+from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
+from rematbench.advise.search.search_job import SearchJob
+from rematbench.advise.search.space import MOST_MICRO_BATCH
+from rematbench.spec.layout import Layout
+
+
+def space_words(job: SearchJob) -> str:
+    """The space of a search: the proof covers it and nothing else."""
+    layouts, methods = len(job.space.choices), len(job.variants)
+    many = "s" if layouts > 1 else ""
+    each = f"{methods} methods and their compositions"
+    if job.package:
+        each = f"{methods} policies that {job.package.name} has options for"
+    return f"{layouts:,} layout{many}, each with {each}"
+
+
+def not_searched(job: SearchJob) -> list[str]:
+    """What the space leaves out although `simulate` has it, and then what `simulate` does not
+    model."""
+    layouts = [choice.layout for choice in job.space.choices]
+    methods = _of_package() if job.package else _of_methods(job.variants)
+    return [*_of_layouts(job, layouts), *methods, *_not_modelled(job, layouts)]
+
+
+def pieces_limits(variants: list[Variant]) -> Iterator[str]:
+    """The most pieces of every method that computes in pieces."""
+    for variant in variants:
+        if variant.scalar is not None and variant.scalar.scale == "pieces":
+            yield f"more pieces than {variant.scalar.values[-1]}"
+
+
+def _of_layouts(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
+    fixed, spec, features = job.request.fixed, job.request.spec, job.system.features
+    if fixed.micro_batch is None and spec.global_batch > MOST_MICRO_BATCH:
+        yield f"micro-batches of more than {MOST_MICRO_BATCH} sequences"
+    if any(layout.pp > 1 for layout in layouts):
+        yield "partitions other than the even one with a layer more or less at the ends"
+        yield "schedules other than 1F1B"
+    if "hybrid_sharding" in features and not fixed.shard_degree:
+        yield "shard_degree (replicas of shards)"
+    if "param_offload" in features:
+        yield "parameters in host memory"
+
+
+def _of_package() -> Iterator[str]:
+    yield f"groups of more than {LARGEST_UNIT} layers"
+
+
+def _of_methods(variants: list[Variant]) -> Iterator[str]:
+    yield from pieces_limits(variants)
+    yield "settings of methods that are not in their grids"
+
+
+def _not_modelled(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
+    system, gpus = job.system, job.request.spec.gpus
+    if any(layout.pp > 1 for layout in layouts):
+        if {2, 3} & set(system.zero_stages):
+            yield "ZeRO 2 and 3 with pipelines (not modelled)"
+        yield "interleaving with micro-batches that are not a multiple of pp (not modelled)"
+    if gpus > 1 and system.cp_kind != "none" and "ulysses" in system.features:
+        yield "context parallelism with ulysses (not modelled)"

@@ -1,0 +1,243 @@
+"""The update of a rank's optimizer states, piece by piece, on the device and on the host.
+
+A piece that the host updates sends its gradients down and its weights up.  A piece that visits
+sends its states up, is updated on the device, and sends its states down.  The host's update of one
+piece, the copies of visits and the copy of weights that the host updated before run on streams of
+their own, so they overlap if the plan has slots for visits.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from msgspec import Struct
+
+from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.writer import BlockWriter
+from rematbench.engine.program.action import (
+    CAST,
+    COMPUTE,
+    GRADIENTS_DOWN,
+    HOST_UPDATE,
+    STATES_DOWN,
+    STATES_UP,
+    WEIGHTS_DOWN,
+    WEIGHTS_UP,
+    Action,
+    Alloc,
+    Kind,
+    master_buffer,
+    piece_part,
+    visit_buffer,
+)
+from rematbench.engine.program.program import Block
+from rematbench.plan import Piece, Pieces, Plan
+from rematbench.problem import Problem
+
+
+class PieceWidths(Struct, frozen=True, kw_only=True):
+    """Bytes per parameter.  `param`: weights in compute precision; `states`: master weights and
+    moments; `scratch`: what an update on the device holds and frees; `down`: gradients that are
+    still on the device and that the host's update needs; `up`: weights that the host's update sends
+    to the device (0: weights are at home on the host); `back`: weights that an update on the device
+    sends to the host; `master`: whether `up` is cast on the device."""
+
+    param: int
+    states: int
+    scratch: int
+    down: int
+    up: int
+    back: int
+    master: bool = False
+
+
+def piece_widths(plan: Plan, problem: Problem) -> PieceWidths:
+    """The widths of a plan's pieces."""
+    system, pieces = problem.system, plan.state("optimizer").pieces
+    here = plan.state("parameter").home == "device"
+    master = pieces is not None and pieces.wire == "master"
+    up = master_bytes(problem) if master else system.param_bytes
+    return PieceWidths(
+        param=system.param_bytes,
+        states=system.optimizer_bytes,
+        scratch=system.step_scratch_bytes,
+        down=0 if plan.state("gradient").home == "host" else system.host_grad_bytes,
+        up=up * here,
+        back=system.param_bytes * (not here),
+        master=master,
+    )
+
+
+MASTERS = 3
+"""The states of AdamW with master weights: the weights and two moments, all of one width."""
+
+
+def master_bytes(problem: Problem) -> int:
+    """Bytes of a master weight."""
+    return problem.system.optimizer_bytes // MASTERS
+
+
+Leaving = tuple[dict[str, int], ...]
+"""For each chunk, the parameters of each unit whose gradients go to the host when reduced."""
+
+
+def gradients_that_leave(chunks: Sequence[ChunkOps], plan: Plan) -> Leaving | None:
+    """The gradients of a rank that leave the device as they are reduced; None if all or none do."""
+    optimizer = plan.state("optimizer")
+    if optimizer.pieces is None or plan.state("gradient").home == "device":
+        return None
+    shards = optimizer.shards
+    held = sum(unit.parameters for chunk in chunks for unit in chunk.units)
+    pieces = [p for p in optimizer.cut(-(-held // shards)) if p.place == "host"]
+    found: Leaving = tuple({} for _ in chunks)
+    start = 0
+    for chunk in reversed(chunks):
+        for unit in reversed(chunk.units):
+            stop = start + -(-unit.parameters // shards)
+            leaving = sum(piece.within(start, stop) for piece in pieces)
+            found[chunk.chunk][unit.prefix], start = leaving, stop
+    return found
+
+
+def update_block(pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> Block:
+    """Update a rank's pieces, of which at least one is not resident on the device.  Without `cut`
+    there is one piece, which has no name."""
+    return Block("OPT_HOST", tuple(_Writer(pieces, cut, widths).run()))
+
+
+class _Writer:
+    """Writes the update of a rank's pieces, in the order of the pieces."""
+
+    def __init__(self, pieces: Sequence[Piece], cut: Pieces | None, widths: PieceWidths) -> None:
+        self.pieces, self.widths = pieces, widths
+        self.slots, self.named = (cut.slots if cut else 0), cut is not None
+        self.w = BlockWriter()
+        self.ready = self.w.mark(COMPUTE)
+        """All gradients and their norm; without slots also the end of the piece before."""
+        self.visiting: list[tuple[str, str]] = []  # the end of each visit in flight, its storage
+        self.updated: tuple[Piece, str] | None = None  # on the host; its weights are not up yet
+        self.down: dict[int, str] = {}  # the arrival of each piece's gradients on the host
+        self.back: list[str] = []
+        hosted = [piece for piece in pieces if piece.place == "host"]
+        self.next = {one.number: other for one, other in pairwise(hosted)} if self.slots else {}
+
+    def run(self) -> list[Action]:
+        """The actions of all pieces."""
+        for piece in self.pieces:
+            {"device": self._resident, "host": self._hosted, "visit": self._visit}[piece.place](
+                piece
+            )
+        self._weights_up()
+        self._end_visits(0)
+        for event in self.back:
+            self.w.wait(COMPUTE, event)
+        return self.w.actions
+
+    def _part(self, piece: Piece) -> str:
+        return piece_part(piece.number) if self.named else ""
+
+    def _resident(self, piece: Piece) -> None:
+        self._on_device(piece, ())
+
+    def _on_device(self, piece: Piece, reads: tuple[str, ...]) -> None:
+        widths, part = self.widths, self._part(piece)
+        self.w.add(
+            Action(
+                kind=Kind.OPTIMIZER,
+                stream=COMPUTE,
+                part=part,
+                op="optimizer",
+                reads=reads,
+                nbytes=widths.param * piece.count,
+                scratch=widths.scratch * piece.count,
+            )
+        )
+        if widths.back:
+            done, nbytes = self.w.mark(COMPUTE), widths.back * piece.count
+            self.back.append(self.w.state_copy(Kind.D2H, part, WEIGHTS_DOWN, nbytes, after=done))
+
+    def _hosted(self, piece: Piece) -> None:
+        """Update on the host, and send the gradients of the host's next piece down beside it."""
+        self._weights_up()
+        self.w.wait(HOST_UPDATE, self._gradients(piece))
+        done = self.w.new_event()
+        self.w.add(
+            Action(
+                kind=Kind.OPTIMIZER,
+                stream=HOST_UPDATE,
+                part=self._part(piece),
+                op="optimizer",
+                nbytes=self.widths.param * piece.count,
+                event=done,
+            )
+        )
+        self.updated = (piece, done)
+        if piece.number in self.next:
+            after = self.next[piece.number]
+            self.down[after.number] = self._gradients(after)
+        if not self.slots:
+            self._weights_up()
+            self.ready = self.w.mark(COMPUTE)
+
+    def _gradients(self, piece: Piece) -> str:
+        """The event after which a piece's gradients are on the host."""
+        arrived, nbytes = self.down.pop(piece.number, ""), self.widths.down * piece.count
+        if arrived or not nbytes:
+            return arrived or self.ready
+        part = self._part(piece)
+        return self.w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=self.ready)
+
+    def _weights_up(self) -> None:
+        """Send the weights of the host's latest piece to the device, and cast them there if they
+        are master weights."""
+        if self.updated is None:
+            return
+        (piece, done), self.updated = self.updated, None
+        part, nbytes = self._part(piece), self.widths.up * piece.count
+        allocs = (Alloc(master_buffer(part), nbytes),) if self.widths.master else ()
+        if nbytes:
+            done = self.w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=done, allocs=allocs)
+        if self.slots and not allocs:
+            self.back.append(done)
+            return
+        self.w.wait(COMPUTE, done)
+        for alloc in allocs:
+            self.w.add(
+                Action(
+                    kind=Kind.JOIN,
+                    stream=COMPUTE,
+                    part=part,
+                    op=CAST,
+                    reads=(alloc.name,),
+                    nbytes=nbytes,
+                )
+            )
+            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(alloc.name,)))
+
+    def _visit(self, piece: Piece) -> None:
+        """Copy a piece's states to the device, update them there, and copy them back."""
+        self._end_visits(max(0, self.slots - 1))
+        part, nbytes = self._part(piece), self.widths.states * piece.count
+        name = visit_buffer(part)
+        up = self.w.state_copy(
+            Kind.H2D,
+            part,
+            STATES_UP,
+            nbytes,
+            after=self.w.mark(COMPUTE),
+            allocs=(Alloc(name, nbytes),),
+        )
+        self.w.wait(COMPUTE, up)
+        self._on_device(piece, (name,))
+        done = self.w.mark(COMPUTE)
+        end = self.w.state_copy(Kind.D2H, part, STATES_DOWN, nbytes, after=done, reads=(name,))
+        self.visiting.append((end, name))
+        if not self.slots:
+            self._end_visits(0)
+            self.ready = self.w.mark(COMPUTE)
+
+    def _end_visits(self, leave: int) -> None:
+        """Wait for the oldest visits to be back, until `leave` are in flight, and free them."""
+        while len(self.visiting) > leave:
+            end, name = self.visiting.pop(0)
+            self.w.wait(COMPUTE, end)
+            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(name,)))

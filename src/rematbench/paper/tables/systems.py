@@ -1,0 +1,144 @@
+"""The table of systems: what of each system of the literature runs here, in which worlds, and how
+far published values are from ours; or the reason why it does not run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rematbench.evidence.published.sheets import read_sheet
+from rematbench.host.table import Column, Table
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import ConfigError, convert, read_mapping
+from rematbench.worlds.records.record import read_records
+
+INPUTS = {
+    "related": "config/related.yaml",
+    "methods": "results/paper/tables/methods.csv",
+    "accuracy": "results/paper/tables/accuracy_by_source.csv",
+    "claims": "results/paper/tables/claims.csv",
+    "traced": "results/measured/traced/*.json",
+    "executed": "results/measured/executed/*.json",
+    "measured": "results/measured/gpu*/records/*.json",
+}
+READS = ("methods/*.py",)
+Row = Mapping[str, Any]
+MET = ("within tolerance", "met")
+WORLDS = ("simulated", "traced", "executed", "measured")
+
+
+class Related(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A system of the literature (config/related.yaml says what its fields mean)."""
+
+    name: str
+    source: str
+    methods: tuple[str, ...] = ()
+    runs: str = ""
+    groups: tuple[str, ...] = ()
+    claims: tuple[str, ...] = ()
+    without: str = ""
+
+
+class RelatedFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contents of config/related.yaml."""
+
+    systems: tuple[Related, ...]
+
+
+def build(
+    related: Path,
+    methods: Path,
+    accuracy: Path,
+    claims: Path,
+    traced: list[Path],
+    executed: list[Path],
+    measured: list[Path],
+) -> Table:
+    """The table of all systems of the file; ConfigError for a system that neither runs nor says
+    why."""
+    label = str(related)
+    systems = convert(read_mapping(related, label), RelatedFile, label).systems
+    ran = {"simulated": [_words(row["label"]) for row in _ran(read_sheet(methods))]}
+    for world, paths in zip(WORLDS[1:], (traced, executed, measured), strict=True):
+        found = (record for _, record in read_records(paths))
+        ran[world] = [set(r.spec.method.split("+")) for r in found if r.status == "ok"]
+    groups, rows = read_sheet(accuracy), read_sheet(claims)
+    return systems_table([_row(system, ran, groups, rows, label) for system in systems])
+
+
+def systems_table(rows: Sequence[Row]) -> Table:
+    """The table of rows."""
+    return Table(
+        name="systems",
+        title="Systems of the literature, and what of each runs here",
+        columns=(
+            Column("system", "system"),
+            Column("planned", "planned by"),
+            *(Column(world, world) for world in WORLDS),
+            Column("published", "published, error of ours"),
+            Column("reason", "why not"),
+            Column("source", "source"),
+        ),
+        rows=tuple(rows),
+        note="Counts of committed results, alone and in compositions: jobs of config/paper.yaml "
+        "simulated, ranks traced on fake tensors, runs executed over gloo, and runs on one GPU "
+        "(gradients and bytes of ./bench measure). Errors are means over published rows "
+        "(accuracy_by_source); of claims the numbers of their primary questions count (claims).",
+    )
+
+
+def _row(
+    system: Related,
+    ran: Mapping[str, Sequence[set[str]]],
+    groups: Sequence[Row],
+    claims: Sequence[Row],
+    label: str,
+) -> Row:
+    here = [name for name in system.methods if name in discover().methods]
+    planned = ", ".join(here) or system.runs
+    if not planned and not system.without:
+        raise ConfigError(label, system.name, "nothing of it runs here: say why in `without`")
+    counts = {
+        world: sum(not names.isdisjoint(here) for names in ran[world]) or None for world in WORLDS
+    }
+    published = [*_errors(system.groups, groups), *_verdicts(system.claims, claims)]
+    return {
+        "system": system.name,
+        "planned": planned or None,
+        **(counts if here else {}),
+        "published": "; ".join(published) or None,
+        "reason": None if planned else system.without,
+        "source": system.source,
+    }
+
+
+def _errors(beginnings: Sequence[str], groups: Sequence[Row]) -> Iterable[str]:
+    for group in groups:
+        if group["name"].startswith(tuple(beginnings)) and group["mean"]:
+            yield f"{group['name']}: {100 * float(group['mean']):.1f} %"
+
+
+def _verdicts(beginnings: Sequence[str], claims: Sequence[Row]) -> Iterable[str]:
+    """How many of the numbers that claims print are met, of those that can be compared."""
+    asked = [
+        row
+        for row in claims
+        if row["asked"] == "primary" and row["id"].startswith(tuple(beginnings))
+    ]
+    compared = [row for row in asked if not row["verdict"].startswith("not comparable")]
+    if compared:
+        met = sum(row["verdict"] in MET for row in compared)
+        yield f"claims: {met} of {len(compared)} numbers met"
+    elif asked:
+        yield "claims: not comparable"
+
+
+def _ran(rows: Iterable[Row]) -> Iterable[Row]:
+    """The rows with a result; out of memory is one."""
+    return (row for row in rows if row["status"] in ("ok", "oom"))
+
+
+def _words(label: str) -> set[str]:
+    """The methods of a row's label, which may end in a remark in brackets."""
+    return set(label.partition(" (")[0].split("+"))

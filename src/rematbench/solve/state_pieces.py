@@ -1,0 +1,60 @@
+"""Plans that place a base's optimizer states in pieces."""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from rematbench.costs.states import shard
+from rematbench.plan import Pieces, Place, Plan
+from rematbench.problem import Problem, rank_parameters
+from rematbench.solve.search import smallest_feasible
+
+
+def refusal(problem: Problem, base: Plan, *, host: bool) -> str:
+    """The reason why a base's optimizer states cannot be placed in pieces; empty if they can.
+    `host`: whether the CPU is to update some."""
+    optimizer = base.state("optimizer")
+    if optimizer.home == "host" or optimizer.pieces is not None:
+        return "the base already places the optimizer's states"
+    if optimizer.update == "backward":
+        return "the base updates in the backward, which leaves no states to place"
+    if host and problem.cluster.host_update_parameters_per_s is None:
+        return f"cluster {problem.cluster.name} has no host_update_parameters_per_s"
+    return ""
+
+
+def shares(problem: Problem, base: Plan) -> list[int]:
+    """The parameters that each pipeline rank's optimizer updates."""
+    shards = base.state("optimizer").shards
+    ranks = range(problem.layout.pp)
+    return [shard(rank_parameters(problem, base, rank), shards) for rank in ranks]
+
+
+def even(count: int, share: float, one: Place, other: Place) -> tuple[Place, ...]:
+    """`count` places of which `share`, rounded, are `one`, spread evenly over the others."""
+    ones = round(count * share)
+    return tuple(
+        one if (at + 1) * ones // count > at * ones // count else other for at in range(count)
+    )
+
+
+def placed(problem: Problem, base: Plan, pieces: Pieces, *, gradients: bool) -> Plan:
+    """The base with its optimizer states in pieces.  `gradients`: those of pieces that the host
+    updates leave the device as they are reduced, not at the end of the step."""
+    if set(pieces.places) == {"device"}:
+        return base
+    optimizer = replace(base.state("optimizer"), home="host", pieces=pieces)
+    gradient = base.state("gradient")
+    if gradients and "host" in pieces.places:
+        gradient = replace(gradient, home="host")
+    others = tuple(s for s in base.states if s.kind not in ("optimizer", "gradient"))
+    return replace(base, states=(*others, gradient, optimizer))
+
+
+def smallest_share(problem: Problem, at: Callable[[float], Plan], steps: int) -> tuple[float, str]:
+    """The smallest share of the states that must leave the device so that the plan `at` the share
+    fits, in `steps` steps, and the source of the share."""
+    found = smallest_feasible(lambda k: problem.cost.headroom_bytes(at(k / steps)), steps)
+    if found is None:
+        return 1.0, "no share fits the device memory"
+    return found / steps, "device ledger"

@@ -1,0 +1,167 @@
+"""A rank's optimizer states in pieces: resident, updated on the host, or visiting the device.
+
+The rank's own shards lie one after another, from the last parameter to the first, and each piece is
+a range of them: it may begin and end inside a parameter.  The states of a piece (master weights and
+two moments) are one buffer, so that a visit is one copy.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.engine.program.action import CAST, GRADIENTS_DOWN, STATES_DOWN, STATES_UP, Action
+from rematbench.plan import Piece
+from rematbench.worlds.torch.parameters import AdamW, Parameter, adamw, host_memory
+from rematbench.worlds.torch.storages import ExecutionError, Memory, Span, Value
+from rematbench.worlds.torch.streams import Streams
+
+STATES = 3
+"""Master weights and two moments."""
+
+
+class Range(NamedTuple):
+    """A range [first, last) of a parameter's own shard, at `at` in its piece."""
+
+    parameter: Parameter
+    first: int
+    last: int
+    at: int
+
+    def of(self, piece: Tensor) -> Tensor:
+        """The range's part of a tensor of the piece."""
+        return piece[self.at : self.at + self.last - self.first]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient of the range."""
+        return self.parameter.own_grad[self.first : self.last]
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights of the range in compute precision."""
+        return self.parameter.own_value[self.first : self.last]
+
+
+def ranges_of(pieces: Sequence[Piece], parameters: Sequence[Parameter]) -> list[list[Range]]:
+    """The ranges of each piece; ExecutionError if the pieces are not the rank's own shards."""
+    found: list[list[Range]] = [[] for _ in pieces]
+    start = 0
+    for parameter in reversed(parameters):
+        stop = start + parameter.stop - parameter.start
+        for piece, ranges in zip(pieces, found, strict=True):
+            if piece.within(start, stop):
+                first, last = max(piece.start, start), min(piece.start + piece.count, stop)
+                ranges.append(Range(parameter, first - start, last - start, first - piece.start))
+        start = stop
+    total = sum(piece.count for piece in pieces)
+    if total != start:
+        raise ExecutionError(f"pieces of {total} parameters do not cut a share of {start}")
+    return found
+
+
+class PieceStates:
+    """The states of one piece where they are at home.  A piece that the host updates also has, in
+    host memory, the gradients that arrive and the weights that leave, unless a parameter's own
+    gradients and weights are there."""
+
+    def __init__(self, piece: Piece, ranges: list[Range], *, arrives: bool, leaves: bool) -> None:
+        self.piece, self.ranges = piece, ranges
+        first = ranges[0].parameter
+        device, wide, narrow = first.flat.device, first.master.dtype, first.flat.dtype
+        self.device, count = device, piece.count
+        hosted = piece.place == "host"
+        self.states = torch.zeros(STATES * count, dtype=wide, device=device)
+        for each in ranges:
+            each.of(self.states[:count]).copy_(each.parameter.master[each.first : each.last])
+        self.gradients = torch.zeros(count * (hosted and arrives), dtype=wide, device=device)
+        self.weights = torch.zeros(count * (hosted and leaves), dtype=narrow, device=device)
+        self.arrives, self.leaves = hosted and arrives, hosted and leaves
+        if piece.place != "device":
+            self.states = host_memory(self.states, device)
+            self.gradients = host_memory(self.gradients, device)
+            self.weights = host_memory(self.weights, device)
+
+    def tensors(self) -> list[Tensor]:
+        """The piece's tensors where it is at home."""
+        return [self.states, self.gradients, self.weights]
+
+    def update(self, states: Tensor, rule: AdamW, step: int) -> None:
+        """One AdamW step on `states`, which are the piece's states or their copy on the device."""
+        count = self.piece.count
+        for each in self.ranges:
+            gradient = each.of(self.gradients) if self.arrives else each.gradient
+            parts = [each.of(states[at * count : (at + 1) * count]) for at in range(STATES)]
+            adamw(parts[0], parts[1], parts[2], gradient, rule, step)
+            (each.of(self.weights) if self.leaves else each.weights).copy_(parts[0])
+
+
+class Pieces:
+    """The pieces of one rank, and the copies between the two homes."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        parameters: Sequence[Parameter],
+        *,
+        gradients_on_host: bool,
+        weights_on_host: bool,
+    ) -> None:
+        self.states = [
+            PieceStates(piece, ranges, arrives=not gradients_on_host, leaves=not weights_on_host)
+            for piece, ranges in zip(pieces, ranges_of(pieces, parameters), strict=True)
+        ]
+        for parameter in parameters:
+            parameter.give_states_away()
+
+    def at_home(self, *, on_host: bool) -> list[Tensor]:
+        """The tensors of all pieces in host memory, or on the device."""
+        found = [each for each in self.states if (each.piece.place != "device") == on_host]
+        return [tensor for each in found for tensor in each.tensors()]
+
+    def of(self, part: str) -> PieceStates:
+        """The piece of an action's part."""
+        return self.states[int(part[1:])]
+
+    def updating(
+        self, action: Action, span: Span, memory: Memory, rule: AdamW, step: int
+    ) -> Callable[[], None]:
+        """The work of an update: on the states at home, or on those that visit."""
+        piece = self.of(action.part)
+        states = memory[span.key(action.reads[0])].data if action.reads else piece.states
+        return lambda: piece.update(states, rule, step)
+
+    def to_host(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
+        """Copy gradients down for an update there, or the states of a visit back."""
+        piece = self.of(action.part)
+        if action.op == GRADIENTS_DOWN:
+            for each in piece.ranges:
+                _copy(streams, action.stream, each.of(piece.gradients), each.gradient)
+            return
+        assert action.op == STATES_DOWN
+        _copy(streams, action.stream, piece.states, memory[span.key(action.reads[0])].data)
+
+    def to_device(self, action: Action, span: Span, memory: Memory, streams: Streams) -> None:
+        """Copy the states of a visit up, or weights (or master weights) after their update."""
+        piece = self.of(action.part)
+        if action.op != STATES_UP and not action.allocs:
+            for each in piece.ranges:
+                _copy(streams, action.stream, each.weights, each.of(piece.weights))
+            return
+        home = piece.states if action.op == STATES_UP else piece.states[: piece.piece.count]
+        with streams.storage_pool():
+            room = torch.empty(home.shape, dtype=home.dtype, device=piece.device)
+        streams.run(action.stream, lambda: room.copy_(home, non_blocking=True), room)
+        memory.put(span.key(action.allocs[0].name), Value(room))
+
+    def cast(self, action: Action, span: Span, memory: Memory) -> None:
+        """Cast master weights that went up to compute precision."""
+        assert action.op == CAST
+        masters = memory[span.key(action.reads[0])].data
+        for each in self.of(action.part).ranges:
+            each.weights.copy_(each.of(masters))
+
+
+def _copy(streams: Streams, stream: str, target: Tensor, source: Tensor) -> None:
+    streams.run(stream, lambda: target.copy_(source, non_blocking=True))

@@ -1,0 +1,68 @@
+"""The space of a search: what it has, and that its output says what it leaves out."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.advise.search.limits import not_searched
+from rematbench.advise.search.questions import reached
+from rematbench.advise.search.search_job import SearchJob, SearchRequest
+from rematbench.advise.search.space import MOST_MICRO_BATCH, Fixed
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import method_text
+from rematbench.spec.problemspec import ProblemSpec
+
+LONG = ProblemSpec(
+    model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core", gpus=8,
+    seq_len=1_556_480, global_batch=1,
+)  # fmt: skip
+
+
+def job(fixed: Fixed = Fixed(), only: tuple[str, ...] = (), **others: Any) -> SearchJob:  # noqa: B008
+    """One of gpt-1.3b on a node."""
+    given: dict[str, Any] = {
+        "system": "megatron-core",
+        "seq_len": 2048,
+        "global_batch": 8,
+        **others,
+    }
+    spec = ProblemSpec(model="gpt-1.3b", cluster="a800-80gb", gpus=8, **given)
+    return SearchJob(SearchRequest(spec=spec, fixed=fixed, only=only))
+
+
+def test_tensor_parallelism_runs_with_and_without_sequence_parallelism() -> None:
+    """Each layout of several tensor-parallel ranks exists twice; a fixed choice holds."""
+    layouts = [choice.layout for choice in job().space.choices]
+    off = [lay for lay in layouts if lay.tp > 1 and not lay.sp]
+    assert off
+    assert {replace(lay, sp=True) for lay in off} == {lay for lay in layouts if lay.sp}
+    for sp in (True, False):
+        held = [c.layout for c in job(Fixed(tp=2, sp=sp)).space.choices]
+        assert {lay.sp for lay in held} == {sp}
+
+
+def test_a_length_that_rows_do_not_divide_has_tensor_parallelism_without_rows() -> None:
+    layouts = [c.layout for c in job(Fixed(tp=8), seq_len=1028).space.choices]
+    assert layouts
+    assert not any(lay.sp for lay in layouts)
+
+
+def test_the_output_names_every_limit_that_applies() -> None:
+    """Of a pipeline its schedules; of a batch its micro-batches; of methods their grids."""
+    whole = not_searched(job(global_batch=8 * MOST_MICRO_BATCH, system="rematbench"))
+    single = not_searched(job(Fixed(pp=1, micro_batch=1), ("keep_all",)))
+    for words in ("micro-batches of more than 64", "schedules other than 1F1B", "ZeRO 2 and 3"):
+        assert any(one.startswith(words) for one in whole), whole
+        assert not any(one.startswith(words) for one in single), single
+    last = discover().methods["mst"].grid[-1]
+    assert f"more pieces than {method_text(discover().methods['mst'], last)}" in whole
+
+
+@pytest.mark.full
+def test_the_longest_context_is_not_that_of_a_short_grid() -> None:
+    """At this length a plan by hand fits, with many pieces and no layer exempt from swapping."""
+    found = reached(SearchRequest(spec=LONG, fixed=Fixed(cp=8)), float("inf"), 1)
+    assert found is not None
+    assert found.fits
+    assert "exempt_layers=0" in found.method

@@ -1,0 +1,155 @@
+"""Layers with experts: one layer of Megatron-core, traced, keeps what its stack says, by module."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from baselines.megatron_core.plan import TRACED, MegatronCore
+from rematbench.plan import Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.recompute_modules import modules_dropped
+from rematbench.spec.layout import LayoutError
+from rematbench.workload import Experts, Model
+from rematbench.worlds.packages.process import job as make_job
+from rematbench.worlds.packages.process import policy, run_jobs
+from rematbench.worlds.packages.stack import stack_of
+from tests.baselines.cases import SEQ, TINY
+from tests.installed import needs
+from tests.problems import problem, remade
+
+EXPERTS = Experts(count=8, active=2, ffn=48)
+ROUTED = replace(TINY, name="tiny-experts", vocab=1024, experts=EXPERTS)
+SHARED = replace(ROUTED, experts=replace(EXPERTS, shared_ffn=32, dense_layers=(0,)))
+NORMED = replace(ROUTED, qk_norm=True, experts=replace(EXPERTS, router="sigmoid"))
+BALANCED = replace(ROUTED, experts=replace(EXPERTS, aux_loss=0.01))
+EP2 = {"ep": 2, "dp": 2}
+ETP1 = {"ep": 2, "dp": 2, "tp": 2, "etp": 1}
+ETP2 = {"ep": 2, "dp": 2, "tp": 2}
+TP4 = {"ep": 2, "tp": 4, "etp": 2}
+PP2 = {"ep": 2, "dp": 2, "pp": 2}
+
+
+SCALAR = 4
+"""The peaks of two depths may be at operators of the loss between which a scalar is freed."""
+
+
+class Layered(NamedTuple):
+    """A model, a layout, and the recompute modules (`full`: whole layers)."""
+
+    model: Model
+    layout: dict[str, int]
+    modules: tuple[str, ...] = ()
+
+    def problem(self, num_layers: int) -> Problem:
+        made = problem(
+            model=replace(self.model, num_layers=num_layers),
+            seq_len=SEQ,
+            global_batch=4,
+            **self.layout,
+        )
+        return remade(made, workload=replace(made.workload, precision="bf16"))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        words: dict[str, Any] = {"bias_activation_fusion": True}
+        if self.modules == ("full",):
+            return words | {"recompute": "full"}
+        return words | ({"recompute": "selective", "modules": self.modules} if self.modules else {})
+
+    def kept_bytes(self) -> int:
+        """What a further layer on every stage adds on the first, from its table and its stack."""
+        few, more = (self.problem(count) for count in self.depths)
+        method = policy("megatron_core", self.settings).methods[0]
+        stacks = [stack_of("megatron_core", method, one) for one in (few, more)]
+        table = stacks[0].problem(few).layer(few.workload.model.num_layers - 1)
+        once = sum(stacks[1].once.values()) - sum(stacks[0].once.values())
+        dropped: set[str] = set(table.saved) - {"layer_input"}
+        if self.modules != ("full",):
+            beside = [name for module in self.modules for name in TRACED.get(module, ())]
+            dropped = {*modules_dropped(self.modules), *beside}
+        layer = sum(table.activations[name].nbytes for name in set(table.saved) - dropped)
+        return min(few.layout.pp, few.layout.num_micro_batches) * layer + once
+
+    @property
+    def depths(self) -> tuple[int, int]:
+        pp = self.layout.get("pp", 1)
+        return 2 * pp, 3 * pp
+
+
+GRID = [
+    *(Layered(ROUTED, layout) for layout in (ETP1, PP2)),
+    Layered(replace(ROUTED, num_kv_heads=4), TP4),
+    Layered(BALANCED, {}),
+    Layered(SHARED, ETP1),
+    *(
+        Layered(SHARED, EP2, (module,))
+        for module in ("moe", "moe_act", "layernorm", "shared_experts", "core_attn", "full")
+    ),
+    Layered(ROUTED, ETP2, ("moe_act",)),
+    Layered(ROUTED, PP2, ("moe",)),
+    Layered(NORMED, ETP1, ("layernorm", "core_attn", "moe")),
+]
+
+
+def simulated() -> bool:
+    """Whether a problem with experts can be made."""
+    try:
+        Layered(ROUTED, {}).problem(2)
+    except LayoutError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not simulated(), reason="steps with experts are not simulated")
+
+
+@pytest.mark.full
+def test_one_more_layer_with_experts_weighs_what_the_stack_says(tmp_path: Path) -> None:
+    needs("megatron.core")
+    jobs = [
+        make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
+        for case in GRID
+        for count in case.depths
+    ]
+    records = run_jobs("megatron_core", jobs, tmp_path)
+    traced = []
+    for few, more in zip(records[::2], records[1::2], strict=True):
+        assert few.measured is not None, few.reason
+        assert more.measured is not None, more.reason
+        peaks = [one.measured.ranks[0].activation_peak_bytes for one in (few, more)]
+        traced.append(peaks[1] - peaks[0])
+    for case, found in zip(GRID, traced, strict=True):
+        assert abs(found - case.kept_bytes()) <= SCALAR, str(case)
+
+
+def reason(model: Model, layout: dict[str, int], **settings: Any) -> str:
+    """Why a policy gives no plan."""
+    plan = MegatronCore(**{"bias_activation_fusion": True, **settings}).plan
+    case = Layered(model, layout).problem(4)
+    found = plan(case, case.base_plan)
+    assert isinstance(found, Unsupported)
+    return found.reason
+
+
+def test_gradients_that_would_be_wrong_beside_a_right_loss_are_refused() -> None:
+    assert "auxiliary loss under tp" in reason(BALANCED, ETP2)
+    assert "does not sum the gradients of experts over tp" in reason(ROUTED, {"tp": 2, "etp": 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        (ROUTED, {"bias_activation_fusion": False}, "without bias_activation_fusion"),
+        (ROUTED, {"modules": ("mlp",)}, "module mlp has no effect"),
+        (ROUTED, {"modules": ("shared_experts",)}, "module shared_experts has no effect"),
+        (ROUTED, {"modules": ("moe", "moe_act")}, "moe_act beside moe has no effect"),
+        (replace(TINY, vocab=64), {"modules": ("moe",)}, "module moe has no effect"),
+    ],
+)
+def test_modules_that_do_nothing_are_refused(
+    model: Model, settings: dict[str, Any], words: str
+) -> None:
+    chosen = {"recompute": "selective"} if "modules" in settings else {}
+    assert words in reason(model, {}, **chosen, **settings)

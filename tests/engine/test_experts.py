@@ -1,0 +1,178 @@
+"""Steps of models with experts: collectives, the host's waits, recomputed modules, methods."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.costs.operators.experts import COUNTS
+from rematbench.costs.operators.ops import Comm
+from rematbench.engine.lowering.lower import lower
+from rematbench.engine.program.action import Action, Kind
+from rematbench.engine.simulate.op_level import simulate
+from rematbench.engine.simulate.seconds import ActionCosts
+from rematbench.evaluate.breakdown import parts_of
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
+from rematbench.evaluate.result import assumed
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.spec.layout import LayoutError
+from rematbench.workload import Experts
+from tests.problems import LLAMA, layers, plan_of, problem, refusal, remade
+
+ALL = Experts(count=8, active=2, ffn=64)
+MIXTURE = replace(LLAMA, experts=ALL)
+SHARED = replace(MIXTURE, experts=replace(ALL, shared_ffn=32, dense_layers=(0,)))
+
+
+def given(model: Any = MIXTURE, **layout: Any) -> Problem:
+    made = problem(**{"model": model, "dp": 4, "ep": 4, "global_batch": 4, **layout})
+    return remade(made, evaluator=evaluate)
+
+
+def actions(found: Problem, plan: Plan | None = None) -> list[Action]:
+    program = lower(plan or found.base_plan, found)
+    check(program)
+    return [action for rank in program.ranks for action, _, _ in rank.actions()]
+
+
+def exchanges(found: Problem, plan: Plan | None = None) -> Counter[tuple[Kind, str]]:
+    named = [a for a in actions(found, plan) if a.comm and a.comm.group == "ep"]
+    return Counter((action.kind, action.op) for action in named)
+
+
+def test_tokens_are_exchanged_twice_in_each_direction() -> None:
+    found = given()
+    layers_ = found.workload.model.num_layers
+    assert exchanges(found) == {
+        (Kind.ALL_TO_ALL, "dispatch"): 2 * layers_,
+        (Kind.ALL_TO_ALL, "combine"): 2 * layers_,
+        (Kind.ALL_GATHER, COUNTS): layers_,
+    }
+    assert not exchanges(given(ep=1))
+
+
+def test_recomputing_experts_sends_their_tokens_again() -> None:
+    found = given()
+    plan = plan_of(found, "selective_recompute", modules=["moe"])
+    count = found.workload.model.num_layers
+    for name in ("dispatch", "combine"):
+        assert exchanges(found, plan)[Kind.ALL_TO_ALL, name] == 3 * count
+    assert exchanges(found, plan)[Kind.ALL_GATHER, COUNTS] == 2 * count
+    cheap = plan_of(found, "selective_recompute", modules=["moe_act", "layernorm"])
+    assert exchanges(found, cheap) == exchanges(found)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_experts_are_summed_over_their_own_peers(stage: int, overlap: bool) -> None:
+    changes = {"reduce_overlap": overlap, "gather_overlap": overlap, "bucket_bytes": 1 << 40}
+    found = given(dp=4, ep=2, zero_stage=stage, system_changes=changes)
+    table, width = found.layer(0), found.system.reduce_bytes
+    experts = found.workload.model.num_layers * table.expert_parameters
+    comms = [a.comm for a in actions(found) if a.op == "gradients" and a.comm]
+    kind: Any = "reduce_scatter" if stage else "all_reduce"
+    rest = LLAMA.parameters - 4 * LLAMA.mlp_parameters(LLAMA.ffn) + 4 * 8 * LLAMA.hidden
+    assert comms == [Comm(kind, "dp", width * rest), Comm(kind, "edp", width * experts)]
+    gathers = [a.comm for a in actions(found) if a.op == "parameters" and a.comm]
+    assert {comm.group for comm in gathers} == ({"dp", "edp"} if stage else set())
+    moved = sum(comm.nbytes for comm in gathers if comm.group == "edp")
+    assert moved == (found.system.gather_bytes * experts if stage else 0)
+
+
+def test_experts_without_peers_are_not_reduced() -> None:
+    groups = {a.comm.group for a in actions(given()) if a.op == "gradients" and a.comm}
+    assert groups == {"dp"}
+
+
+def test_tensor_parallel_ranks_can_be_the_only_peers_of_experts() -> None:
+    found = given(tp=2, dp=1, ep=1, etp=1, global_batch=1)
+    assert (found.layout.state_shards, found.layout.expert_dp) == (1, 2)
+    held = evaluate(found, found.base_plan).ranks[0]
+    experts = 4 * found.layer(0).expert_parameters
+    rest = sum(table.parameters for table in (found.embedding, found.head)) + 4 * (
+        found.layer(0).parameters - found.layer(0).expert_parameters
+    )
+    assert held.optimizer == found.system.optimizer_bytes * (rest + experts // 2)
+    groups = [a.comm.group for a in actions(found) if a.op == "gradients" and a.comm]
+    assert "edp" in groups
+
+
+def test_sequence_parallel_ranks_sum_the_routers_gradients() -> None:
+    both = {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "global_batch": 2}
+    norms = [
+        sum(a.comm.nbytes for a in actions(one) if a.op == "norm_gradients" and a.comm)
+        for one in (given(**both), given(LLAMA, **both | {"ep": 1, "etp": None}))
+    ]
+    routers = 4 * 8 * LLAMA.hidden
+    assert norms[0] - norms[1] == given().system.grad_bytes * routers
+
+
+def test_the_allgather_dispatcher_gathers_all_tokens() -> None:
+    found = given(system_changes={"dispatcher": "allgather"})
+    count = found.workload.model.num_layers
+    assert exchanges(found) == {
+        (Kind.ALL_GATHER, "sort"): count,
+        (Kind.REDUCE_SCATTER, "unsort"): count,
+        (Kind.ALL_GATHER, "unsort"): count,
+        (Kind.REDUCE_SCATTER, "sort"): count,
+    }
+    moved = {a.comm.nbytes for a in actions(found) if a.comm and a.comm.group == "ep"}
+    assert moved == {4 * found.layer(0).activations["mlp_norm_out"].nbytes}
+    assert found.layer(0).saved_bytes == given().layer(0).saved_bytes
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+def test_the_host_waits_for_the_counts(ep: int) -> None:
+    found = given(ep=ep)
+    costs = ActionCosts(found)
+    held = {(a.kind, a.op) for a in actions(found) if costs.held(a)}
+    kind = Kind.ALL_GATHER if ep > 1 else Kind.FORWARD
+    assert held == {(kind, COUNTS)}
+    assert not any(ActionCosts(given(LLAMA, ep=1)).held(a) for a in actions(given(LLAMA, ep=1)))
+
+
+def test_exchanges_are_a_part_of_the_step() -> None:
+    found = given()
+    program = lower(found.base_plan, found)
+    step_s = evaluate(found, found.base_plan).step_s
+    parts = parts_of(found, program, step_s)
+    assert parts["ep"] > 0
+    assert sum(parts.values()) == pytest.approx(step_s)
+    assert simulate(program, ActionCosts(found, program)).step_s == pytest.approx(step_s)
+    assert "experts balanced" in assumed(found)
+
+
+METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("full_recompute", {}),
+    ("selective_recompute", {"modules": ["moe"]}),
+    ("selective_recompute", {"modules": ["moe_act", "shared_experts", "layernorm"]}),
+    ("balanced_checkpointing", {}),
+    ("balanced_checkpointing", {"point": "all"}),
+    ("memo", {"alpha": 0.5, "exempt_layers": 1}),
+    ("full_recompute+mst", {"mlp_chunks": 2, "head_chunks": 2}),
+    ("balanced_checkpointing+pp_offload", {"alpha": 0.5, "min_bytes": 512, "granularity": 256}),
+)
+
+
+@pytest.mark.parametrize(("method", "settings"), METHODS)
+def test_methods_free_bytes_of_experts(method: str, settings: dict[str, Any]) -> None:
+    model = layers(8, SHARED)
+    found = given(model, pp=4, tp=2, dp=2, ep=2, etp=1, global_batch=16)
+    plan = plan_of(found, method, **settings)
+    check(lower(plan, found))
+    kept = sum(r.activation_peak for r in evaluate(found, found.base_plan).ranks)
+    assert sum(r.activation_peak + r.pools for r in evaluate(found, plan).ranks) < kept
+
+
+def test_modules_that_no_layer_has_are_refused() -> None:
+    assert refusal(given(), "selective_recompute", modules=["mlp"]).endswith("test-llama has mlp")
+    dense = given(LLAMA, ep=1)
+    assert refusal(dense, "selective_recompute", modules=["moe_act"]).endswith("has moe_act")
+
+
+def test_graphs_of_layers_with_experts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="not simulated with CUDA graphs: test-llama has"):
+        given(system_changes={"cuda_graphs": True})

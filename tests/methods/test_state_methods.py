@@ -1,0 +1,126 @@
+"""Methods that place optimizer states: what they plan, and what they refuse."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+
+from rematbench.engine.lowering.lower import lower
+from rematbench.evaluate.evaluation import evaluate
+from rematbench.evaluate.proof import check
+from rematbench.plan import Plan, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.state_pieces import shares
+from tests.problems import all_methods, layers, on, problem, remade, tight
+
+METHODS = ("zero_offload", "twinflow", "deep_optimizer_states", "optimizer_offload")
+UNDER = ("full_recompute", "memo:alpha=0.5", "balanced_checkpointing", "mst", "lynx_heu")
+SMALL: dict[str, str] = {
+    "zero_offload": "zero_offload:size=4000",
+    "twinflow": "twinflow:ratio=0.5,size=4000",
+    "deep_optimizer_states": "deep_optimizer_states:size=4000",
+    "optimizer_offload": "optimizer_offload:share=0.75,size=4000",
+}
+
+
+@cache
+def given(rate: float | None = 1e9) -> Problem:
+    made = problem(model=layers(4), dp=2, zero_stage=1, global_batch=2)
+    return remade(on(made, host_update_parameters_per_s=rate), evaluator=evaluate)
+
+
+def planned(spec: str, made: Problem, **settings: Any) -> Plan | Unsupported:
+    return all_methods().resolve(spec, settings or None, made).plan(made)
+
+
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("name", METHODS)
+def test_each_composes_with_every_method_of_activations(name: str, under: str) -> None:
+    made = given()
+    for spec in (f"{under}+{SMALL[name]}", f"{SMALL[name]}+{under}"):
+        plan, alone = planned(spec, made), planned(under, made)
+        if isinstance(alone, Unsupported):
+            continue
+        assert isinstance(plan, Plan), plan
+        check(lower(plan, made))
+        optimizer, rules = plan.state("optimizer"), plan.rules
+        assert optimizer.pieces is not None
+        assert rules == alone.rules
+        whole, cut = evaluate(made, alone), evaluate(made, plan)
+        assert cut.ranks[0].optimizer < whole.ranks[0].optimizer
+
+
+def counts(plan: Plan | Unsupported, made: Problem) -> dict[str, float]:
+    assert isinstance(plan, Plan)
+    (count,) = shares(made, plan)
+    found = plan.state("optimizer").counts(count)
+    return {place: found[place] / count for place in found}  # type: ignore[index]
+
+
+def test_shares_are_those_that_were_asked_for() -> None:
+    made = given()
+    assert counts(planned(SMALL["zero_offload"], made), made)["host"] == 1.0
+    half = counts(planned(SMALL["twinflow"], made), made)
+    assert half["device"] == pytest.approx(0.5, abs=0.1)
+    every = counts(planned("deep_optimizer_states:interleave=4,size=500", made), made)
+    assert every["visit"] == pytest.approx(0.25, abs=0.02)
+    ours = planned("optimizer_offload:share=0.5,visiting=0.6,size=500", made)
+    assert counts(ours, made)["visit"] == pytest.approx(0.3, abs=0.02)
+
+
+def test_ours_takes_the_least_that_fits_and_nothing_if_all_fits() -> None:
+    made = given()
+    assert planned("optimizer_offload:size=500", made).state("optimizer").pieces is None  # type: ignore[union-attr]
+    less = dataclasses.replace(tight(made, 0.8), evaluator=evaluate)
+    plan = planned("optimizer_offload:size=500", less)
+    assert isinstance(plan, Plan)
+    assert plan.fit["bound"] == "device ledger"
+    share = float(plan.fit["share"])
+    assert 0.0 < share < 1.0
+    assert less.cost.headroom_bytes(plan) >= 0
+    (count,) = shares(less, plan)
+    step = 1 / -(-count // 500)
+    smaller = planned("optimizer_offload:size=500", less, share=share - step)
+    assert isinstance(smaller, Plan)
+    assert less.cost.headroom_bytes(smaller) < 0
+
+
+def test_the_fraction_of_visits_ends_both_together() -> None:
+    """No other fraction is faster by more than the length of a piece."""
+    made = given()
+    share = made.cost.visiting_share(two_way=True)
+    steps = {
+        f: evaluate(made, plan).step_s
+        for f in (0.0, 0.25, share, 1.0)
+        if isinstance(plan := planned("optimizer_offload:share=1,size=500", made, visiting=f), Plan)
+    }
+    assert steps[share] <= min(steps.values()) * 1.02
+
+
+def test_without_a_host_rate_ours_visits_and_the_others_are_refused() -> None:
+    made = given(None)
+    assert made.cost.visiting_share(two_way=True) == 1.0
+    plan = planned("optimizer_offload:share=1,size=500", made)
+    assert counts(plan, made)["visit"] == 1.0
+    assert isinstance(plan, Plan)
+    assert not evaluate(made, plan).not_timed
+    for name in METHODS[:3]:
+        refused = planned(name, made)
+        assert isinstance(refused, Unsupported)
+        assert "has no host_update_parameters_per_s" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("zero_offload:delayed=true", "not lossless"),
+        ("optimizer_offload:order=rollback", "rollback"),
+        ("optimizer_offload:order=stale", "not lossless"),
+        ("zero_offload+twinflow:ratio=0.5", "already places the optimizer's states"),
+    ],
+)
+def test_what_is_not_lossless_or_placed_twice_is_refused(spec: str, words: str) -> None:
+    refused = planned(spec, given())
+    assert isinstance(refused, Unsupported)
+    assert words in refused.reason

@@ -1,0 +1,86 @@
+"""The table of systems: what runs says so, what does not says why, and the page shows the table."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rematbench.host.table import Table
+from rematbench.paper.tables import layer_grain, systems
+from rematbench.spec.configfile import ConfigError, read_mapping
+from tests.problems import all_methods
+from tests.workflow.checkout import ROOT
+
+FILE = ROOT / "config" / "related.yaml"
+EXPECTED, MEASURED = ROOT / "results" / "expected", ROOT / "results" / "measured"
+PAGE = ROOT / "docs" / "systems.md"
+BLOCK = re.compile(r"(?<=-->\n\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def made(related: Path = FILE) -> Table:
+    return systems.build(
+        related,
+        *(EXPECTED / f"{name}.csv" for name in ("methods", "accuracy_by_source", "claims")),
+        *(sorted(MEASURED.glob(f"{name}/*.json")) for name in ("traced", "executed")),
+        sorted(MEASURED.glob("gpu*/records/*.json")),
+    )
+
+
+def declared() -> list[systems.Related]:
+    given = read_mapping(FILE, str(FILE))
+    return list(msgspec.convert(given, systems.RelatedFile).systems)
+
+
+def test_every_system_runs_or_says_why() -> None:
+    rows = {row["system"]: row for row in made().rows}
+    assert len(rows) == len(declared())
+    for row in rows.values():
+        assert (row["planned"] is None) == bool(row["reason"]), row["system"]
+        assert row["reason"] is None or row["reason"].startswith(("not yet: ", "refused: "))
+
+
+def test_every_method_belongs_to_a_system() -> None:
+    named = {name for system in declared() for name in system.methods}
+    assert set(all_methods().methods) - named == {"keep_all"}
+
+
+def test_a_method_that_runs_was_traced_and_executed() -> None:
+    for row in made().rows:
+        if "simulated" in row:
+            assert row["traced"], row["system"]
+            assert row["executed"], row["system"]
+
+
+def test_errors_and_verdicts_are_those_of_the_tables() -> None:
+    rows = {row["system"]: row["published"] for row in made().rows}
+    assert re.search(r"ATC'24 Table 8, gains: \d\.\d %", rows[ATC])
+    assert re.search(r"claims: \d+ of \d+ numbers met", rows["MEMO"])
+    assert rows["KARMA"] == "claims: not comparable"
+
+
+ATC = "balanced checkpointing and pipeline offload"
+
+
+def test_a_system_that_neither_runs_nor_says_why_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "related.yaml"
+    path.write_text("systems: [{name: new, source: here, methods: [no_such_method]}]\n")
+    with pytest.raises(ConfigError, match=r"new.*say why"):
+        made(path)
+
+
+def test_the_page_opens_with_the_table(update_golden: bool) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    table = made().markdown().partition("\n\n")[2].rstrip() + "\n\n"
+    if update_golden:
+        PAGE.write_text(BLOCK.sub(lambda _: table, text), encoding="utf-8")
+    assert BLOCK.findall(PAGE.read_text(encoding="utf-8")) == [table]
+
+
+def test_layer_grain_sets_karma_beside_memo() -> None:
+    """At memo's peak or above it, with what whole layers leave."""
+    rows = [row for row in layer_grain.build(ROOT / "config" / "traced.yaml").rows]
+    assert [row["method"] for row in rows] == ["memo", "karma"] * 6
+    for memo, karma in zip(rows[::2], rows[1::2], strict=True):
+        assert karma["more"] == karma["peak_device_bytes"] / memo["peak_device_bytes"] - 1
+        assert int(karma["swapped"].split()[0]) > 0 or karma["host_bytes"] == 0
