@@ -40,10 +40,7 @@ def level(one: Result) -> tuple[int, bool]:
     ("width", "only"),
     [
         (1.0, TIGHT.only),
-        pytest.param(
-            *(1.0, ("pp_offload:alpha=0.5", "balanced_checkpointing:point=all")),
-            marks=pytest.mark.full,
-        ),
+        (1.0, ("pp_offload:alpha=0.1", "full_recompute:every=1")),
         (0.0, TIGHT.only),
     ],
 )
@@ -53,7 +50,10 @@ def test_the_simplest_plan_of_the_tie_is_that_of_all_plans(
     """Fewest methods, then no host memory, then the fastest: of all plans, none of them shown."""
     for module in (tie, search_job):
         monkeypatch.setattr(module, "ratio_band", lambda *, one_layout: width)
-    made = SearchJob(replace(TIGHT, only=only))
+    keeps = "keep_all" in only
+    fixed = TIGHT.fixed if keeps else replace(TIGHT.fixed, pp=4)
+    room = replace(TIGHT.spec, hbm_bytes=(16 if keeps else 26) * GIB)
+    made = SearchJob(replace(TIGHT, only=only, fixed=fixed, spec=room))
     best = best_of(made)
     tied = [
         replace(one.result, family=made.registry.resolve(one.result.method).family)

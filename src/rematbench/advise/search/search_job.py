@@ -393,7 +393,8 @@ def _registry(request: SearchRequest) -> Registry:
                 f"such as {request.engine}:KEY=VALUE, or no method"
             )
     for name in request.only:
-        moving = [m.name for m in registry.resolve(name).methods if _moves(registry, m.name)]
+        entries = [registry.entry(method.name) for method in registry.resolve(name).methods]
+        moving = [entry.name for entry in entries if entry.moves_states]
         if moving:
             why = "places training states, which the bounds of search do not model: use compare"
             raise MethodError(f"{moving[0]} {why}, or --optimizer")
@@ -402,10 +403,6 @@ def _registry(request: SearchRequest) -> Registry:
         why = "a planner starts from the plans of other methods: add a method that is not a planner"
         raise MethodError(f"{request.only[0]}: {why}, or use compare")
     return registry
-
-
-def _moves(registry: Registry, name: str) -> bool:
-    return registry.methods[name].moves_states
 
 
 def _planned(registry: Registry, name: str) -> bool:
