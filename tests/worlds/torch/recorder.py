@@ -27,6 +27,8 @@ from rematbench.worlds.torch.dispatch import DispatchMode
 
 Clock = dict[str, int]
 
+FUSED_ADAMW = "aten::_fused_adamw_"
+"""Its schema says that it writes the gradients, which it does only to undo a `grad_scale`."""
 SHAPED_LIKE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
 """Operators that ask a tensor for its shape and dtype alone."""
 
@@ -90,9 +92,25 @@ class Used:
 
     pool: str
     before: Clock
-    wrote: Clock = field(default_factory=dict)
+    ranges: dict[tuple[int, int], "Uses"] = field(default_factory=dict)
     touched: Clock = field(default_factory=dict)
     lent: list[Stream] = field(default_factory=list)
+
+
+@dataclass
+class Uses:
+    """The last uses of a range of a storage's bytes."""
+
+    wrote: Clock = field(default_factory=dict)
+    touched: Clock = field(default_factory=dict)
+
+
+def range_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    size = tensor.element_size()
+    first = tensor.storage_offset() * size
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return first, first + size * (1 + sum((n - 1) * step for n, step in steps if n))
 
 
 class Work:
@@ -197,8 +215,10 @@ class Recorder(DispatchMode):
         writes: list[Tensor] = []
         given = [*zip(schema.arguments, args, strict=False)]
         given += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+        unscaled = schema.name == FUSED_ADAMW and (kwargs or {}).get("grad_scale") is None
         for argument, value in given:
-            into = writes if argument.alias_info is not None else reads
+            kept = unscaled and argument.name == "grads"
+            into = writes if argument.alias_info is not None and not kept else reads
             into += [item for item in tree_iter(value) if isinstance(item, Tensor)]
         return reads, writes
 
@@ -230,14 +250,19 @@ class Recorder(DispatchMode):
         """A stream (the current one) reads or writes a storage."""
         self._made(tensor)
         stream, found = on or self.current, self.used[tensor.untyped_storage()._cdata]
-        for name in behind(stream.clock, found.touched if write else found.wrote):
-            self.fault(f"{what} on {stream.name} does not wait for {name}")
+        first, last = range_of(tensor)
+        for (start, stop), uses in found.ranges.items():
+            if start < last and first < stop:
+                for name in behind(stream.clock, uses.touched if write else uses.wrote):
+                    self.fault(f"{what} on {stream.name} does not wait for {name}")
         for name in behind(stream.clock, found.before):
             self.fault(f"{what} on {stream.name} is in memory that {name} may still use")
         stream.clock[stream.name] += 1
-        found.touched[stream.name] = stream.clock[stream.name]
+        tick = found.touched[stream.name] = stream.clock[stream.name]
+        uses = found.ranges.setdefault((first, last), Uses())
+        uses.touched[stream.name] = tick
         if write:
-            found.wrote = {stream.name: stream.clock[stream.name]}
+            uses.wrote = {stream.name: tick}
 
     def lend(self, tensor: Tensor, stream: Stream) -> None:
         """Tensor.record_stream."""

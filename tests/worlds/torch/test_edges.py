@@ -58,17 +58,19 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "state_pieces._Writer._gradients: self.w.state_copy on d2h",
         "state_pieces._Writer._hosted: self.w.wait on host_update",
         "state_pieces._Writer._weights_up: self.w.state_copy on h2d",
-        "state_pieces._Writer._weights_up: self.w.wait on compute",
+        "state_pieces._Writer._weights_up: self.w.wait (1) on compute",
     ),
     "one pieces": (
-        "state_pieces._Writer.run: self.w.wait on compute",
         "state_pieces._Writer._weights_up: self.w.state_copy on h2d",
         "state_pieces._Writer._visit: self.w.state_copy on h2d",
         "state_pieces._Writer._visit: self.w.wait on compute",
         "state_pieces._Writer._visit: self.w.state_copy (1) on d2h",
-        "state_pieces._Writer._end_visits: self.w.wait on compute",
     ),
-    "one pieces master": ("state_pieces._Writer._weights_up: self.w.wait on compute",),
+    "one pieces master": (
+        "state_pieces._Writer._end_visits: self.w.wait on compute",
+        "state_pieces._Writer._weights_up: self.w.wait (1) on compute",
+        "state_pieces._Writer._weights_up: self.w.wait on h2d",
+    ),
     "dp2 once": (
         "emit_states.GradReducer._apply: w.collective on dp",
         "emit_states.GradReducer._apply: w.wait on compute",
@@ -108,6 +110,9 @@ PROGRAM: dict[str, tuple[str, ...]] = {
 }
 """Edges by the case in which the recorder finds that one is missing."""
 CHANGES_NOTHING = {
+    ("one pieces", "state_pieces._Writer.run: self.w.wait on compute"): (
+        "updated weights are read in the next step, and a step ends for every stream"
+    ),
     ("tp2 windows beside", "emit_op.emit_op: w.wait (2) on compute"): (
         "the end of a gather beside its kernel: the runtime's kernel has waited for all of it"
     ),

@@ -59,6 +59,7 @@ RUNTIME: dict[str, tuple[str, ...]] = {
     ),
     "dp2-zero3 gradients leave": ("movers.Movers._add_on_host: states.added.wait",),
     "dp2-zero3 all leave": ("movers.Movers._shard_up: self.streams.storage_pool",),
+    "one pieces": ("piece_states.Pieces.to_device: streams.storage_pool",),
     "sums on the host": (
         "executor.Executor.update: self.host_updates.finish",
         "movers.HostUpdates.finish: self.latest.wait",

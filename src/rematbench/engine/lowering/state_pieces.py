@@ -194,6 +194,8 @@ class _Writer:
         (piece, done), self.updated = self.updated, None
         part, nbytes = self._part(piece), self.widths.up * piece.count
         allocs = (Alloc(master_buffer(part), nbytes),) if self.widths.master else ()
+        if allocs:  # their memory may be what compute has freed
+            self.w.wait("h2d", self.w.mark(COMPUTE))
         if nbytes:
             done = self.w.state_copy(Kind.H2D, part, WEIGHTS_UP, nbytes, after=done, allocs=allocs)
         if self.slots and not allocs:
