@@ -61,7 +61,17 @@ class Toy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Nothing."""
         return ()
 
-    def flags(self, problem: Problem) -> str:
+    @classmethod
+    def partition(cls, problem: Problem, plan: Plan) -> bool:
+        """No option gives the layers of a stage."""
+        return False
+
+    @classmethod
+    def assumed(cls, problem: Problem, *, offloads: bool) -> tuple[str, ...]:
+        """No fact is assumed."""
+        return ()
+
+    def flags(self, problem: Problem, plan: Plan | None = None, *, whole: bool = False) -> str:
         """Its options."""
         return f"--slope {self.slope}"
 '''

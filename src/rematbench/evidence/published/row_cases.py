@@ -158,8 +158,14 @@ def stack_of(row: Row) -> str:
 
 
 def _home(row: Row, column: str) -> Home | None:
-    """The memory of a state; None where the row does not say."""
-    return read_choice(row, column, "", Home) if text(row, column) else None
+    """The memory of a state; None where the row does not say.  The column `optimizer` may name the
+    bytes of the states instead."""
+    word = text(row, column)
+    return (
+        None
+        if not word or word in expert_columns.OPTIMIZERS
+        else read_choice(row, column, "", Home)
+    )
 
 
 # -- model, system, layout --------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec, degrees
 from rematbench.workload import NonNegativeInt
 from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
-from rematbench.worlds.packages.stack import StackProblem, activation_peak, package_problem
+from rematbench.worlds.packages.stack import EMPTY_STACK, activation_peak, package_problem
 from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
@@ -148,14 +148,15 @@ def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     plan.py, on the point's system; `with_stack` adds the tensors of the package's stack;
     `unsupported` if there is no plan."""
     method = _method(point)
-    problem = package_problem(method, point.problem) if with_stack else point.problem
+    bare = EMPTY_STACK.problem(point.problem)
+    problem = package_problem(method, point.problem) if with_stack else bare
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"
     program = lower(plan, problem)
     stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
     found = program_bytes(problem, plan, program)[stage]
-    if isinstance(problem, StackProblem):
+    if with_stack:
         peak = activation_peak(method.methods[0], problem, program.ranks[stage], found)
         found = replace(found, activation_peak=peak)
     return found.device_peak

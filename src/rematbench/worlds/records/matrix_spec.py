@@ -84,10 +84,12 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
-        """The declared arms, then an arm for every discovered method that no arm names;
+        """The declared arms, then an arm for every discovered method of activations that no arm
+        names (search leaves out methods that place training states);
         ConfigError for an arm with the name of such a method."""
         plain = {arm.method for arm in self.arms}
-        more = [name for name in registry.methods if name not in plain]
+        entries = registry.methods.items()
+        more = [name for name, one in entries if name not in plain and not one.moves_states]
         for arm in self.arms:
             if arm.name in more:
                 raise ConfigError(

@@ -122,8 +122,10 @@ def read_suite(path: Path, kind: type[AnySuite]) -> AnySuite:
 
 
 def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
-    """Variants by bundle (a method or `a+b`): every method alone, then the suite's variants."""
-    found = {name: [Variant(method=name)] for name in registry.methods}
+    """Variants by bundle (a method or `a+b`): every method of activations alone, then the suite's
+    variants.  A method that places training states needs a host rate, so a suite names it."""
+    plain = [name for name, entry in registry.methods.items() if not entry.moves_states]
+    found = {name: [Variant(method=name)] for name in plain}
     for variant in suite.variants:
         found.setdefault(variant.method, []).append(variant)
     return found
