@@ -18,7 +18,7 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.solve.recompute_modules import CORE_ATTENTION, MODULES, Module, modules_dropped
 
-AT_ONCE = ("mlp", "moe", "shared_experts")
+AT_ONCE = ("moe", "shared_experts")
 """The modules that it runs again as a whole, before their backward."""
 
 

@@ -86,6 +86,7 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
     model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
     if model.experts is not None:
         system = draw(st.sampled_from(EXPERTS))
+        layout["cp"] = layout["cp"] if system in CONTEXT_PARALLEL else 1
         layout |= draw(expert_layouts(layout["tp"] * layout["cp"] * dp))
     attention = "flash" if layout["cp"] > 1 else draw(st.sampled_from(["flash", "unfused"]))
     return problem(model=model, system=system, attention=attention, **layout)

@@ -82,13 +82,13 @@ def test_arms_that_fall_unprobed_change_no_answer(
 
 def test_replays_that_end_early_change_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the allocator alone keeps plans from fitting, and where a plan fits."""
-    hbm, seen, ended = int(10.1 * GIB), set(), list[bool]()
+    hbm, seen, ended = int(10.4 * GIB), set(), list[bool]()
 
     def noted(*given: Any, **enough: float) -> Reserved:
         ended.append((found := weighed(*given, **enough)).at_least)
         return found
 
-    for _ in range(8):
+    for _ in range(24):
         one = asked(seq_len=2048, hbm_bytes=hbm)
         monkeypatch.setattr(trials, "weighed", lambda *given, **_: weighed(*given))
         every = methods_alone(one)

@@ -107,7 +107,7 @@ def test_more_pieces_are_tried_unprobed_where_the_allocator_alone_keeps_a_plan_o
         following(self, bound_s, place, item)
 
     fewer = []
-    for gib in (9.4, 10.1):
+    for gib in (9.8, 10.5):
         one = asked(seq_len=8192, hbm_bytes=int(gib * GIB))
         found = everything(one)
         with monkeypatch.context() as patch:

@@ -93,7 +93,6 @@ def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() ->
         (["simulate"], "METHOD"),
         (["simulate", "keep_all"], "missing option: --model, --cluster, --gpus"),
         (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
-        (["simulate", "megatron_core", *DEMO], "`rematbench baseline predict megatron_core`"),
         (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
         (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),

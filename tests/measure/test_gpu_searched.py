@@ -31,7 +31,7 @@ MEASURED = data_dir("config").parent / "results/measured"
 RUNS = ("gpu-searched", "gpu-h100", "gpu-expandable")
 JOB = OneGpuJob(
     name="tiny", why="test", model="tiny-llama-deep", cluster="h200-141gb-single",
-    system="rematbench", seq_len=64, global_batch=4, memory_gib=(16.0,), rows=2,
+    system="rematbench", seq_len=2048, global_batch=64, memory_gib=(3.0,), rows=2,
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def lines() -> list[Searched]:
 
 
 def test_the_first_plans_of_different_methods_are_predicted(lines: list[Searched]) -> None:
-    *_, end = rounds(SearchRequest(spec=JOB.spec(16.0), within=0.0), processes=1)
+    *_, end = rounds(SearchRequest(spec=JOB.spec(3.0), within=0.0), processes=1)
     assert [line.place for line in lines] == [1, 2, 0]
     assert lines[0].step_s == pytest.approx(end.results[0].step_s)
     assert len({(line.method, line.spec.micro_batch) for line in lines}) == len(lines)
@@ -113,7 +113,7 @@ def test_tables_say_what_following_the_search_loses(lines: list[Searched]) -> No
     failed = [replace(turns[0], step_s=(), status="oom"), *turns[1:]]
     (row,) = advice_rows(rows := searched_rows(lines, failed))
     assert (row["lost"], row["gain"], row["status"]) == (1.0, None, "oom")
-    assert "tiny at 16 GiB" in advice_table([row]).note
+    assert "tiny at 3 GiB" in advice_table([row]).note
     assert f"Ran out of memory: {first.cell}" in searched_table(rows).note
     assert advice_rows(searched_rows(lines, turns[2:])) == []  # the first plan has had no turn
 

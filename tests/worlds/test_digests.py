@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from rematbench.cli.app import command_line
+from rematbench.cli import baseline
+from rematbench.cli.app import PLACES
 from rematbench.paper.catalog import table_files
 from rematbench.worlds.records import digests
 from rematbench.worlds.records.digests import command_digest
-
-APP = command_line()
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = sorted((ROOT / "methods").glob("*.py"))
@@ -122,19 +120,12 @@ def test_no_command_is_an_error() -> None:
 
 def modules() -> dict[str, str]:
     """The module of every command, by the words that a person types."""
-    groups = [
-        (APP, ""),
-        *((group.typer_instance, f"{group.name} ") for group in APP.registered_groups),
-    ]
-    return {
-        f"{before}{info.name or info.callback.__name__.replace('_', '-')}": (
-            info.callback.__module__.removeprefix("rematbench.cli.")
-        )
-        for one, before in groups
-        if isinstance(one, typer.Typer)
-        for info in one.registered_commands
+    group = {
+        f"baseline {info.name or info.callback.__name__.replace('_', '-')}": "baseline"
+        for info in baseline.app.registered_commands
         if info.callback is not None
     }
+    return {name: place.partition(".")[0] for name, place in PLACES.items()} | group
 
 
 UNHASHED = {"executed": "its cells' keys", "validate": "no output: it always runs"}
