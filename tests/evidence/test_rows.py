@@ -237,7 +237,7 @@ def test_the_nearest_options_lose_the_fewest_bytes() -> None:
     ran = typed("flags", "selective_recompute:mlp", *WORDS)
     assert ran.code == 1
     assert "\nnearest:\n--tensor-model-parallel-size" in ran.out
-    assert "compared with selective_recompute:mlp: peak +" in ran.out
+    assert "compared with selective_recompute:mlp: peak -" in ran.out
 
 
 def test_a_missing_line_says_two_different_things() -> None:
