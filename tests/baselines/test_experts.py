@@ -22,7 +22,6 @@ from tests.problems import problem, remade
 EXPERTS = Experts(count=8, active=2, ffn=48)
 ROUTED = replace(TINY, name="tiny-experts", vocab=1024, experts=EXPERTS)
 SHARED = replace(ROUTED, experts=replace(EXPERTS, shared_ffn=32, dense_layers=(0,)))
-NORMED = replace(ROUTED, qk_norm=True, experts=replace(EXPERTS, router="sigmoid"))
 BALANCED = replace(ROUTED, experts=replace(EXPERTS, aux_loss=0.01))
 EP2 = {"ep": 2, "dp": 2}
 ETP1 = {"ep": 2, "dp": 2, "tp": 2, "etp": 1}

@@ -148,8 +148,10 @@ def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     plan.py, on the point's system; `with_stack` adds the tensors of the package's stack;
     `unsupported` if there is no plan."""
     method = _method(point)
-    bare = EMPTY_STACK.problem(point.problem)
-    problem = package_problem(method, point.problem) if with_stack else bare
+    if with_stack:
+        problem = package_problem(method, point.problem)
+    else:
+        problem = EMPTY_STACK.problem(point.problem)
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"
