@@ -19,7 +19,12 @@ from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec, degrees
 from rematbench.workload import NonNegativeInt
 from rematbench.worlds.packages.process import PackageJob, job, policy, run_jobs
-from rematbench.worlds.packages.stack import EMPTY_STACK, activation_peak, package_problem
+from rematbench.worlds.packages.stack import (
+    EMPTY_STACK,
+    StackProblem,
+    activation_peak,
+    package_problem,
+)
 from rematbench.worlds.records.record import Record, keep_record, read_record
 
 
@@ -158,7 +163,7 @@ def peak_bytes(point: Point, *, with_stack: bool = False) -> int | str:
     program = lower(plan, problem)
     stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
     found = program_bytes(problem, plan, program)[stage]
-    if with_stack:
+    if with_stack and isinstance(problem, StackProblem):
         peak = activation_peak(method.methods[0], problem, program.ranks[stage], found)
         found = replace(found, activation_peak=peak)
     return found.device_peak
