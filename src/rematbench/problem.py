@@ -14,12 +14,9 @@ from rematbench.costs.operators.block import embedding_table, head_table, layer_
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (
     GRADIENT_STAGE,
-    OPTIMIZER_STAGE,
-    PARAMETER_STAGE,
     StateBytes,
     non_torch_bytes,
     room_bytes,
-    shard,
     state_bytes,
 )
 from rematbench.plan import Plan, StateFate
@@ -294,35 +291,6 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
         gradient=one.gradient + two.gradient,
         optimizer=one.optimizer + two.optimizer,
     )
-
-
-STAGES = {
-    "optimizer": OPTIMIZER_STAGE,
-    "gradient": GRADIENT_STAGE,
-    "parameter": PARAMETER_STAGE,
-}
-"""The ZeRO stage from which a kind of states is sharded."""
-
-
-def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
-    """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
-    those of `experts`, whose states expert data parallelism shards."""
-    shards = layout.expert_dp if shards_experts(fate, layout) else 1
-    return shard(rest, fate.shards) + shard(experts, shards)
-
-
-def shards_experts(fate: StateFate, layout: Layout) -> bool:
-    """Whether expert data parallelism shards a state of experts: if ZeRO shards that of all other
-    parameters, or would if they had peers."""
-    parted = fate.shards > 1 or layout.state_shards == 1
-    return parted and layout.zero_stage >= STAGES[fate.kind]
-
-
-def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
-    """The number of parameters of which a rank holds a state."""
-    experts = expert_parameters(problem, plan, rank)
-    rest = rank_parameters(problem, plan, rank) - experts
-    return sharded(rest, experts, fate, problem.layout)
 
 
 def expert_parameters(problem: Problem, plan: Plan, rank: int) -> int:

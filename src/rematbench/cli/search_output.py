@@ -13,7 +13,7 @@ from rematbench.advise.search.search_job import SearchJob, search_row
 from rematbench.advise.search.space import DEGREES
 from rematbench.cli.compare import LONGEST, WIDE, Head, folded_name, kept, over_peaks
 from rematbench.evaluate.breakdown import PARTS
-from rematbench.evaluate.result import Result, assumed
+from rematbench.evaluate.result import ALIKE, Result, assumed
 from rematbench.evidence.bands import ratio_band
 from rematbench.evidence.peaks import about
 from rematbench.host.console import (
@@ -38,9 +38,6 @@ HEADS = (
 )  # fmt: skip
 
 SOLVED = ", which run last, at the layouts of the first rows"
-
-ALIKE = 0.0005
-"""Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
 
 
 def show_space(out: Console, job: SearchJob) -> None:

@@ -12,6 +12,7 @@ from rematbench.costs.operators.kernels import Attention, Gemm, Kernel
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.host_states import host_states, on_device
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.engine.program.action import STATE_COPIES, Kind
 from rematbench.engine.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.engine.program.program import Late, Program
@@ -25,7 +26,6 @@ from rematbench.problem import (
     gathers_by_layer,
     has_exact_pins,
     rank_parameters,
-    rank_sharded,
 )
 
 HOST_RATE = (

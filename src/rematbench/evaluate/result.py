@@ -36,6 +36,8 @@ AMOUNTS = ("recompute_flop", "offload_bytes")
 ROOMS = ("headroom_bytes", "host_headroom_bytes", "binds")
 
 
+ALIKE = 0.0005
+"""Steps that differ by a smaller share are shown as equal: the share is printed to 0.1 %."""
 WORDS = tuple(name for name in Layout.__struct_fields__ if name not in ("sp", "shard_degree"))
 """The numbers of a layout in every table; a sharding degree only where one is given."""
 

@@ -22,7 +22,7 @@ from rematbench.advise.compare.grids import best_variants
 from rematbench.advise.compare.tuning import Pair, Task, Tuning, blank
 from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.evaluator import same_plan
-from rematbench.evaluate.result import Job, Result, Status
+from rematbench.evaluate.result import ALIKE, Job, Result, Status
 from rematbench.evidence.bands import ratio_band, with_band, with_ties
 from rematbench.host.workers import NoAnswer, Pool
 from rematbench.plan import Plan
@@ -46,9 +46,6 @@ COLUMNS = (
 
 NEAREST = 8
 """Results, fastest first, that are tried again without the device's reserve."""
-
-ALIKE = 0.0005
-"""Steps that differ by a smaller share are shown as equal."""
 
 STATUSES = ("ok", "fragmented", "oom", "unsupported", "timed out", "failed")
 """The statuses in the order of a ranking."""

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rematbench.costs.states import reduce_buckets
+from rematbench.engine.lowering.state_shards import shards_experts
 from rematbench.plan import Plan
-from rematbench.problem import Problem, head_parameters, shards_experts, state_fates
+from rematbench.problem import Problem, head_parameters, state_fates
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec

@@ -8,9 +8,10 @@ from weakref import ProxyType, proxy
 from rematbench.costs.operators.ops import Activation, OpTable, Part, with_saved, without_activation
 from rematbench.engine.lowering.fates import ChunkPlace, ChunkSites, Resolved, Site, phased, resolve
 from rematbench.engine.lowering.mini_sequences import MiniRun, mini_runs
+from rematbench.engine.lowering.state_shards import sharded
 from rematbench.engine.program.action import KEPT, OFFLOADED
 from rematbench.plan import MiniSequence, Phase, Plan, PlanError, StateFate
-from rematbench.problem import Problem, head_parameters, sharded
+from rematbench.problem import Problem, head_parameters
 from rematbench.spec.layout import Layout
 
 MAX_RECENT_FATES = 64

@@ -6,12 +6,12 @@ from typing import NamedTuple
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import shard
 from rematbench.engine.lowering.chunk_ops import ChunkOps
+from rematbench.engine.lowering.state_shards import sharded
 from rematbench.engine.program.program import Late, LateUnit
 from rematbench.plan import Plan
 from rematbench.problem import (
     Problem,
     operator_tensors,
-    sharded,
     weighted_operators,
 )
 from rematbench.spec.system import System

@@ -15,6 +15,7 @@ from rematbench.engine.lowering.emit_states import (
 from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import last_backwards
 from rematbench.engine.lowering.state_pieces import piece_widths, update_block
+from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
     norm_block,
@@ -26,7 +27,7 @@ from rematbench.engine.lowering.step_blocks import (
 )
 from rematbench.engine.program.program import Block
 from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem, rank_parameters, rank_sharded
+from rematbench.problem import Problem, rank_parameters
 
 
 class Steps(Protocol):
