@@ -81,13 +81,13 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
         "micro_batch": micro_batch,
         "global_batch": m * dp * micro_batch,
     }
-    if system == "deepspeed" and dp == 2 and draw(st.booleans()):
-        layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
     model = draw(models(pp * vpp + draw(st.integers(0, 2)) + deeper))
     if model.experts is not None:
         system = draw(st.sampled_from(EXPERTS))
         layout["cp"] = layout["cp"] if system in CONTEXT_PARALLEL else 1
         layout |= draw(expert_layouts(layout["tp"] * layout["cp"] * dp))
+    elif system == "deepspeed" and dp == 2 and draw(st.booleans()):
+        layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
     attention = "flash" if layout["cp"] > 1 else draw(st.sampled_from(["flash", "unfused"]))
     return problem(model=model, system=system, attention=attention, **layout)
 

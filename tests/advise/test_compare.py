@@ -24,7 +24,8 @@ from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evaluate.breakdown import PARTS, WithoutTraffic, parts_of
 from rematbench.evaluate.evaluator import same_plan
 from rematbench.evaluate.result import Job, Result, evaluate_method
-from rematbench.evidence.bands import leaving_reserve, with_ties
+from rematbench.evidence.bands import with_ties
+from rematbench.evidence.peaks import leaving_reserve
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, make_problem

@@ -95,7 +95,7 @@ def test_the_declared_matrix_is_what_the_paper_needs() -> None:
     assert spec.seq_lens == tuple(1024 * n for n in (4, 16, 64, 128, 256, 1024))
     assert len(spec.clusters) == 3
     run = {name for arm in spec.all_arms(REGISTRY) for name in arm.method.split("+")}
-    assert run == set(REGISTRY.methods)
+    assert run == {name for name, one in REGISTRY.methods.items() if not one.moves_states}
     assert spec.problems() == []
 
 
@@ -117,7 +117,7 @@ def test_one_layout_in_one_table_and_none_better_in_the_other(ran: list[Line]) -
     for line in judged(same, small()):
         (best,) = [one for one in ran if one["table"] == BEST and one["arm"] == line["arm"]]
         if "gap" not in best:
-            assert line["arm"].startswith("lynx")  # a planner: at the one layout only
+            assert REGISTRY.has_planner(line["arm"].split("+"))  # at the one layout only
             assert speed(best) == speed(line)
             continue
         assert best["gap"] <= small().within
