@@ -171,6 +171,15 @@ class Problem:
         communicators."""
         return room_bytes(self.cluster, self.calibration)
 
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Bytes of torch's allocator that libraries of matrix products hold on each rank."""
+        count = self.system.workspaces
+        if self.workload.model.experts is not None:
+            count += self.system.expert_workspaces
+        each = self.calibration.workspace_bytes(self.cluster.generation)
+        return self.system.cublas_bytes + round(count * each)
+
     @property
     def cost(self) -> "CostFacade":
         """Read-only costs: seconds and bytes of operators, links, states, and of whole plans."""

@@ -108,6 +108,14 @@ def test_a_layer_saves_what_megatron_core_saves(module: str) -> None:
     assert per_token(found, *kept) + more == traced
 
 
+def test_the_output_of_an_activation_without_a_gate_is_saved_for_its_weights() -> None:
+    found = table(replace(QWEN, mlp="gelu"), ep=8, dp=8)
+    names = ("expert_fc1_out", "expert_act_out", "expert_fc2_in")
+    assert set(names) < set(found.saved)
+    assert per_token(found, *names) == 3 * 2 * 768 * 8
+    assert "expert_act_out" not in table(ep=8, dp=8).saved
+
+
 @pytest.mark.parametrize("ep", [1, 2, 8, 64])
 def test_saved_bytes_do_not_depend_on_expert_parallelism(ep: int) -> None:
     assert table(ep=ep, dp=64).saved_bytes == table(dp=64).saved_bytes

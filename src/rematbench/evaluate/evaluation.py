@@ -36,8 +36,8 @@ HOST_RATE = (
 
 class RankBytes(Struct, frozen=True, kw_only=True):
     """Device and host bytes of a rank: resident states and the ledger's activation peaks.  `pools`:
-    staging pools, and reduce buckets that stay; `peak_step`: index of the rank's step with the
-    device peak.  `host_state`: states in host memory, in their pinned blocks
+    staging pools, reduce buckets that stay and workspaces of libraries; `peak_step`: index of the
+    rank's step with the device peak.  `host_state`: states in host memory, in their pinned blocks
     (`HostStates.held`); `host_update`: a temporary
     copy during their update; `host_rounding`: bytes by which pinned blocks exceed the activations
     in them."""
@@ -247,6 +247,7 @@ def _rank_bytes(
         "optimizer": system.optimizer_bytes,
     }
     device = {"parameter": 0, "gradient": 0, "optimizer": 0}
+    standing = reduce_buckets(count, problem.layout, system).standing + problem.workspace_bytes
     exact = has_exact_pins(system, plan)
     host = host_states(problem, plan, rank)
     for kind in device:
@@ -262,7 +263,7 @@ def _rank_bytes(
         gradient=device["gradient"],
         optimizer=device["optimizer"],
         activation_peak=ledger.device_peak_bytes,
-        pools=pools + reduce_buckets(count, problem.layout, system).standing,
+        pools=pools + standing,
         host_state=host.held,
         host_update=host.update,
         host_activation_peak=ledger.host_peak_bytes,

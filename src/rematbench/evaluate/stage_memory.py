@@ -25,8 +25,8 @@ class StageBytes(Struct, frozen=True, kw_only=True):
     `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
     rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: bytes that the caching
     allocator reserves beyond the bytes that it hands out; `non_torch`: driver, context and NCCL;
-    `free`: unused bytes of the device (negative: the plan does not fit).  Workspaces of cuBLAS are
-    in no part: torch takes them from its allocator, and they are not modelled.
+    `free`: unused bytes of the device (negative: the plan does not fit).  `staging` has the
+    workspaces of libraries too, where the stack counts them (`System.workspaces`).
     """
 
     rank: int
@@ -48,7 +48,9 @@ def stage_bytes(
     bars = []
     for rank, ledger in enumerate(evaluation.ranks):
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
-        saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
+        saved = _saved_bytes(
+            problem, plan, rank, live, staged=ledger.pools > problem.workspace_bytes
+        )
         saved = min(saved, ledger.activation_peak)
         reserved = rank_reserved(program, rank, ledger, problem.usable_bytes).nbytes
         lost = reserved - ledger.device_peak

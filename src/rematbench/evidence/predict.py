@@ -17,7 +17,7 @@ from rematbench.evaluate.result import Result, evaluate_method, told_fragmented
 from rematbench.evaluate.unread import unread
 from rematbench.evidence.bands import with_band
 from rematbench.evidence.published.row_cases import PublishedCase, read_case
-from rematbench.evidence.published.sheets import PeakKind, Row, RowError
+from rematbench.evidence.published.sheets import PeakKind, PeakRank, Row, RowError
 from rematbench.host.workers import collect_rarely
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -179,7 +179,7 @@ def _columns(result: Result, case: PublishedCase) -> Cells:
     row = result.row()
     cells = {f"pred_{key}": row[key] for key in PICKED} | {
         "pred_reason": reason,
-        "pred_peak_device_bytes": peak_bytes(result, case.peak_kind),
+        "pred_peak_device_bytes": peak_bytes(result, case.peak_kind, case.peak_rank),
         "pred_peak_host_bytes": max(evaluation.peak_host_bytes),
         "pred_offload_fraction": plan.fit.get("alpha", 0.0),
         "pred_attention": row["kernel"],
@@ -195,14 +195,16 @@ def _nothing(status: str, reason: str) -> Cells:
     return {**empty, "pred_status": status, "pred_reason": " ".join(reason.split())}
 
 
-def peak_bytes(result: Result, kind: PeakKind) -> int | None:
-    """Peak device bytes of a result with a plan, as the quantity `kind`; None if it is unstated."""
+def peak_bytes(result: Result, kind: PeakKind, rank: PeakRank = "fullest") -> int | None:
+    """Peak device bytes of a result with a plan, as the quantity `kind` (allocated bytes: of the
+    pipeline rank `rank`); None if it is unstated."""
     plan, evaluation = result.plan, result.evaluation
     assert plan is not None
     assert evaluation is not None
     match kind:
         case "allocated":
-            return max(evaluation.peak_device_bytes)
+            peaks = evaluation.peak_device_bytes
+            return {"fullest": max(peaks), "first": peaks[0], "last": peaks[-1]}[rank]
         case "reserved":
             return evaluation.reserved_bytes
         case "device":

@@ -7,13 +7,14 @@ Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_expe
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 SHARED = ("shared_gate_out", "shared_up_out", "shared_fc2_in")
-EXPERTS = ("expert_in", "expert_fc1_out", "expert_probs", "expert_fc2_in")
+WEIGHTED = ("expert_act_out", "expert_fc2_in")
+EXPERTS = ("expert_in", "expert_fc1_out", "expert_probs", *WEIGHTED)
 MODULES: dict[Module, tuple[str, ...]] = {
     "core_attn": (*CORE_ATTENTION, "lse"),
     "layernorm": ("attn_norm_out", "mlp_norm_out"),
     "mlp": MLP,
     "moe": ("router_scores", "permutation", *EXPERTS, *SHARED, "shared_out"),
-    "moe_act": ("expert_fc2_in",),
+    "moe_act": WEIGHTED,
     "shared_experts": SHARED,
 }
 """The saved tensors inside the modules that Megatron-core recomputes (transformer_config.py,

@@ -37,6 +37,7 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
     half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  `withheld_bytes` is
     the device memory that the driver keeps, `context_bytes` the device memory of a CUDA context.
+    `workspace_bytes`: a workspace of TransformerEngine's matrix products.
     `*_peak_share`: the dense peak of matrix products in fp32, TF32 and fp64 over that of 16 bits
     (0: not declared).
     """
@@ -50,6 +51,7 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hbm_efficiency: float
     withheld_bytes: float
     context_bytes: float
+    workspace_bytes: float = 0.0
     fp32_peak_share: float = 0.0
     tf32_peak_share: float = 0.0
     fp64_peak_share: float = 0.0
@@ -201,6 +203,11 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Device bytes of a CUDA context on a GPU generation; for one without constants, the most
         of any generation."""
         return max(gpu.context_bytes for gpu in self._like(generation))
+
+    def workspace_bytes(self, generation: str) -> float:
+        """Bytes of a workspace for matrix products on a GPU generation; for one without constants,
+        the most of any generation."""
+        return max(gpu.workspace_bytes for gpu in self._like(generation))
 
     def _like(self, generation: str) -> list[GpuConstants]:
         return [self.gpus[generation]] if generation in self.gpus else list(self.gpus.values())

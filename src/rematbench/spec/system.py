@@ -8,6 +8,7 @@ StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+Workspaces = Annotated[int, Meta(ge=0, le=64)]
 Parameters = Annotated[int, Meta(ge=0, le=1 << 50)]
 """A number of parameters."""
 P2pOverlap = Literal["none", "interleaved", "always"]
@@ -143,6 +144,10 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `dispatcher`: how tokens reach their experts: NCCL's all-to-all over expert-parallel ranks, an
     all-gather of all tokens, or the kernels of DeepEP or HybridEP (one copy of a token for each
     node).
+    `cublas_bytes`: device bytes of torch's cuBLAS workspaces, one for each thread that multiplies
+    (forward and backward).  `workspaces`: the workspaces of TransformerEngine's matrix products,
+    each of the GPU generation's `workspace_bytes`; `expert_workspaces`: further ones where a model
+    has experts (the streams of a grouped GEMM).
     `model_parallel`: the degrees that the stack can raise above 1, besides context parallelism
     (`cp_kind`, `features`); `zero_stages`: the ZeRO stages that the stack supports if states can be
     sharded.
@@ -187,6 +192,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     flat_step: bool = False
     cp_kind: CpKind = "none"
     dispatcher: Dispatcher = "alltoall"
+    cublas_bytes: Bytes = 0
+    workspaces: Workspaces = 0
+    expert_workspaces: Workspaces = 0
     model_parallel: tuple[ModelParallel, ...] = ("tp", "pp", "vpp", "ep")
     zero_stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
     data_parallel: DataParallelKind = "zero"

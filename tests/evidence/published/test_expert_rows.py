@@ -44,9 +44,8 @@ def test_every_row_is_read_or_refused_by_name() -> None:
     found = Counter(outcome(row) for row in ROWS)
     assert found == {
         "precision": 124,
-        "unknown": 38,
         "attention_kind": 16,
-        "read": 20,
+        "read": 58,
         "offload": 6,
         "ep_overlap": 5,
         "not published": 5,
@@ -77,6 +76,19 @@ def test_shared_experts_dense_layers_and_optimizers_are_read() -> None:
     assert found.model.experts.dense_layers == (0, 1, 2)
     assert case(optimizer="adam, precision-aware (bf16 moments)").system.optimizer_bytes == 8
     assert case(etp="").layout.expert_tp == found.layout.tp
+
+
+def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
+    row = next(row for row in ROWS if row["table"].startswith("moe/gpt3_mcore_cp2_pp2_ep2"))
+    read = read_case(row, REGISTRY)
+    assert (read.model.vocab, read.model.dropout, read.model.drops_attention) == (50257, 0.0, False)
+    assert (read.system.workspaces, read.system.expert_workspaces) == (1, 0)
+    assert read_case({**row, "note": ""}, REGISTRY).model.dropout == 0.1
+    grouped = {**row, "note": "flags {--moe-grouped-gemm:true}"}
+    assert read_case(grouped, REGISTRY).system.expert_workspaces == 4
+    sharded = {**row, "note": "flags {--num-distributed-optimizer-instances:2}"}
+    with pytest.raises(RowError, match="experts with shard_degree"):
+        read_case(sharded, REGISTRY).problem()
 
 
 def test_balance_is_an_assumption_unless_it_was_forced() -> None:

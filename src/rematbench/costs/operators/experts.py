@@ -223,7 +223,9 @@ def _all_to_all(
 
 
 def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
-    """The experts of a rank: two grouped GEMMs with the weighted activation between them."""
+    """The experts of a rank: two grouped GEMMs with the weighted activation between them.  One
+    kernel weights a gated activation; the output of another is saved for the gradient of its
+    weights (experts.py, bias_act_func: fusions are of SwiGLU and quick GEGLU)."""
     model, h, e = b.model, b.model.hidden, b.e
     count, width = experts.count // layout.ep, experts.ffn // layout.expert_tp
     columns = width * (2 if model.gated else 1)
@@ -243,15 +245,18 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
         )
     )
     b.add("expert_fc2_in", rows, width * e)
+    unweighted = () if model.gated else (b.add("expert_act_out", rows, width * e),)
     moved = b.nbytes("expert_fc1_out", "expert_probs", "expert_fc2_in")
     b.ops.append(
         Op(
             name="expert_act",
             inputs=("expert_fc1_out", "expert_probs"),
-            outputs=("expert_fc2_in",),
-            saves=("expert_fc1_out", "expert_probs"),
-            forward=memory_kernel(moved),
-            backward_input=memory_kernel(moved, b.nbytes("expert_fc1_out", "expert_probs")),
+            outputs=("expert_fc2_in", *unweighted),
+            saves=("expert_fc1_out", "expert_probs", *unweighted),
+            forward=memory_kernel(moved, 2 * b.nbytes(*unweighted)),
+            backward_input=memory_kernel(
+                moved, b.nbytes("expert_fc1_out", "expert_probs"), 2 * b.nbytes(*unweighted)
+            ),
         )
     )
     b.add("expert_out", rows, h * e)

@@ -24,6 +24,8 @@ REFUSED = {
 BALANCED = re.compile(r"^$|dropless|capacity factor 1(\.0)?, padded")
 """Routers under which an expert receives as many tokens as another, forced to or by assumption: a
 capacity factor of 1 pads each expert to its share, and drops what is beyond."""
+FLAGS = re.compile(r"flags \{([^}]*)\}")
+DROPOUTS = {"hidden-dropout": "dropout", "attention-dropout": "attention_dropout"}
 KINDS = re.compile(r"^(mha|gqa)(?:: (.*))?$")
 BF16_MOMENTS = 4 + 2 + 2
 OPTIMIZERS: dict[str, dict[str, int]] = {
@@ -75,7 +77,7 @@ def read_experts(row: Row, model: Model) -> Model:
         shared_ffn=shared,
         dense_layers=tuple(range(dense)),
     )
-    return replace(model, experts=experts, **attention_facts(row))
+    return replace(flagged_model(row, model), experts=experts, **attention_facts(row))
 
 
 def attention_facts(row: Row) -> dict[str, Any]:
@@ -96,13 +98,51 @@ def dispatching(row: Row, system: System) -> System:
     if word not in get_args(Dispatcher):
         known = ", ".join(get_args(Dispatcher))
         raise RowError("unsupported", f"dispatcher {word!r} is not modelled (known: {known})")
-    return replace(system, dispatcher=word, **OPTIMIZERS[text(row, "optimizer")])
+    found = flagged_system(row, system)
+    return replace(found, dispatcher=word, **OPTIMIZERS[text(row, "optimizer")])
 
 
-def expert_layout(row: Row) -> dict[str, int]:
-    """The degrees `ep` and `etp` of a row; without `etp` experts are split as attention is."""
+def expert_layout(row: Row, dp: int) -> dict[str, int]:
+    """The degrees `ep` and `etp` of a row, and its sharding degree by flag; without `etp` experts
+    are split as attention is."""
     found = {"ep": whole(row, "ep", 1)}
+    instances = int(flags(row).get("num-distributed-optimizer-instances", "1"))
+    found |= {"shard_degree": dp // instances} if instances > 1 else {}
     return found | ({"etp": whole(row, "etp")} if text(row, "etp") else {})
+
+
+# -- flags of Megatron-LM in a note ----------------------------------------------------------------
+
+
+def flags(row: Row) -> dict[str, str]:
+    """The launch flags that a row's note lists (`flags {--swiglu:true,--hidden-dropout:0.0}`),
+    without dashes; empty where it lists none."""
+    found = FLAGS.search(text(row, "note"))
+    words = found[1].split(",") if found else []
+    pairs = (word.strip().removeprefix("--").partition(":") for word in words)
+    return {name: value for name, _, value in pairs}
+
+
+def flagged_model(row: Row, model: Model) -> Model:
+    """The model with the dropouts, biases and ends of the row's flags."""
+    said = flags(row)
+    facts: dict[str, Any] = {}
+    for flag, field in DROPOUTS.items():
+        if flag in said:
+            facts[field] = float(said[flag])
+    if "disable-bias-linear" in said:
+        facts |= dict.fromkeys(("qkv_bias", "proj_bias", "mlp_bias"), False)
+    if "untie-embeddings-and-output-weights" in said:
+        facts["tied_embeddings"] = False
+    return replace(model, **facts)
+
+
+def flagged_system(row: Row, system: System) -> System:
+    """The stack without the workspaces of a grouped GEMM, where the row's flags do not name it."""
+    said = flags(row)
+    if not said or "moe-grouped-gemm" in said:
+        return system
+    return replace(system, expert_workspaces=0)
 
 
 def module_settings(row: Row) -> dict[str, Any] | None:

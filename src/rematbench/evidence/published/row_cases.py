@@ -13,11 +13,14 @@ from rematbench.evidence.published import expert_columns
 from rematbench.evidence.published.sheets import (
     NOBODY,
     PeakKind,
+    PeakRank,
     Row,
     RowError,
     flag,
     fraction,
     read_choice,
+    read_peak_kind,
+    read_peak_rank,
     text,
     whole,
 )
@@ -67,7 +70,8 @@ SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "sco
 
 class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
-    of the model that the row does not give.  `peak_kind`: what its peak is."""
+    of the model that the row does not give.  `peak_kind`, `peak_rank`: what its peak is, and of
+    which pipeline rank."""
 
     model: Model
     system: System
@@ -76,6 +80,7 @@ class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     offload: float | None
     assumed: str = ""
     peak_kind: PeakKind = "allocated"
+    peak_rank: PeakRank = "fullest"
 
     @property
     def key(self) -> bytes:
@@ -130,13 +135,16 @@ def read_case(row: Row, registry: Registry) -> PublishedCase:
         seq_len=whole(row, "seq_len"),
         document_len=whole(row, "document_len", 0),
         precision=read_choice(row, "precision", "bf16", Precision),
-        attention=read_choice(row, "attention", "flash", AttentionChoice),
+        attention=read_choice(
+            {} if text(row, "attention") == "auto" else row, "attention", "flash", AttentionChoice
+        ),
         method=method,
         settings=settings,
         optimizer=_home(row, "optimizer"),
         parameters=_home(row, "parameters"),
         offload=fraction(row, "offload_fraction"),
-        peak_kind=read_choice(row, "peak_kind", "allocated", PeakKind),
+        peak_kind=read_peak_kind(row),
+        peak_rank=read_peak_rank(row),
     )
 
 
@@ -187,6 +195,8 @@ def _model(row: Row) -> tuple[Model, str]:
     if name in names("model"):
         model = load_model(name)
     else:
+        if kin := _kin(name):
+            shape = {"vocab": load_model(kin).vocab} | shape
         missing = [c for c, field in SHAPE_COLUMNS.items() if field not in (*shape, *OPTIONAL)]
         if missing:
             columns = ", ".join(missing)
@@ -270,9 +280,15 @@ def _relative(name: str, mlp: str) -> str:
     known.sort(key=lambda n: n.split("-")[0] != name.lower().split("-")[0])  # of one version first
     gated = not mlp or mlp in GATED
     for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
-        if load_model(candidate).gated == gated:
+        if load_model(candidate).gated == gated or candidate == _kin(name):
             return candidate
     raise AssertionError("the fallback is of the right kind")
+
+
+def _kin(name: str) -> str:
+    """The known model with whose name and a dash a row's name begins, as of a family of tests of
+    one tokenizer; empty if there is none."""
+    return max((n for n in names("model") if name.lower().startswith(f"{n}-")), key=len, default="")
 
 
 def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model:
@@ -324,6 +340,8 @@ def _layout(row: Row, system: System) -> Layout:
     cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
     if system.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
         cp, dp, ulysses = 1, dp * cp, cp
+    experts = expert_columns.expert_layout(row, dp) if expert_columns.has_experts(row) else {}
+    experts = {"shard_degree": whole(row, "shard_degree", 0)} | experts
     layout = Layout(
         tp=tp,
         sp=flag(row, "sp", tp > 1),
@@ -333,10 +351,9 @@ def _layout(row: Row, system: System) -> Layout:
         dp=dp,
         zero_stage=cast(ZeroStage, stage),
         ulysses=ulysses,
-        shard_degree=whole(row, "shard_degree", 0),
         micro_batch=whole(row, "micro_batch", 1),
         global_batch=whole(row, "global_batch"),
-        **(expert_columns.expert_layout(row) if expert_columns.has_experts(row) else {}),
+        **experts,
     )
     gpus = whole(row, "gpus", layout.gpus)
     if gpus != layout.gpus:

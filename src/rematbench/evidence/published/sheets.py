@@ -30,6 +30,10 @@ the first stage's layers, and their kept activations times the micro-batches in 
 `unstated` by its source, which is compared with nothing."""
 
 
+PeakRank = Literal["fullest", "first", "last"]
+"""The pipeline rank whose bytes a row prints."""
+
+
 class RowError(ValueError):
     """A row that cannot be predicted: the row's status and a one-line reason."""
 
@@ -113,6 +117,30 @@ def read_choice(row: Row, column: str, default: str, kind: Any) -> Any:
         known = ", ".join(map(str, allowed))
         raise RowError("unsupported", f"{column} {cell!r} is not modelled (known: {known})")
     return cell
+
+
+UNSTATED = re.compile(r"not said whether peak|at oom")
+"""Words for bytes that may not be a peak."""
+
+
+def read_peak_kind(row: Row) -> PeakKind:
+    """What the peak of a row is: a PeakKind, or words of a source in which torch's allocated bytes
+    are named."""
+    cell = text(row, "peak_kind").lower()
+    if UNSTATED.search(cell):
+        return "unstated"
+    if "allocated" in cell:
+        return "allocated"
+    kind: PeakKind = read_choice(row, "peak_kind", "allocated", PeakKind)
+    return kind
+
+
+def read_peak_rank(row: Row) -> PeakRank:
+    """The pipeline rank of a row's peak, by the words of its source."""
+    cell = text(row, "peak_kind").lower()
+    if "last rank" in cell:
+        return "last"
+    return "first" if cell.startswith("rank 0") else "fullest"
 
 
 # -- sheets ---------------------------------------------------------------------------------------
