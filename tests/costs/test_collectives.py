@@ -11,6 +11,7 @@ from rematbench.costs.bind import CostModel
 from rematbench.costs.operators.ops import Comm, CommKind
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
+from rematbench.spec.shapes import reached_share
 from rematbench.workload import Workload
 from tests.cost_constants import COMMON, NETWORK, ROUND
 
@@ -121,10 +122,13 @@ def test_all_to_all_splits_between_nvlink_and_the_own_nic() -> None:
     assert c.all_to_all_s(GB, 8, 8, 1, 200e9, 6.25e9, COMMON) == pytest.approx(7 / 8 * GB / 200e9)
 
 
-def test_a_dispatcher_sends_a_node_one_copy_of_a_token() -> None:
+def test_a_dispatcher_sends_a_rank_and_a_node_one_copy_of_a_token() -> None:
     """Two nodes, 8 copies: nearly every token goes to the other node once, not four times."""
+    ranks = 16 * (1 - (15 / 16) ** 8)  # of 8 copies some have one rank
+    assert reached_share(16, 8) == pytest.approx(ranks / 8)
+    assert reached_share(8, 1) == pytest.approx(1.0)
     share = c.sent_share(16, 8, 2, 8)
-    assert share == pytest.approx((1 - 0.5**8) / 8)
+    assert share == pytest.approx((1 - 0.5**8) / ranks)
     assert c.sent_share(16, 8, 2, 0) == 0.5
     assert c.sent_share(16, 8, 2, 1) == pytest.approx(0.5)
     assert c.sent_share(8, 8, 1, 8) == 0.0

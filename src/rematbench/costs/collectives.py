@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rematbench.spec.constants import CommonConstants
 from rematbench.spec.kernel_rates import Quantity
 from rematbench.spec.layout import Layout
+from rematbench.spec.shapes import reached_share
 
 
 class GroupShape(Struct, frozen=True):
@@ -226,12 +227,13 @@ def all_to_all_s(
     nvlink_bytes_per_s: Quantity,
     nic_bytes_per_s: Quantity,
     common: CommonConstants,
-    copies: Quantity = 0,
+    copies: int = 0,
 ) -> Quantity:
     """Seconds of an all-to-all of one rank's `nbytes`: the bytes for ranks of its node go over
     NVLink, and at the same time the other bytes go over the rank's NIC.  Source: NCCL's grouped
-    send/receive (one NIC per GPU).  `copies`: the bytes are so many copies of each token, of which
-    a node receives one and passes it on over NVLink (0: each copy is sent by itself)."""
+    send/receive (one NIC per GPU).  `copies`: the bytes are one copy of each token for each rank
+    that has one of so many of its experts; a node receives one of them and passes the others on
+    over NVLink (0: each copy is sent by itself)."""
     alone = np.subtract(fewest_per_node, 1) / ranks
     spread = np.subtract(fewest_per_node, 1) / fewest_per_node
     inside = nbytes * np.where(np.asarray(copies) > 0, spread, alone) / nvlink_bytes_per_s
@@ -244,16 +246,17 @@ def all_to_all_s(
 
 
 def sent_share(
-    ranks: Quantity, fewest_per_node: Quantity, nodes: Quantity, copies: Quantity
+    ranks: Quantity, fewest_per_node: Quantity, nodes: Quantity, copies: int
 ) -> Quantity:
-    """Share of an all-to-all's bytes that leave a node.  Of `copies` of a token, to ranks that are
-    equally likely, one for each of the other nodes with a rank among them.
+    """Share of an all-to-all's bytes that leave a node.  Of the ranks that have some of `copies`
+    of a token, all equally likely, one for each of the other nodes with such a rank.
 
     Source: DeepEP (deepseek-ai/DeepEP, README: forwarding from network to NVLink).
     """
-    reached = np.subtract(nodes, 1) * (1.0 - (1.0 - 1.0 / np.asarray(nodes)) ** copies)
+    reached = reached_share(nodes, copies) / reached_share(ranks, copies) if copies else 0.0
+    others = np.subtract(nodes, 1) / nodes * reached
     alone = np.subtract(ranks, fewest_per_node) / ranks
-    return np.where(np.asarray(copies) > 0, reached / np.maximum(copies, 1), alone)[()]
+    return np.where(np.asarray(copies) > 0, others, alone)[()]
 
 
 def ring_exchange_s(

@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from rematbench.spec.kernel_rates import Quantity
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 from rematbench.workload import Workload
@@ -71,3 +72,9 @@ def packed_pairs(seq_len: int, document_len: int, window: int) -> int:
     one head, inside documents and inside the window."""
     whole, rest = divmod(seq_len, document_len)
     return whole * causal_pairs(document_len, window) + causal_pairs(rest, window)
+
+
+def reached_share(places: Quantity, copies: int) -> Quantity:
+    """Ranks (or nodes) of `places` that are sent one of `copies` of a token or more, over the
+    copies; all places are equally likely."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** copies) / max(copies, 1)

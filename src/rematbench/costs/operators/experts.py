@@ -13,10 +13,13 @@ from rematbench.costs.operators.builder import FP32, Builder
 from rematbench.costs.operators.kernels import Elementwise, Gemm
 from rematbench.costs.operators.ops import Comm, Group, Op, memory_kernel
 from rematbench.spec.layout import Layout
+from rematbench.spec.shapes import reached_share
 from rematbench.workload import Experts
 
 INDEX = 8
 """Bytes of an index (int64)."""
+ONCE = ("deepep", "hybridep")
+"""Dispatchers that send a rank one copy of a token and add up its experts' outputs there."""
 COUNTS = "expert_counts"
 """The operator whose end the host awaits."""
 
@@ -32,9 +35,10 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
         _grouped(b, layout, experts, _gather(b, layout, experts, x))
         _scatter(b, layout, ranks, routed)
     else:
-        _permute(b, experts, x)
-        _grouped(b, layout, experts, _dispatch(b, layout, experts))
-        _combine(b, layout, experts, routed)
+        once = b.system.dispatcher in ONCE and layout.ep > 1
+        names = (_dispatch_once if once else _dispatch)(b, layout, experts, x)
+        _grouped(b, layout, experts, _sort(b, layout, experts, names, once))
+        _combine(b, layout, experts, routed, once)
     if experts.shared_ffn:
         _shared(b, experts, x)
         _sum(b, experts, (routed, "shared_out"), out)
@@ -121,30 +125,55 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     )
 
 
-def _dispatch(b: Builder, layout: Layout, experts: Experts) -> int:
-    """Send the copies to the ranks of their experts and sort them by expert; returns the rows that
-    a rank's experts receive: on the worst rank, if experts are not balanced."""
+def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
+    """Send the copies to the ranks of their experts; returns what these receive."""
+    _permute(b, experts, x)
+    names = ("permuted", "permuted_probs")
+    if layout.ep == 1:
+        return names
+    rows = _received(b, layout, experts)
+    b.add("dispatched", rows, b.model.hidden * b.e)
+    b.add("dispatched_probs", rows, FP32)
+    return _exchange(b, "dispatch", names, ("dispatched", "dispatched_probs"))
+
+
+def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str, ...]:
+    """Send each token once to each rank that has experts of it, which copies it for them; returns
+    what a rank receives.  Source: DeepEP (deepseek-ai/DeepEP, README: is_token_in_rank)."""
+    share = float(reached_share(layout.ep, experts.active))
+    rows = ceil(_received(b, layout, experts) * share)
+    tokens = b.add("dispatched", rows, b.model.hidden * b.e)
+    b.add("permutation", b.s.shard_tokens, permutation_bytes(experts), False)
+    _exchange(b, "dispatch", (x,), (tokens,))
+    return tokens, "router_scores", COUNTS
+
+
+def _received(b: Builder, layout: Layout, experts: Experts) -> int:
+    """Copies of tokens that a rank's experts receive: on the worst rank, if experts are not
+    balanced."""
     rows = b.s.shard_tokens * experts.active
-    if layout.ep > 1:
-        rows = ceil(rows * b.imbalance)
-    names: tuple[str, ...] = ("permuted", "permuted_probs")
-    if layout.ep > 1:
-        b.add("dispatched", rows, b.model.hidden * b.e)
-        b.add("dispatched_probs", rows, FP32)
-        names = _all_to_all(b, "dispatch", names, ("dispatched", "dispatched_probs"))
-    rows *= layout.expert_tp
+    return ceil(rows * b.imbalance) if layout.ep > 1 else rows
+
+
+def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], once: bool) -> int:
+    """Sort what a rank received by expert, and copy it for its experts if a token came `once`;
+    returns the rows."""
+    saved = ("permutation",) if once else ()
+    rows = _received(b, layout, experts) * layout.expert_tp
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
     probs = b.add("expert_probs", rows, FP32)
     gathered = b.nbytes(tokens, probs)
     split = layout.expert_tp > 1
+    moved = gathered + (b.nbytes(names[0]) if once else gathered)
     b.ops.append(
         Op(
             name="sort",
             inputs=names,
-            outputs=(tokens, probs),
+            outputs=(tokens, probs, *saved),
+            saves=saved,
             row_local=False,
-            forward=(Elementwise(2 * gathered, 2),),
-            backward_input=(Elementwise(2 * gathered, 2),),
+            forward=(Elementwise(moved, 2),),
+            backward_input=(Elementwise(moved, 2),),
             gather=Comm("all_gather", "etp", gathered) if split else None,
             grad_reduce=Comm("reduce_scatter", "etp", gathered) if split else None,
             gathered_bytes=gathered if split else 0,
@@ -204,7 +233,7 @@ def _scatter(b: Builder, layout: Layout, ranks: int, out: str) -> None:
     )
 
 
-def _all_to_all(
+def _exchange(
     b: Builder, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Add an all-to-all over the expert-parallel ranks; the backward moves the same bytes."""
@@ -275,40 +304,45 @@ def _grouped(b: Builder, layout: Layout, experts: Experts, rows: int) -> None:
     )
 
 
-def _combine(b: Builder, layout: Layout, experts: Experts, out: str) -> None:
+def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool) -> None:
     """Bring the experts' outputs back into the order of the dispatch, send them to their tokens'
-    ranks, and sum each token's copies."""
+    ranks, and sum each token's copies: those of one rank before they leave it, if a token came
+    `once`; the exchange then adds up the ranks'."""
     sent, hidden = b.s.shard_tokens * experts.active, b.model.hidden * b.e
     whole, split = b.nbytes("expert_out"), layout.expert_tp > 1
-    received = b.activations["expert_in"].rows // layout.expert_tp
-    back = b.add("unsorted", received, hidden)
+    copies = b.activations["expert_in"].rows // layout.expert_tp
+    back = b.add("unsorted", b.activations["dispatched"].rows if once else copies, hidden)
+    moved = whole + (b.nbytes(back) if once else whole)
+    order = ("permutation",)
     b.ops.append(
         Op(
             name="unsort",
             inputs=("expert_out",),
             outputs=(back,),
+            saves=order if once else (),
             row_local=False,
-            forward=(Elementwise(2 * whole),),
-            backward_input=(Elementwise(2 * whole),),
+            forward=(Elementwise(moved),),
+            backward_input=(Elementwise(moved),),
             reduce=Comm("reduce_scatter", "etp", whole) if split else None,
             grad_gather=Comm("all_gather", "etp", whole) if split else None,
             unreduced_bytes=whole if split else 0,
         )
     )
     if layout.ep > 1:
-        b.add("combined", sent, hidden)
-        (back,) = _all_to_all(b, "combine", (back,), ("combined",))
+        combined = b.add("combined", b.s.shard_tokens if once else sent, hidden)
+        (back,) = _exchange(b, "combine", (back,), (combined,))
     b.shard(out)
-    moved = b.nbytes(back, out)
+    summing = () if once else memory_kernel(b.nbytes(back, out))
     b.ops.append(
         Op(
             name="unpermute",
             inputs=(back,),
             outputs=(out,),
-            saves=("permutation",),
+            saves=() if once else order,
             row_local=False,
-            forward=memory_kernel(moved),
-            backward_input=memory_kernel(moved),
+            forward=summing,
+            backward_input=summing,
+            alias_inputs=(back,) if once else (),
         )
     )
 

@@ -61,7 +61,8 @@ class Op(Struct, frozen=True, kw_only=True):
 
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
     An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
-    another order, and `grad_gather` brings its gradient back.
+    another order, or has its rows once for each rank that gets them, and `grad_gather` brings its
+    gradient back.
 
     `of_experts`: the weights are those of the experts that the rank holds. `replicated`: each
     tensor-parallel rank has the whole weight and the gradient of its own rows.
@@ -224,6 +225,7 @@ _EXPERTS = (
     "expert_in",
     "expert_probs",
     "expert_fc1_out",
+    "expert_act_out",
     "expert_fc2_in",
     "expert_out",
     "unsorted",

@@ -79,7 +79,7 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) ->
         else:
             continue
         reads.append(names.reads[source])
-        moved += tensors[out].nbytes
+        moved += max(tensors[source].nbytes, tensors[out].nbytes)
     if not reads:  # all outputs are kept: nothing to recompute
         return
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
