@@ -4,6 +4,7 @@ Saved bytes: one layer of Megatron-core 0.16.1, traced on fake tensors on a CPU,
 balanced experts, in bytes per token.
 """
 
+import math
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 
 from rematbench.costs.collectives import group_ranks, worst_group
 from rematbench.costs.operators.block import layer_table
+from rematbench.costs.operators.kernels import Gemm
 from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import state_bytes
 from rematbench.evaluate.evaluation import evaluate
@@ -270,3 +272,35 @@ def test_the_worst_rank_receives_more_tokens() -> None:
     assert received.nbytes == 1.5 * sent.nbytes
     assert replace(work, imbalance=1.5).balance.endswith("1.5 times the balanced tokens")
     assert Workload(model=replace(QWEN, experts=None), seq_len=TOKENS, imbalance=2.0).balance == ""
+
+
+def test_a_dispatcher_of_one_copy_sends_tokens_and_not_their_copies() -> None:
+    """8 of 128 experts on 8 ranks: 5.25 ranks have some of a token's, on average."""
+    found = layer_table(
+        Workload(model=QWEN, seq_len=TOKENS), Layout(ep=8, dp=8),
+        replace(MEGATRON, dispatcher="deepep"), fused_attention=True, window=0, dense=False,
+    )  # fmt: skip
+    ranks = 8 * (1 - (7 / 8) ** 8)
+    sent = found.op("dispatch").reduce
+    assert sent is not None
+    assert sent.nbytes == math.ceil(TOKENS * 8 * ranks / 8) * 2 * 2048
+    assert found.op("combine").reduce == sent
+    assert "permuted" not in found.activations
+    assert found.activations["combined"].rows == TOKENS
+    assert found.saved_bytes == table(ep=8, dp=8).saved_bytes
+    assert not found.op("unpermute").forward
+
+
+def test_the_host_paces_the_gemms_of_a_group() -> None:
+    cost = make_problem(ProblemSpec(**STEP)).cost
+    pace_s = 8.8e-6
+    narrow = cost.kernel_s(Gemm(1, 64, 64, 128), "forward")
+    assert 128 * pace_s <= narrow < 130 * pace_s
+    assert cost.kernel_s(Gemm(1, 64, 64, 1), "forward") < 2 * pace_s
+    wide = cost.kernel_s(Gemm(4096, 8192, 8192, 8), "forward")
+    assert wide == pytest.approx(8 * cost.kernel_s(Gemm(4096, 8192, 8192), "forward"), rel=0.1)
+    weight = cost.kernel_s(Gemm(4096, 8192, 16, 8), "backward_weight")
+    assert weight > 8 * 2 * 4 * 4096 * 8192 / cost.cluster.hbm_bytes_per_s  # fp32, read and written
+    op = make_problem(ProblemSpec(**STEP)).layer(0).op("expert_fc1")
+    assert cost.loops_s(op, "forward") == pytest.approx((128 // 8 - 1) * pace_s)
+    assert cost.loops_s(make_problem(ProblemSpec(**STEP)).layer(0).op("router"), "forward") == 0.0

@@ -100,6 +100,14 @@ class KernelCosts:
         count = sum(self._launches(kernel, direction) for kernel in kernels)
         return min(1, count) if self.system.compiled else count
 
+    def loops_s(self, op: Op, direction: Direction) -> float:
+        """Seconds in which the host issues the further GEMMs of an operator's grouped ones."""
+        if self.system.compiled:
+            return 0.0
+        kernels: tuple[Kernel, ...] = getattr(op, direction)
+        more = sum(kernel.batch - 1 for kernel in kernels if isinstance(kernel, Gemm))
+        return more * self.common.grouped_gemm_s
+
     def _launches(self, kernel: Kernel, direction: Direction) -> int:
         if isinstance(kernel, Named):
             rates = self.calibration.kernels.byte_rates(kernel.operator, kernel.implementation)
@@ -114,7 +122,7 @@ class KernelCosts:
         if key not in self._kernels:
             match kernel:
                 case Gemm():
-                    busy = self._gemm_s(self._tiled(kernel, direction))
+                    busy = self._grouped_s(self._tiled(kernel, direction), direction)
                 case Elementwise():
                     busy = self._memory_s(kernel.hbm_bytes)
                 case Named():
@@ -170,6 +178,20 @@ class KernelCosts:
     def _gemm_s(self, kernel: Gemm) -> Quantity:
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
         return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
+
+    def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
+        """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, no faster than the
+        host issues them; a weight's gradient is read and written once more for each group."""
+        busy = self._gemm_s(kernel)
+        if kernel.batch == 1:
+            return busy
+        paced = kernel.batch * self.common.grouped_gemm_s
+        if direction != "backward_weight":
+            return max(busy, paced)
+        e, sums = self.workload.element_bytes, 2 * self.system.grad_bytes
+        rows = e * (kernel.m + kernel.n) * kernel.k
+        moved = self._memory_s(kernel.batch * (rows + sums * kernel.m * kernel.n))
+        return max(busy, paced, moved)
 
     def _named_s(self, kernel: Named, direction: Direction) -> float:
         """Busy seconds of a named operator: its bytes over the published HBM rate."""

@@ -110,9 +110,11 @@ class ActionCosts:
             return 0.0
         if action.kind not in DIRECTION:
             return self.cost.host_launch_s
-        calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
-        calls = min(1, calls) if self._begins and action.part.startswith("L") else calls
-        return calls * self.cost.host_launch_s
+        op, direction = self._op(action, rank), DIRECTION[action.kind]
+        calls, loops_s = self.cost.calls(op, direction), self.cost.loops_s(op, direction)
+        if self._begins and action.part.startswith("L"):
+            calls, loops_s = min(1, calls), 0.0
+        return calls * self.cost.host_launch_s + loops_s
 
     def _inside(self, action: Action) -> bool:
         """Whether an action is in a layer's CUDA graph or compiled region but is not its first
