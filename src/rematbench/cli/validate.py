@@ -15,6 +15,7 @@ from rematbench.cli.targets import (
 )
 from rematbench.evidence.accuracy import MORE, Report, by_source, left_out_errors, load_accuracy
 from rematbench.evidence.accuracy import validate as score
+from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.job_evidence import out_of_source
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.host_rows import host_rows
@@ -75,9 +76,9 @@ def validate(
     _need_measurements(rows, cells)
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
-    hosted = host_rows() if rows is None else ()
+    hosted, routed = (host_rows(), expert_rows()) if rows is None else ((), ())
     left_out = left_out_errors(strange, accuracy, calibration())
-    report = score(cells, calibration(), accuracy, left_out, beside, hosted)
+    report = score(cells, calibration(), accuracy, left_out, beside, hosted, routed)
     made = score_tables(report, cells, calibration(), accuracy, strange, beside)
     out = console()
     for table in made:

@@ -30,9 +30,10 @@ Metric = Literal[
     "tokens_per_s_per_gpu", "peak_device_bytes", "host_used_gib", "gain", "verdict", "regret"
 ]
 Split = Literal["fitted", "in-sample", "sibling", "held-out"]
-Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv"]
+Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv"]
 MORE: Sheet = "runs_more.csv"
 HOSTED: Sheet = "offloaded_states.csv"
+ROUTED: Sheet = "moe.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
@@ -284,12 +285,14 @@ def validate(
     left_out: Mapping[str, float] | None = None,
     more: Sequence[Row] = (),
     hosted: Sequence[Row] = (),
+    routed: Sequence[Row] = (),
 ) -> Report:
     """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
-    `left_out`: mean errors out of source, by group.  `more`, `hosted`: predicted rows of
-    runs_more.csv and of offloaded_states.csv.  Groups of these sheets are scored only if their rows
-    are given."""
-    sheets: dict[Sheet, Sequence[Row]] = {"runs.csv": rows, MORE: more, HOSTED: hosted}
+    `left_out`: mean errors out of source, by group.  `more`, `hosted`, `routed`: predicted rows of
+    runs_more.csv, of offloaded_states.csv and of moe.csv.  Groups of these sheets are scored only
+    if their rows are given."""
+    sheets: dict[Sheet, Sequence[Row]] = {"runs.csv": rows, MORE: more}
+    sheets |= {HOSTED: hosted, ROUTED: routed}
     groups = [
         _group_report(g, sheets[g.sheet], calibration, left_out or {})
         for g in accuracy.groups

@@ -8,9 +8,7 @@ and the weighted activation were counted, with which the rows meet them.
 from functools import cache
 from statistics import median
 
-import pytest
-
-from rematbench.evidence.predict import predict_rows
+from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.published.sheets import (
     Cell,
     read_peak_kind,
@@ -27,16 +25,13 @@ APART = "num-distributed-optimizer-instances"
 @cache
 def errors() -> dict[str, float]:
     """Predicted over published peak, less 1, of each row whose peak is compared, by its table."""
-    sheet = read_sheet(data_dir("published") / "moe.csv")
-    rows = [row for row in sheet if "golden" in row["source"] and row["precision"] == "bf16"]
     return {
         row["table"]: float(row["pred_peak_device_bytes"]) / float(row["peak_device_bytes"]) - 1.0
-        for row in predict_rows(rows, processes=1)
-        if row["pred_status"] == "ok"
+        for row in expert_rows()
+        if row["peak_device_bytes"]
     }
 
 
-@pytest.mark.full
 def test_peaks_are_predicted_within_the_bars() -> None:
     found = [abs(error) for error in errors().values()]
     assert len(found) >= 36
@@ -44,7 +39,6 @@ def test_peaks_are_predicted_within_the_bars() -> None:
     assert max(found) <= 0.10
 
 
-@pytest.mark.full
 def test_rows_of_one_job_differ_as_published() -> None:
     """Unfused attention, two experts a token, unsharded states: the larger job is the larger."""
     rows = {row["table"]: row for row in read_sheet(data_dir("published") / "moe.csv")}

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 
 from rematbench.evidence.accuracy import MORE, Report, load_accuracy, validate
+from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.host_rows import host_rows
 from rematbench.evidence.published.sheets import read_sheet
@@ -23,7 +24,8 @@ def report() -> Report:
         predict_rows(read_sheet(data_dir("published") / name), processes=1)
         for name in ("runs.csv", MORE)
     )
-    return validate(cells, calibration(), ACCURACY, more=more, hosted=host_rows())
+    hosted, routed = host_rows(), expert_rows()
+    return validate(cells, calibration(), ACCURACY, more=more, hosted=hosted, routed=routed)
 
 
 @pytest.mark.parametrize(("group", "statistic"), PROMISES)

@@ -35,6 +35,7 @@ from rematbench.evidence.bands import (
     with_outside,
 )
 from rematbench.evidence.decisions import Decision, decisions, mean_lines, summary
+from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.job_evidence import (
     LeftOutCell,
     left_out_by_source,
@@ -98,7 +99,7 @@ def build(predictions: Path, more: Path) -> list[Table]:
     accuracy, constants, unseen = load_accuracy(), shipped_calibration(), out_of_source()
     beside = read_predicted(more)
     left_out = left_out_errors(unseen, accuracy, constants)
-    report = validate(cells, constants, accuracy, left_out, beside, host_rows())
+    report = validate(cells, constants, accuracy, left_out, beside, host_rows(), expert_rows())
     return score_tables(report, cells, constants, accuracy, unseen, beside)
 
 
