@@ -91,7 +91,9 @@ OPTIONS = {
     "ep": Option(min=1, help="Expert parallel ranks, of those of tp x cp x dp."),
     "etp": Option(min=1, help="Tensor parallel ranks inside an expert (none: tp)."),
     "imbalance": Option(
-        min=1.0, metavar="F", help="Tokens of the experts of the worst rank, over balanced ones."
+        min=1.0,
+        metavar="F",
+        help="Tokens of the experts of the worst rank, over balanced ones; or the capacity factor.",
     ),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
     "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),

@@ -21,9 +21,9 @@ REFUSED = {
     "pp_layout": "stages of a layout string are not modelled",
 }
 """Columns whose features are not modelled, each with the reason."""
-BALANCED = re.compile(r"^$|dropless|capacity factor 1(\.0)?, padded")
+BALANCED = re.compile(r"^$|dropless|capacity factor ([1-9][\d.]*), padded")
 """Routers under which an expert receives as many tokens as another, forced to or by assumption: a
-capacity factor of 1 pads each expert to its share, and drops what is beyond."""
+capacity factor pads each expert to so many of its shares, and drops what is beyond."""
 FLAGS = re.compile(r"flags \{([^}]*)\}")
 DROPOUTS = {"hidden-dropout": "dropout", "attention-dropout": "attention_dropout"}
 KINDS = re.compile(r"^(mha|gqa)(?:: (.*))?$")
@@ -54,7 +54,7 @@ def refuse_unmodelled(row: Row) -> None:
         if text(row, column).lower() not in NONE:
             _refuse(row, column, reason)
     if not BALANCED.search(text(row, "router")):
-        _refuse(row, "router", "is not modelled (dropless, or capacity factor 1 with padding)")
+        _refuse(row, "router", "is not modelled (dropless, or capacity factor 1 or more, padded)")
     if text(row, "optimizer") not in OPTIMIZERS:
         _refuse(row, "optimizer", "is not modelled")
     if not text(row, "recompute") and not text(row, "recompute_modules"):
@@ -157,6 +157,13 @@ def module_settings(row: Row) -> dict[str, Any] | None:
         reason = f"column recompute_modules: {unknown[0]!r} is not modelled (known: {known})"
         raise RowError("unsupported", reason)
     return {"modules": tuple(modules)}
+
+
+def imbalance(row: Row) -> float:
+    """The tokens that experts receive over balanced ones: the capacity factor of padded experts,
+    whose ranks receive alike."""
+    found = BALANCED.search(text(row, "router"))
+    return float(found[1]) if found and found[1] else 1.0
 
 
 def balance_remark(row: Row) -> str:
