@@ -103,8 +103,8 @@ def test_the_names_are_those_of_all_models_and_stacks() -> None:
     found: set[str] = set()
     shipped = [load_model(name) for name in names("model")]
     experts = Experts(count=8, active=2, ffn=64, shared_ffn=64, shared_gate=True)
-    mixture = replace(LLAMA, experts=experts)
-    for model in (*shipped, mixture, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
+    mixtures = [replace(LLAMA, experts=experts, mlp=mlp) for mlp in ("swiglu", "gelu")]
+    for model in (*shipped, *mixtures, *(replace(LLAMA, **facts) for facts in BLOCKS.values())):
         for system, degree in product(stacks, (1, 2)):
             shape = replace(model, qk_norm=model.qk_norm or model.name == "llama-7b")
             work = Workload(model=shape, seq_len=256)
