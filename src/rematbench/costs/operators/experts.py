@@ -20,6 +20,9 @@ INDEX = 8
 """Bytes of an index (int64)."""
 ONCE = ("deepep", "hybridep")
 """Dispatchers that send a rank one copy of a token and add up its experts' outputs there."""
+HELD = ("permuted", "dispatched")
+"""What a layer's forward names until its end: what leaves a rank and what arrives (moe_layer.py,
+hidden_states and dispatched_input)."""
 COUNTS = "expert_counts"
 """The operator whose end the host awaits."""
 
@@ -343,6 +346,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
             forward=summing,
             backward_input=summing,
             alias_inputs=(back,) if once else (),
+            holds=tuple(name for name in HELD if name in b.activations),
         )
     )
 

@@ -70,6 +70,8 @@ class Op(Struct, frozen=True, kw_only=True):
     `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient is the same tensor as the output's gradient (a residual addition), so the backward
     moves no bytes. `scratch_*` are bytes that exist only during the kernel.
+
+    `holds`: tensors that the caller of a module keeps until the end of this operator, in a forward.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Op(Struct, frozen=True, kw_only=True):
     unreduced_bytes: int = 0
     row_local: bool = True
     alias_inputs: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()
     parameters: int = 0
     of_experts: bool = False
     replicated: bool = False

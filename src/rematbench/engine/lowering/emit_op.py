@@ -42,7 +42,8 @@ def emit_op(
     ring = op.gather is not None and op.gather.kind == "ring"
     by_tp = op.gather is None or op.gather.group == "tp"
     overlaps = ring or (gemm_overlap and by_tp and op.name != "attention")
-    sources = [names.reads[name] for name in op.inputs]
+    held = op.holds if kind is Kind.FORWARD else ()
+    sources = [names.reads[name] for name in (*op.inputs, *held)]
     pending, stream = "", ""
     if op.gather is not None:
         full = f"{unit.prefix}.{op.name}.full{names.tag}"
