@@ -244,3 +244,10 @@ def test_an_anchor_is_merged_and_given_keys_win(tmp_path: Path) -> None:
     path.write_text("one: &one {a: 1}\ntwo: {<<: *one, b: 3, b: 4}\n")
     with pytest.raises(ConfigError, match="'b' is given twice"):
         read_mapping(path, "merged.yaml")
+
+
+def test_an_alias_may_have_a_slash() -> None:
+    assert load_system("nemo-24.12/25.02").name == load_system("nemo-25.04").name == "nemo-24.12"
+    assert load_system("megatron-lm-23e00ed0 / te-2.11").name == "megatron-lm-23e00ed0"
+    with pytest.raises(ConfigError, match="no such system file"):
+        load_system("nemo-24.12/25.03")

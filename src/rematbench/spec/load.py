@@ -232,7 +232,8 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
     """The file of a name, an alias or a path; ConfigError if it does not exist."""
     text = str(name_or_path)
     path = Path(name_or_path)
-    if is_path(text):
+    aliases = _aliases() if kind == "system" else {}
+    if is_path(text) and text not in aliases:
         if path.is_dir():
             path = path / "config.json"
         if not path.is_file():
@@ -242,7 +243,6 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
                 text, "", f"not a {kind} file; read a job with: rematbench read {text}"
             )
         return path
-    aliases = _aliases() if kind == "system" else {}
     stem = aliases.get(text, text)
     known = names(kind)
     if stem not in known:
