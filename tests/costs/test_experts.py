@@ -6,11 +6,13 @@ balanced experts, in bytes per token.
 
 import math
 import re
+from statistics import median
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from rematbench.costs.bind_kernels import Direction
 from rematbench.costs.collectives import group_ranks, worst_group
 from rematbench.costs.operators.block import layer_table
 from rematbench.costs.operators.kernels import Gemm
@@ -18,9 +20,11 @@ from rematbench.costs.operators.ops import OpTable
 from rematbench.costs.states import state_bytes
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.problems import make_problem
+from rematbench.evidence.published.sheets import read_sheet
 from rematbench.problem import rank_states
 from rematbench.spec.layout import Layout, LayoutError, check_layout
 from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Experts, Model, Workload
 
@@ -304,3 +308,30 @@ def test_the_host_paces_the_gemms_of_a_group() -> None:
     op = make_problem(ProblemSpec(**STEP)).layer(0).op("expert_fc1")
     assert cost.loops_s(op, "forward") == pytest.approx((128 // 8 - 1) * pace_s)
     assert cost.loops_s(make_problem(ProblemSpec(**STEP)).layer(0).op("router"), "forward") == 0.0
+
+
+def test_half_of_the_published_rates_of_grouped_gemms_are_near() -> None:
+    """TransformerEngine's GroupedLinear on B200, as SimuMax measured it: nothing but the pace is
+    taken from these rows.  The bounds were written down after the errors were seen."""
+    sheet = read_sheet(data_dir("published") / "kernels_moe.csv")
+    rows = [row for row in sheet if "SimuMax" in row["source"] and row["unit"] == "TFLOP/s"]
+    asked = {**STEP, "cluster": "b200-180gb", "gpus": 16}
+    cost = make_problem(ProblemSpec(**asked)).cost
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if "GroupedLinear" not in row["implementation"]:
+            continue
+        shape = dict(word.split("=") for word in row["shape"].split(";"))
+        g, m, n, k = (int(shape[key]) for key in ("groups", "m_per_group", "n", "k"))
+        kernels: dict[str, tuple[Gemm, Direction]] = {
+            "grouped_gemm_fwd": (Gemm(m, n, k, g), "forward"),
+            "grouped_gemm_dgrad": (Gemm(m, k, n, g), "backward_input"),
+            "grouped_gemm_wgrad": (Gemm(k, n, m, g), "backward_weight"),
+        }
+        told_s = 2.0 * g * m * n * k / (float(row["value"]) * 1e12)
+        found_s = cost.kernel_s(*kernels[row["what"]])
+        errors.setdefault(row["what"], []).append(abs(found_s / told_s - 1.0))
+    assert sum(map(len, errors.values())) == 108
+    assert median(errors["grouped_gemm_fwd"]) <= 0.12
+    assert median(errors["grouped_gemm_dgrad"]) <= 0.12
+    assert median(errors["grouped_gemm_wgrad"]) <= 0.25

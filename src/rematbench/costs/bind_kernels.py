@@ -129,7 +129,8 @@ class KernelCosts:
                     busy = self._named_s(kernel, direction)
                 case Attention():
                     busy = self._attention_s(kernel, direction)
-            gaps = self._launches(kernel, direction) * self.stack.gap_s
+            groups = kernel.batch if isinstance(kernel, Gemm) else 1
+            gaps = groups * self._launches(kernel, direction) * self.stack.gap_s
             user = self.system.scales
             scale = self.stack.kernel_scale * self.network.kernel_scale * user.kernels
             scale *= user.attention if isinstance(kernel, Attention) else 1.0
@@ -180,12 +181,12 @@ class KernelCosts:
         return formulas.gemm_s(*shape, self.workload.element_bytes, self._device, self.gpu)
 
     def _grouped_s(self, kernel: Gemm, direction: Direction) -> Quantity:
-        """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, no faster than the
-        host issues them; a weight's gradient is read and written once more for each group."""
+        """Busy seconds of a GEMM, or of a grouped one: a kernel for each group, with their gaps no
+        faster than the host issues them; a weight's gradient is read and written once more."""
         busy = self._gemm_s(kernel)
         if kernel.batch == 1:
             return busy
-        paced = kernel.batch * self.common.grouped_gemm_s
+        paced = kernel.batch * max(0.0, self.common.grouped_gemm_s - self.stack.gap_s)
         if direction != "backward_weight":
             return max(busy, paced)
         e, sums = self.workload.element_bytes, 2 * self.system.grad_bytes

@@ -31,7 +31,8 @@ def published_speed(row: Row) -> str:
     or without the dispatcher on which they depend."""
     if text(row, SPEED):
         return text(row, SPEED)
-    if text(row, "tflops_convention") != MEGATRON_FLOP or not text(row, "dispatcher"):
+    counted = text(row, "tflops_convention").startswith(MEGATRON_FLOP)
+    if not counted or not text(row, "dispatcher"):
         return ""
     flop_per_s = float(text(row, "tflops_per_gpu_as_published") or 0) * 1e12
     found = flop_per_s / flop_per_token(row) if flop_per_s else 0.0

@@ -31,11 +31,17 @@ BF16_MOMENTS = 4 + 2 + 2
 OPTIMIZERS: dict[str, dict[str, int]] = {
     "": {},
     "adam": {},
+    "adamw": {},
     "adam, not sharded": {},
     "adam fp32 states, fp32 gradients": {"grad_bytes": 4, "reduce_bytes": 4},
     "mcore distributed adam, bf16 gradient reduce": {"grad_bytes": 2, "reduce_bytes": 2},
     "adam, precision-aware (bf16 moments)": {"optimizer_bytes": BF16_MOMENTS},
     "adam, precision-aware (bf16 moments, fp32 master)": {"optimizer_bytes": BF16_MOMENTS},
+    "adam, precision-aware (bf16 moments, fp32 master and gradients)": {
+        "optimizer_bytes": BF16_MOMENTS,
+        "grad_bytes": 4,
+        "reduce_bytes": 4,
+    },
 }
 """Published words for the optimizer, each with the facts of the stack that it states (bytes of a
 parameter: an fp32 master copy and two moments)."""
