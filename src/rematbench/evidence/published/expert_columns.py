@@ -31,7 +31,6 @@ BF16_MOMENTS = 4 + 2 + 2
 OPTIMIZERS: dict[str, dict[str, int]] = {
     "": {},
     "adam": {},
-    "adamw": {},
     "adam, not sharded": {},
     "adam fp32 states, fp32 gradients": {"grad_bytes": 4, "reduce_bytes": 4},
     "mcore distributed adam, bf16 gradient reduce": {"grad_bytes": 2, "reduce_bytes": 2},
