@@ -11,7 +11,9 @@ SEARCHES = {
         "--within 1",
     ),
     "spaces": ("config/searched.yaml", ""),
+    "experts": ("config/searched_experts.yaml", ""),
 }
+KINDS = {"experts": "spaces"}
 
 
 rule search_of_many:
@@ -30,8 +32,9 @@ rule search_of_many:
     params:
         engine=code("searches", METHODS),
         options=lambda wildcards: SEARCHES[wildcards.name][1],
+        kind=lambda wildcards: KINDS.get(wildcards.name, wildcards.name),
     shell:
-        "rematbench searches {wildcards.name} {input} {params.options} -o {output} --processes 2"
+        "rematbench searches {params.kind} {input} {params.options} -o {output} --processes 2"
         " > {log} 2>&1"
 
 

@@ -22,6 +22,7 @@ from rematbench.paper.studies.published_layouts import search_question
 from rematbench.paper.studies.published_sweeps import searched_sweeps
 from rematbench.paper.tables.searched import (
     checked,
+    expert_table,
     layout_table,
     layout_text,
     space_table,
@@ -47,7 +48,12 @@ def asked(*only: str, **changes: Any) -> SearchRequest:
     return SearchRequest(spec=ProblemSpec(**spec), only=only)
 
 
-MAKERS = {"layouts": layout_table, "spaces": space_table, "sweeps": sweep_table}
+MAKERS = {
+    "layouts": layout_table,
+    "spaces": space_table,
+    "sweeps": sweep_table,
+    "experts": expert_table,
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)

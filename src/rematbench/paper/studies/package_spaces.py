@@ -12,10 +12,8 @@ from rematbench.advise.search.processes import rounds
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.plan import Fraction
 from rematbench.spec.configfile import convert, read_mapping
+from rematbench.workload import PositiveInt
 from rematbench.worlds.records.suite import NamedProblem
-
-MOST_ROUNDS = 60
-"""Most rounds of the search of one space: a few minutes of a core."""
 
 Space = Literal["all", "megatron_core", "deepspeed"]
 
@@ -32,9 +30,10 @@ class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Jobs, and the spaces to search for each job.  `within`: the gap that each search proves, as a
-    share of the best step."""
+    share of the best step; `most_rounds`: the rounds after which it ends all the same."""
 
     within: Fraction
+    most_rounds: PositiveInt = 60
     jobs: tuple[SpaceJob, ...]
     spaces: tuple[Space, ...]
 
@@ -61,12 +60,12 @@ def searched_spaces(declared: Spaces, *, processes: int) -> Iterator[dict[str, A
                 "space": space,
                 "system": stack,
                 "published_mfu": job.published_mfu.get(space),
-                **_best(question, processes),
+                **_best(question, processes, declared.most_rounds),
             }
 
 
-def _best(question: SearchRequest, processes: int) -> dict[str, Any]:
-    *_, end = rounds(question, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
+def _best(question: SearchRequest, processes: int, most: int) -> dict[str, Any]:
+    *_, end = rounds(question, shown=1, processes=processes, most_rounds=most)
     made = SearchJob(question)
     said = {"layouts": len(made.space.choices), "simulations": end.simulations}
     if not end.results:

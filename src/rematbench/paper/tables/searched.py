@@ -1,8 +1,8 @@
 """Tables of committed searches (results/searched).
 
-They show the loss of published layouts, the regret on published sweeps, and the best plan of a
-package's space. A search takes minutes, but checking its answer takes one simulation, so each
-answer is simulated again before a table is written.
+They show the loss of published layouts, the regret on published sweeps, the best plan of a
+package's space, and the best plans of models with experts. A search takes minutes, but checking its
+answer takes one simulation, so each answer is simulated again before a table is written.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ INPUTS = {
     "layouts": "results/searched/layouts.csv",
     "spaces": "results/searched/spaces.csv",
     "sweeps": "results/searched/sweeps.csv",
+    "experts": "results/searched/experts.csv",
 }
-TABLES = ("searched_layouts", "searched_spaces", "searched_sweeps")
+TABLES = ("searched_layouts", "searched_spaces", "searched_sweeps", "searched_experts")
 ROUNDING = 1e-6
 
 NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WORDS, "partition")
@@ -43,11 +44,12 @@ SIMULATED = (
 )
 
 
-def build(layouts: Path, spaces: Path, sweeps: Path) -> list[Table]:
+def build(layouts: Path, spaces: Path, sweeps: Path, experts: Path) -> list[Table]:
     """The tables; CommandError if the step of a plan no longer agrees with its line."""
     collect_rarely()
     made = []
-    for path, table in ((layouts, layout_table), (spaces, space_table), (sweeps, sweep_table)):
+    tables = (layout_table, space_table, sweep_table, expert_table)
+    for path, table in zip((layouts, spaces, sweeps, experts), tables, strict=True):
         rows = read_sheet(path, NEEDED)
         if wrong := checked(table is not sweep_table, rows):
             raise CommandError(f"{path}: {wrong}")
@@ -181,4 +183,30 @@ def space_table(rows: Sequence[Row]) -> Table:
         ),
         rows=_rows(rows),
         note=FILLING + SIMULATED,
+    )
+
+
+def expert_table(rows: Sequence[Row]) -> Table:
+    """The table of the best plans of models with experts."""
+    return Table(
+        name="searched_experts",
+        title="Models with experts: the best plan of the whole space (simulated)",
+        columns=(
+            *(Column(key, key) for key in ("model", "cluster")),
+            *(Column(key, head, whole) for key, head in (("gpus", "GPUs"), ("seq_len", "tokens"))),
+            Column("global_batch", "batch", whole),
+            *BEST,
+            *(Column(key, key.upper()) for key in ("ep", "etp")),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("binds", "what binds"),
+            Column("layouts", "layouts", whole),
+            PROVED,
+            Column("reason", "why not"),
+            *(Column(key, "") for key in ("step_s", "run_with")),
+        ),
+        rows=_rows(rows),
+        note=(
+            f"Experts are balanced, their exchange is NCCL's all-to-all. {FILLING}{SIMULATED} MFU "
+            "counts the active parameters of a token."
+        ),
     )
