@@ -10,6 +10,7 @@ from rematbench.engine.lowering.lower import lower
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
 from rematbench.evidence.published.host_rows import host_rows
+from rematbench.evidence.published.sheets import Cell
 from rematbench.evidence.published.update_rows import (
     at_rate,
     fitted_rates,
@@ -28,6 +29,11 @@ class Phases(NamedTuple):
     forward_s: float
     backward_s: float
     step_s: float
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of the step after its last backward."""
+        return self.step_s - self.forward_s - self.backward_s
 
 
 def phases(problem: Problem, plan: Plan) -> Phases:
@@ -56,11 +62,16 @@ def phase_rows() -> tuple[dict[str, Any], ...]:
     return tuple({**row, **_predicted(row, rates[kind_of(row)])} for row in update_rows())
 
 
-def _predicted(row: dict[str, Any], rate: float) -> dict[str, float]:
-    problem = at_rate(row, rate)
+def whole_plan(row: Cell, problem: Problem) -> Plan:
+    """The plan of a row's whole step."""
     full = discover().resolve("full_recompute").plan(problem)
     assert isinstance(full, Plan)
-    found = phases(problem, replace(full, states=plan_of(row, problem)[0].states))
+    return replace(full, states=plan_of(row, problem)[0].states)
+
+
+def _predicted(row: dict[str, Any], rate: float) -> dict[str, float]:
+    problem = at_rate(row, rate)
+    found = phases(problem, whole_plan(row, problem))
     return {f"pred_{name}": value for name, value in found._asdict().items()}
 
 
