@@ -403,6 +403,10 @@ def test_the_examples_run_where_they_are_written(
     with Path("predictions.csv").open() as file:
         found = pd.read_csv(file)
     assert found["pred_status"].eq("ok").all()
+    key = "tokens_per_s_per_gpu"
+    errors = (found[f"pred_{key}"] / found[key] - 1.0).dropna().abs()
+    assert errors.lt(0.10).all()  # a row that nobody takes for a broken tool
+    assert (found["model"].iloc[0], found["gpus"].iloc[0]) == ("llama-3.1-70b", 256)
     again = typed("examples", ".")
     assert again.code == 2
     assert "nothing was written" in again.err
