@@ -31,10 +31,10 @@ from rematbench.host.chart_style import (
     PALETTE,
     PARTS,
     PINK,
+    RC,
     RED,
     SKY,
     TEXT_IN,
-    rc,
 )
 
 __all__ = (
@@ -68,7 +68,8 @@ STRONG = {
 
 def apply() -> None:
     """Set fonts, lines and colours for all figures."""
-    mpl.rcParams.update(rc())
+    mpl.rcParams.update(RC)
+    mpl.rcParams["axes.prop_cycle"] = mpl.cycler("color", PALETTE)
 
 
 def save(figure: Figure, path: Path) -> None:

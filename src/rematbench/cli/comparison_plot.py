@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematbench.host.chart_style import BLUE, PARTS, TEXT_IN, rc
+from rematbench.host.chart_style import BLUE, PARTS, RC, TEXT_IN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     timed = [row for row in rows if row["status"] == "ok" and row["step_s"] is not None]
     fitting = [row for row in timed if not row["same_as"]]
     bars = fitting[:MOST_BARS]
-    with rc_context(rc()):
+    with rc_context(RC):
         figure = Figure(figsize=(TEXT_IN, 1.8 + 0.17 * len(bars)), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))

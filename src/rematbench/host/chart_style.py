@@ -46,34 +46,30 @@ _TICKS = {
 }
 
 
-def rc() -> dict[str, Any]:
-    """Matplotlib's parameters of all figures (8 pt at column width)."""
-    from matplotlib import cycler  # noqa: PLC0415 (slow to load)
-
-    return {
-        "font.size": 8,
-        "font.sans-serif": ["Arial", "DejaVu Sans", "Liberation Sans", "sans-serif"],
-        "text.color": INK,
-        "axes.axisbelow": True,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-        "axes.labelsize": 8,
-        "axes.linewidth": 0.6,
-        "axes.prop_cycle": cycler("color", PALETTE),
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlesize": 8,
-        "figure.constrained_layout.use": True,
-        "legend.fontsize": 7,
-        "legend.frameon": False,
-        "legend.title_fontsize": 9.6,
-        "lines.linewidth": 1.2,
-        "lines.markersize": 4,
-        "lines.solid_capstyle": "round",
-        "patch.edgecolor": "w",
-        "patch.force_edgecolor": True,
-        "patch.linewidth": 0.8,
-        "pdf.fonttype": 42,
-        "svg.hashsalt": "rematbench",
-        **{f"{axis}tick.{key}": value for axis in "xy" for key, value in _TICKS.items()},
-    }
+RC: dict[Any, Any] = {
+    "font.size": 8,
+    "font.sans-serif": ["Arial", "DejaVu Sans", "Liberation Sans", "sans-serif"],
+    "text.color": INK,
+    "axes.axisbelow": True,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 8,
+    "axes.linewidth": 0.6,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 8,
+    "figure.constrained_layout.use": True,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "legend.title_fontsize": 9.6,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4,
+    "lines.solid_capstyle": "round",
+    "patch.edgecolor": "w",
+    "patch.force_edgecolor": True,
+    "patch.linewidth": 0.8,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "rematbench",
+    **{f"{axis}tick.{key}": value for axis in "xy" for key, value in _TICKS.items()},
+}
+"""Matplotlib's parameters of all figures (8 pt at column width)."""
