@@ -52,14 +52,14 @@ def panel(axis: Axes, rows: pd.DataFrame) -> None:
 
 def legend() -> list[Line2D]:
     """The looks of the runs, of the two worlds, and of the front."""
-    found = [
+    handles = [
         Line2D([], [], color=color, marker=marker, ls="", label=series)
         for series, (color, marker) in LOOKS.items()
     ]
-    found.append(Line2D([], [], color=style.RED, label="optimizer_offload (simulated)"))
+    handles.append(Line2D([], [], color=style.RED, label="optimizer_offload (simulated)"))
     for name, inside in (("published", style.BLACK), ("predicted", "white")):
-        found.append(Line2D([], [], color=style.BLACK, marker="o", mfc=inside, ls="", label=name))
-    return found
+        handles.append(Line2D([], [], color=style.BLACK, marker="o", mfc=inside, ls="", label=name))
+    return handles
 
 
 if __name__ == "__main__":

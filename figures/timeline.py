@@ -80,8 +80,8 @@ def count(trace: Trace) -> int:
 
 def used(trace: Trace) -> tuple[str, ...]:
     """The lanes on which something happens."""
-    found = {lane for _, lane, _ in spans(trace["traceEvents"])}
-    return tuple(lane for lane in LANES if lane in found)
+    busy = {lane for _, lane, _ in spans(trace["traceEvents"])}
+    return tuple(lane for lane in LANES if lane in busy)
 
 
 def panel(

@@ -252,12 +252,12 @@ def test_a_gib_more_goes_to_states_or_to_activations() -> None:
     (line,) = re.findall(r"\./bench run rematbench (compare .*--hbm-bytes.*)", text)
     words = shlex.split(line)
     (small,) = re.findall(r"--hbm-bytes (\d+)", line)
-    found = []
+    answers = []
     for nbytes in (small, str(int(small) + 2**30)):
-        told = typed(*[nbytes if word == small else word for word in words], "--json")
-        rows = json.loads(told.out)["rows"]
-        found.append({row["name"]: row for row in rows})
-    before, after = found
+        ran = typed(*[nbytes if word == small else word for word in words], "--json")
+        rows = json.loads(ran.out)["rows"]
+        answers.append({row["name"]: row for row in rows})
+    before, after = answers
     first = "memo+optimizer_offload"
     assert after[first]["host_node_bytes"] < before[first]["host_node_bytes"]
     assert after[first]["step_s"] <= before[first]["step_s"]

@@ -258,8 +258,8 @@ def test_the_tables_of_claims_are_read_once(
     monkeypatch.setattr(expected, "read_cells", reader)
     bound = Bound(table="t", column="cost", statistic="largest", most=6)
     claim = TableClaim(id="C1", text=".", place="", tables=("t",), finds=(FIND,), bound=bound)
-    found = check(Artifact(claims=(claim, claim), tolerance=1e-6), tmp_path, tmp_path)
-    assert [one.problems for one in found] == [(), ()]
+    findings = check(Artifact(claims=(claim, claim), tolerance=1e-6), tmp_path, tmp_path)
+    assert [one.problems for one in findings] == [(), ()]
     assert len(read) == 2
 
 

@@ -23,11 +23,11 @@ def test_phases_grow_with_micro_batches_and_leave_the_update() -> None:
         next(row for row in same if row["variant"] == "deepspeed_async" and row[key] == value)
         for key, value in (("global_batch", "4"), ("global_batch", "16"))
     )
-    found = []
+    steps = []
     for row in (few, many):
         given = row_problem(row)
-        found.append(phases(given, whole_plan(row, given)))
-    one, four = found
+        steps.append(phases(given, whole_plan(row, given)))
+    one, four = steps
     assert four.forward_s == pytest.approx(4 * one.forward_s, rel=0.02)
     assert four.backward_s == pytest.approx(4 * one.backward_s, rel=0.02)
     assert one.update_s == pytest.approx(four.update_s, rel=0.02)

@@ -71,8 +71,8 @@ def whole_plan(row: Cell, problem: Problem) -> Plan:
 
 def _predicted(row: dict[str, Any], rate: float) -> dict[str, float]:
     problem = at_rate(row, rate)
-    found = phases(problem, whole_plan(row, problem))
-    return {f"pred_{name}": value for name, value in found._asdict().items()}
+    seconds = phases(problem, whole_plan(row, problem))
+    return {f"pred_{name}": value for name, value in seconds._asdict().items()}
 
 
 def hosted_rows() -> list[dict[str, Any]]:
