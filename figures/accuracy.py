@@ -3,6 +3,7 @@
 usage: accuracy.py CELLS.csv FIGURE.pdf
 """
 
+from itertools import cycle
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -37,9 +38,11 @@ def source_looks(names: list[str]) -> dict[str, tuple[str, str]]:
     a marker for each group of the source."""
     sources = list(dict.fromkeys(name.split()[0] for name in names))
     looks: dict[str, tuple[str, str]] = {}
-    for color, source in zip(style.PALETTE, sources, strict=False):
+    for color, source in zip(cycle(style.PALETTE), sources, strict=False):
         own = [name for name in names if name.split()[0] == source]
-        looks |= {name: (color, mark) for name, mark in zip(own, style.MARKERS, strict=False)}
+        looks |= {
+            name: (color, mark) for name, mark in zip(own, cycle(style.MARKERS), strict=False)
+        }
     return looks
 
 

@@ -5,6 +5,7 @@ usage: calibrated.py calibrated.csv FIGURE.pdf
 """
 
 import re
+from itertools import cycle
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -20,7 +21,7 @@ def source_looks(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """Colour and marker of each stack: a colour for each source, hollow markers for its second
     stack."""
     names = [str(source).split()[0] for source in rows.source]
-    colors = dict(zip(dict.fromkeys(names), style.PALETTE, strict=False))
+    colors = dict(zip(dict.fromkeys(names), cycle(style.PALETTE), strict=False))
     return [
         {
             "color": colors[name],
@@ -28,7 +29,7 @@ def source_looks(rows: pd.DataFrame) -> list[dict[str, Any]]:
             "ms": 3.5,
             "mfc": "white" if name in names[:at] else colors[name],
         }
-        for at, (name, marker) in enumerate(zip(names, style.MARKERS, strict=False))
+        for at, (name, marker) in enumerate(zip(names, cycle(style.MARKERS), strict=False))
     ]
 
 

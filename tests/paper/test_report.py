@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from rematbench.host import chart_style
 from rematbench.host.table import Column, Table, gib, whole, write_sheet
 from rematbench.paper import expected
 from rematbench.paper.expected import (
@@ -317,6 +318,27 @@ def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_f
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+def test_more_stacks_than_colours_and_markers_are_all_drawn(tmp_path: Path) -> None:
+    count = len(chart_style.MARKERS) + 1
+    job = {"cluster": "c", "rows": 12, "after_0": 0.2, "after_1": 0.1, "mfu_1": 0.3}
+    rows = [{"source": f"Group{at // 2} (part {at})", **job} for at in range(count)]
+    write_sheet(tmp_path / "calibrated.csv", rows)
+    script = ROOT / "figures" / "calibrated.py"
+    words = [str(tmp_path / "calibrated.csv"), str(tmp_path / "f.pdf")]
+    code = (
+        "import runpy, sys, matplotlib.figure as f;"
+        "old = f.Figure.savefig;"
+        "f.Figure.savefig = lambda s, *a, **k: ("
+        "print(len(s.axes[0].get_legend().texts)), old(s, *a, **k));"
+        f"sys.path.insert(0, {str(script.parent)!r}); sys.argv = {[str(script), *words]!r};"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == str(count + 1)  # and the line of one MFU
 
 
 def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
