@@ -238,7 +238,8 @@ def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[
             yield "tightly, within our memory error (--reserve-gib 0)", found
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more[1]:
-            yield f"with at most {ceil(100 * more[0] / GIB) / 100:.2f} GiB more memory on each device", more[1]
+            least_gib = ceil(100 * more[0] / GIB) / 100
+            yield f"with at most {least_gib:.2f} GiB more memory on each device", more[1]
     if any(reason.startswith("host") and count for reason, count in at.excluded.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):
