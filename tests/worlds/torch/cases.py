@@ -19,7 +19,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.workload import Model, Precision
+from rematbench.workload import Experts, Model, Precision
 from rematbench.worlds.torch.case import Case
 from tests.problems import (
     FULL,
@@ -40,6 +40,14 @@ TINY_GPT = replace(
     GPT, name="tiny-gpt", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160, dropout=0.0
 )
 TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
+EXPERTS = Experts(count=8, active=2, ffn=32)
+MIXTURE = replace(TINY, name="tiny-mixture", qk_norm=True, experts=EXPERTS)
+SHARED = replace(
+    MIXTURE,
+    name="tiny-shared",
+    qk_norm=False,
+    experts=replace(EXPERTS, router="sigmoid", router_bias=True, shared_ffn=48, dense_layers=(0,)),
+)
 SEQ = 32
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -74,6 +82,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4-zero3": {"dp": 4, "zero_stage": 3, "global_batch": 8},
     "tp2-dp2-zero2": {"tp": 2, "dp": 2, "zero_stage": 2, "global_batch": 4},
     "tp2-dp2-zero3": {"tp": 2, "dp": 2, "zero_stage": 3, "global_batch": 4},
+    "ep2": {"dp": 2, "ep": 2, "zero_stage": 1, "global_batch": 4},
+    "ep2-zero0": {"dp": 2, "ep": 2, "zero_stage": 0, "global_batch": 4},
+    "dp2-ep2": {"dp": 4, "ep": 2, "zero_stage": 1, "global_batch": 8},
+    "cp2-ep2": {"cp": 2, "ep": 2, "zero_stage": 1, "global_batch": 2, "micro_batch": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2, "etp": 1, "global_batch": 2},
+    "tp2-etp2": {"tp": 2, "ep": 1, "etp": 2, "global_batch": 2},
+    "tp2-etp1": {"tp": 2, "ep": 1, "etp": 1, "zero_stage": 1, "global_batch": 2},
+    "tp2-dp2-ep2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "zero_stage": 1, "global_batch": 4},
+    "ep4-pp2": {"dp": 4, "ep": 4, "pp": 2, "zero_stage": 1, "global_batch": 8},
+    "tp2-ep2-pp2": {
+        **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "zero_stage": 1, "global_batch": 4}
+    },
+    "tp2-ep2-etp1-pp2": {
+        **{"tp": 2, "dp": 2, "ep": 2, "etp": 1, "pp": 2, "zero_stage": 1, "global_batch": 4}
+    },
 }
 """The issue's layouts and a few more, by name."""
 

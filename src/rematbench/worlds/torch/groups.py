@@ -1,4 +1,5 @@
-"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), channels of pp.
+"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), those of experts
+(etp, ep, edp), channels of pp.
 
 The ranks of a Ulysses group are neighbours along dp; they use the dimension cp.
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rematbench.costs.collectives import degrees
+from rematbench.costs.collectives import degrees, group_ranks
 from rematbench.spec.layout import Layout
 
 RELEASE_S = 1.0
@@ -65,6 +66,29 @@ def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> in
             number += getattr(place, name) * stride
             stride *= sizes[name]
     return number
+
+
+class ExpertPlace(NamedTuple):
+    """A rank's place among the ranks of its stage as experts fold onto them: which part of which
+    experts it holds, and its place among the ranks that hold the same."""
+
+    etp: int
+    ep: int
+    edp: int
+
+
+def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> ExpertPlace:
+    """The place of the rank with these coordinates."""
+    sizes, number, stride = degrees(layout), 0, 1
+    for name in order:
+        number += getattr(place, name) * stride
+        stride *= sizes[name]
+    found = {
+        axis: next(ranks.index(number) for ranks in groups if number in ranks)
+        for axis in ExpertPlace._fields
+        for groups in [group_ranks(layout, axis, place.pp, order)]
+    }
+    return ExpertPlace(**found)
 
 
 class Group(NamedTuple):
@@ -183,17 +207,27 @@ class Groups:
     def __init__(self, layout: Layout, order: tuple[str, ...], rank: int) -> None:
         self.layout, self.order, self.rank = layout, order, rank
         self.place = coordinates(rank, layout, order)
-        self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.by_name = {
+            name: self._group(members(layout, order, along)) for name, along in DIMENSIONS.items()
+        }
+        for name in ExpertPlace._fields:
+            by_stage = (group_ranks(layout, name, stage, order) for stage in range(layout.pp))
+            self.by_name[name] = self._group([list(ranks) for each in by_stage for ranks in each])
         self.channels = self._channels()
         self.buffered = any(map(is_gloo, self.channels.values()))
         """Whether a send copies its tensor first: gloo's send waits for the receiver."""
         self._peers: dict[int, int] = {}
         self._open: set[str | Channel] = set()
 
-    def _group(self, along: tuple[str, ...]) -> Group:
+    def _group(self, groups: list[list[int]]) -> Group:
+        """This rank's group of a kind. A kind that groups ranks as an earlier kind does has its
+        communicators."""
         mine, handle = [self.rank], None
-        for ranks in members(self.layout, self.order, along):
-            made = new_group(ranks) if len(ranks) > 1 else None
+        for ranks in groups:
+            made = self._made.get(tuple(ranks))
+            if made is None and len(ranks) > 1:
+                made = self._made[tuple(ranks)] = new_group(ranks)
             if self.rank in ranks:
                 mine, handle = ranks, made
         return Group(len(mine), mine.index(self.rank), handle)
