@@ -98,8 +98,9 @@ class Exchanges:
             self._gather_several(action, span, group)
             return
         if not action.allocs:
-            whole = self.memory[span.key(action.reads[0])].data.view(group.size, -1)
-            self.streams.run(action.stream, lambda: group.all_gather(whole, whole[group.rank]))
+            whole = self.memory[span.key(action.reads[0])].data.view(-1)
+            own = whole.chunk(group.size)[group.rank]
+            self.streams.run(action.stream, lambda: group.all_gather(whole, own))
             return
         source = self.memory[span.key(action.reads[0])].rows(span.first, span.size)
         with self.streams.storage_pool():
