@@ -82,6 +82,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4-zero3": {"dp": 4, "zero_stage": 3, "global_batch": 8},
     "tp2-dp2-zero2": {"tp": 2, "dp": 2, "zero_stage": 2, "global_batch": 4},
     "tp2-dp2-zero3": {"tp": 2, "dp": 2, "zero_stage": 3, "global_batch": 4},
+}
+"""The issue's layouts and a few more, by name."""
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"dp": 2, "ep": 2, "zero_stage": 1, "global_batch": 4},
     "ep2-zero0": {"dp": 2, "ep": 2, "zero_stage": 0, "global_batch": 4},
     "dp2-ep2": {"dp": 4, "ep": 2, "zero_stage": 1, "global_batch": 8},
@@ -98,17 +101,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         **{"tp": 2, "dp": 2, "ep": 2, "etp": 1, "pp": 2, "zero_stage": 1, "global_batch": 4}
     },
 }
-"""The issue's layouts and a few more, by name."""
+"""Layouts of models with experts."""
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 MLP_SAVED = ("mlp_norm_out", "gate_out", "up_out", "act_out", "fc2_in")
 
 
 def tiny(
-    layout: str, precision: Precision = "fp64", model: Model = TINY, **changes: Any
+    layout: str, precision: Precision = "fp64", model: Model | None = None, **changes: Any
 ) -> Problem:
     """A tiny problem on a named layout; deep enough for its chunks."""
-    degrees = LAYOUTS[layout]
+    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    model = model or (MIXTURE if layout in EXPERT_LAYOUTS else TINY)
     layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
     made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))
     work = replace(made.workload, precision=precision)
@@ -173,6 +177,20 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
 }
 """Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the
 same numbers as keep_all; the others split a GEMM."""
+EXPERT_PLANS: dict[str, Callable[[Plan], Plan]] = {
+    "expert-rows": lambda plan: plan.with_rules(
+        rule(
+            Split(offload=0.25, recompute=0.375),
+            *("router_scores", "expert_fc1_out", "expert_fc2_in", "q"),
+        )
+    ),
+    "expert-parts": lambda plan: by_layer(
+        plan.with_rules(
+            rule(Split(offload=0.5), *("router_scores", "permutation", "expert_in", "expert_probs"))
+        )
+    ),
+}
+"""Raw plans for layers with experts: rows of what is row by row, and bytes of the rest."""
 SAME_NUMBERS = ("offload", "offload-layers", "full")
 
 
@@ -189,7 +207,7 @@ def case(layout: str, plan: str, **changes: Any) -> Case:
     return Case(
         name=f"{layout} {plan}",
         problem=given,
-        plan=PLANS[plan](given.base_plan),
+        plan=(PLANS | EXPERT_PLANS)[plan](given.base_plan),
         ignored=0.1,
         gradients=True,
     )

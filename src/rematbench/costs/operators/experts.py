@@ -160,9 +160,7 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     rows = b.s.shard_tokens * experts.active * layout.expert_tp
     if layout.ep > 1:
         rows = ceil(rows * b.imbalance)
-    saved = b.add(
-        "permutation", b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes), False
-    )
+    saved = b.add("permutation", b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes), False)
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
     probs = b.add("expert_probs", rows, b.wide_bytes)
     whole = layout.ep * layout.expert_tp * b.nbytes(x)

@@ -63,7 +63,10 @@ def uneven_experts(problem: Problem) -> bool:
     assert experts is not None
     period = experts.count // gcd(experts.count, experts.active)
     slices = 2 * lay.cp if lay.cp > 1 else 1
-    rows = problem.workload.seq_len // slices, shapes(problem.workload, lay, problem.system).shard_tokens
+    rows = (
+        problem.workload.seq_len // slices,
+        shapes(problem.workload, lay, problem.system).shard_tokens,
+    )
     return any(count % period for count in rows)
 
 

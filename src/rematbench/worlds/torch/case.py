@@ -190,8 +190,7 @@ def _gradients(ranks: list[RankResult], step: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in _names(ranks):
         parts = [
-            _whole([r.gradients[step][name] for r in peers])
-            for peers in _holders(ranks, name)
+            _whole([r.gradients[step][name] for r in peers]) for peers in _holders(ranks, name)
         ]
         spec = ranks[0].gradients[step].get(name) or next(
             r.gradients[step][name] for r in ranks if name in r.gradients[step]

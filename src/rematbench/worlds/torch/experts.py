@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rematbench.costs.operators.experts import COUNTS, INDEX
 from rematbench.costs.operators.ops import Activation
+from rematbench.workload import Experts
 from rematbench.worlds.torch import arithmetic
 from rematbench.worlds.torch.operands import Call, Tensors
-from rematbench.workload import Experts
 
 
 def experts_of(call: Call) -> Experts:
@@ -240,11 +240,10 @@ def _runs(call: Call, rows: int) -> Iterator[tuple[str, slice]]:
         pieces = [(0, blocks * shard)]
     at = 0
     for first, stop in pieces:
-        while first < stop:
-            number = first // each
-            last = min(stop, (number + 1) * each)
-            yield f"expert{held[number]}.", slice(at, at + last - first)
-            at, first = at + last - first, last
+        for number in range(first // each, -(-stop // each)):
+            size = min(stop, (number + 1) * each) - max(first, number * each)
+            yield f"expert{held[number]}.", slice(at, at + size)
+            at += size
 
 
 def _halves(call: Call) -> list[str]:

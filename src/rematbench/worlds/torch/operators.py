@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rematbench.worlds.torch import arithmetic
+from rematbench.worlds.torch import arithmetic, experts
 from rematbench.worlds.torch import attention_backends as attn
-from rematbench.worlds.torch import experts
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
 from rematbench.worlds.torch.parameters import HEAD_NORMS

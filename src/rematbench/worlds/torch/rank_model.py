@@ -161,7 +161,9 @@ class RankModel:
             rank, parts, peer = self.folded.etp, lay.expert_tp, self.folded.edp
         if lay.zero_stage >= 1:
             peers = lay.expert_dp if spec.expert else lay.state_shards
-        return Owner(tp_rank=rank, tp=parts, state_rank=peer if peers > 1 else 0, state_shards=peers)
+        return Owner(
+            tp_rank=rank, tp=parts, state_rank=peer if peers > 1 else 0, state_shards=peers
+        )
 
     @cached_property
     def folded(self) -> ExpertPlace:
