@@ -149,9 +149,7 @@ def test_the_order_of_ranks_changes_nothing() -> None:
     """Experts fold onto neighbours, whatever dimension these lie along."""
     orders = (("dp", "tp", "cp", "pp"), ("pp", "dp", "cp", "tp"))
     made = [
-        grid.in_order(method(layout, "keep_all"), *order)
-        for layout in SIZES[4]
-        for order in orders
+        grid.in_order(method(layout, "keep_all"), *order) for layout in SIZES[4] for order in orders
     ]
     for case, result in laws.launch(made).values():
         check(case, result)
