@@ -98,6 +98,7 @@ class RankModel:
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
         self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        self.chosen = self._chosen()
         self.slices = slices(lay, place)
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
@@ -178,13 +179,13 @@ class RankModel:
         count = self.kind.experts.count // self.problem.layout.ep
         return range(self.folded.ep * count, (self.folded.ep + 1) * count)
 
-    @cached_property
-    def chosen(self) -> Tensor:
+    def _chosen(self) -> Tensor:
         """The experts of each token of this rank's shard: rows x active experts.  They follow from
         the token's position, so that every expert receives as many tokens from every rank
-        (`refusals.uneven_experts`), in every layout the same."""
+        (`refusals.uneven_experts`), in every layout the same.  Empty without experts."""
         given, rows = self.kind.experts, self.shapes.shard_tokens
-        assert given is not None
+        if given is None:
+            return self.where[:0]
         first = self.place.tp * rows if self.problem.layout.sequence_parallel else 0
         where = self.where[first : first + rows, None] * given.active
         return (where + torch.arange(given.active, device=self.device)) % given.count
@@ -233,8 +234,7 @@ class RankModel:
         found += self.pieces.at_home(on_host=False) if self.pieces else []
         found += [t for states in self.every_unit() for t in states.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
-        found += [self.chosen] if self.kind.experts else []
-        return [*found, self.where, self.cos, self.sin]
+        return [*found, self.where, self.chosen, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward. If a projection
