@@ -22,7 +22,7 @@ FAST = (
     *(("one", "offload-slots"), ("tp2", "windows"), ("cp2", "rows")),
     ("tp2-ulysses2", "offload"),
     ("dp2-zero3", "windows"),
-    ("tp2-dp2-ep2", "offload"),
+    ("tp2-dp2-ep2", "keep"),
 )
 MORE = (
     *(("one", plan) for plan in ("offload", "offload-layers", "rows")),
