@@ -83,6 +83,7 @@ class Reference:
         """Every token through every expert, weighed by 0 where the token is not sent: the token at
         position p goes to the experts from p x active on."""
         given = self.model.experts
+        assert given is not None
         place = torch.arange(y.shape[1])[:, None] * given.active + torch.arange(given.active)
         sent = F.one_hot(place % given.count, given.count).sum(1).bool()
         logits = self.linear(y, f"{name}.router")

@@ -20,6 +20,7 @@ from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.groups import coordinates, expert_place
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.single_rank import trace_rank
+from rematbench.workload import Model
 from tests.problems import plan_of, remade
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
@@ -50,9 +51,15 @@ SIZES: dict[int, tuple[str, ...]] = {
 }
 
 
+def deep(layout: str, model: str) -> Model:
+    """The model with two layers for each stage."""
+    stages = (cases.LAYOUTS | cases.EXPERT_LAYOUTS)[layout].get("pp", 1)
+    return structs.replace(MODELS[model], num_layers=2 * stages)
+
+
 def method(layout: str, name: str, model: str = "mixture", precision: Any = "fp64") -> Case:
     """One step of a method."""
-    given = cases.tiny(layout, precision, MODELS[model])
+    given = cases.tiny(layout, precision, deep(layout, model))
     spec, settings = METHODS[name]
     return Case(
         name=f"{layout} {model} {name}",
@@ -66,7 +73,7 @@ def method(layout: str, name: str, model: str = "mixture", precision: Any = "fp6
 
 def raw(layout: str, plan: str, model: str = "mixture") -> Case:
     """One step of a plan that no method makes."""
-    made = cases.case(layout, plan, model=MODELS[model])
+    made = cases.case(layout, plan, model=deep(layout, model))
     return replace(made, name=f"{layout} {model} {plan}", steps=1)
 
 

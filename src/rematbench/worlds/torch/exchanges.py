@@ -114,14 +114,16 @@ class Exchanges:
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
-        by_heads = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
+        move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
+        if action.op not in ORDERS:
+            move = partial(exchange_rows)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
-            shape, move = (sent.shape[0] // group.size, width), by_heads
-            if to_heads:
-                shape = (sent.shape[0] * group.size, width // group.size)
+            shape = (sent.shape[0] // group.size, width)
             if action.op not in ORDERS:
-                shape, move = sent.shape, exchange_rows
+                shape = (sent.shape[0], sent.shape[1])
+            elif to_heads:
+                shape = (sent.shape[0] * group.size, width // group.size)
             with self._output_pool(stays=target in {alloc.name for alloc in action.allocs}):
                 out = sent.new_empty(shape)
             self.streams.run(action.stream, partial(move, out, sent, group), out)

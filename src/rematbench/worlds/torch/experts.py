@@ -256,7 +256,7 @@ def expert_fc1(call: Call) -> Tensors:
     width = experts_of(call).ffn // call.model.problem.layout.expert_tp
     out = x.new_empty(x.shape[0], width * len(names))
     for prefix, rows in _runs(call, x.shape[0]):
-        for name, half in zip(names, out[rows].split(width, 1), strict=True):
+        for name, half in zip(names, torch.split(out[rows], width, 1), strict=True):
             half.copy_(call.linear(x[rows], prefix + name, None))
     return {call.op.outputs[0]: out}
 
