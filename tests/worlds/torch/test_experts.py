@@ -14,13 +14,13 @@ from msgspec import structs
 
 from rematbench.engine.lowering.lower import lower
 from rematbench.engine.program.ledger import live_bytes
+from rematbench.workload import Model
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import compared
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.groups import coordinates, expert_place
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.single_rank import trace_rank
-from rematbench.workload import Model
 from tests.problems import plan_of, remade
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
