@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rematbench.costs.collectives import degrees, group_ranks
+from rematbench.costs.operators.ops import STREAMS_OF
+from rematbench.costs.operators.ops import Group as GroupName
 from rematbench.spec.layout import Layout
 
 RELEASE_S = 1.0
@@ -55,7 +57,9 @@ def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> l
     return list(groups.values())
 
 
-DIMENSIONS: dict[str, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
+DIMENSIONS: dict[GroupName, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
+EXPERT_GROUPS: tuple[GroupName, ...] = ("etp", "ep", "edp")
+"""The groups of experts, the fastest first."""
 
 
 def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> int:
@@ -204,30 +208,36 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
 class Groups:
     """All groups of one layout. Every process must build them, because creation is collective."""
 
-    def __init__(self, layout: Layout, order: tuple[str, ...], rank: int) -> None:
+    def __init__(
+        self, layout: Layout, order: tuple[str, ...], rank: int, *, experts: bool = False
+    ) -> None:
+        """Build the groups; with `experts` also those over which a model's experts are spread."""
         self.layout, self.order, self.rank = layout, order, rank
         self.place = coordinates(rank, layout, order)
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self.by_name = {
-            name: self._group(members(layout, order, along)) for name, along in DIMENSIONS.items()
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.by_name: dict[str, Group] = {
+            name: self._group(name, members(layout, order, along))
+            for name, along in DIMENSIONS.items()
         }
-        for name in ExpertPlace._fields:
-            by_stage = (group_ranks(layout, name, stage, order) for stage in range(layout.pp))
-            self.by_name[name] = self._group([list(ranks) for each in by_stage for ranks in each])
+        for axis in EXPERT_GROUPS if experts else ():
+            by_stage = (group_ranks(layout, axis, stage, order) for stage in range(layout.pp))
+            ranks = [list(ranks) for each in by_stage for ranks in each]
+            self.by_name[axis] = self._group(axis, ranks)
         self.channels = self._channels()
         self.buffered = any(map(is_gloo, self.channels.values()))
         """Whether a send copies its tensor first: gloo's send waits for the receiver."""
         self._peers: dict[int, int] = {}
         self._open: set[str | Channel] = set()
 
-    def _group(self, groups: list[list[int]]) -> Group:
-        """This rank's group of a kind. A kind that groups ranks as an earlier kind does has its
-        communicators."""
+    def _group(self, name: GroupName, groups: list[list[int]]) -> Group:
+        """This rank's group of a kind. Groups of equal ranks whose collectives run on one stream have
+        one communicator; other streams would mix up their order."""
         mine, handle = [self.rank], None
         for ranks in groups:
-            made = self._made.get(tuple(ranks))
+            key = STREAMS_OF.get(name, name), tuple(ranks)
+            made = self._made.get(key)
             if made is None and len(ranks) > 1:
-                made = self._made[tuple(ranks)] = new_group(ranks)
+                made = self._made[key] = new_group(ranks)
             if self.rank in ranks:
                 mine, handle = ranks, made
         return Group(len(mine), mine.index(self.rank), handle)

@@ -100,9 +100,11 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
     """The process groups for the case's degrees, made once per process."""
     lay, order = case.problem.layout, case.problem.system.rank_order
-    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, lay.ep, lay.expert_tp, order)
+    experts = case.problem.workload.model.experts is not None
+    folded = (lay.ep, lay.expert_tp) if experts else ()
+    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
     if degrees not in groups:
-        groups[degrees] = Groups(lay, order, rank)
+        groups[degrees] = Groups(lay, order, rank, experts=experts)
     return groups[degrees]
 
 
