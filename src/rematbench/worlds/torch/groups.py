@@ -230,8 +230,8 @@ class Groups:
         self._open: set[str | Channel] = set()
 
     def _group(self, name: GroupName, groups: list[list[int]]) -> Group:
-        """This rank's group of a kind. Groups of equal ranks whose collectives run on one stream have
-        one communicator; other streams would mix up their order."""
+        """This rank's group of a kind. Groups of equal ranks have one communicator if their
+        collectives run on one stream; those of another stream would come in another order."""
         mine, handle = [self.rank], None
         for ranks in groups:
             key = STREAMS_OF.get(name, name), tuple(ranks)
