@@ -17,8 +17,10 @@ from rematbench.engine.program.ledger import live_bytes
 from rematbench.workload import Model
 from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.run_records import compared
+from rematbench.worlds.torch import experts
 from rematbench.worlds.torch.case import Case, Result
 from rematbench.worlds.torch.groups import coordinates, expert_place
+from rematbench.worlds.torch.operands import Call
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.single_rank import trace_rank
 from tests.problems import plan_of, remade
@@ -120,6 +122,22 @@ def test_recomputation_gives_the_same_bits_in_bf16(name: str) -> None:
     assert laws.same_bits(result, kept("shared", "bf16"))
 
 
+def test_rows_at_the_wrong_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutation of the gradient law: every expert has another one's rows."""
+    runs = experts._runs
+
+    def shifted(call: Call, rows: int) -> list[tuple[str, slice]]:
+        found = list(runs(call, rows))
+        names = [name for name, _ in found]
+        return list(zip(names[1:] + names[:1], (part for _, part in found), strict=True))
+
+    monkeypatch.setattr(experts, "_runs", shifted)
+    case = method("one", "keep_all")
+    result = laws.run_here(case)
+    assert laws.bytes_differ(case, result) == []
+    assert laws.gradient_error(case, result) > grid.TOLERANCE
+
+
 @cache
 def launched(*found: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
     """One launch of cases: (layout, model, method or plan)."""
@@ -195,7 +213,7 @@ def test_every_rank_sends_as_many_tokens_to_every_expert(layout: str) -> None:
         assert (counts == model.chosen.numel() // EXPERTS.count).all()
         folded = expert_place(lay, order, place)
         held.setdefault((folded.etp, folded.edp), set()).update(model.held_experts)
-    assert all(experts == set(range(EXPERTS.count)) for experts in held.values())
+    assert all(found == set(range(EXPERTS.count)) for found in held.values())
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -214,11 +232,11 @@ def test_what_is_refused_by_name(words: str) -> None:
     changes = dict(REFUSED[words])
     given = cases.tiny("ep2")
     parts = (given.system, given.workload, given.workload.model, EXPERTS)
-    system, work, model, experts = (
+    system, work, model, mixture = (
         structs.replace(part, **{k: v for k, v in changes.items() if k in part.__struct_fields__})
         for part in parts
     )
-    work = structs.replace(work, model=structs.replace(model, experts=experts))
+    work = structs.replace(work, model=structs.replace(model, experts=mixture))
     made = remade(given, system=system, workload=work)
     assert refusals(made, made.base_plan) == [words]
 
