@@ -75,8 +75,8 @@ def method(layout: str, name: str, model: str = "mixture", precision: Any = "fp6
 
 def raw(layout: str, plan: str, model: str = "mixture") -> Case:
     """One step of a plan that no method makes."""
-    made = cases.case(layout, plan, model=deep(layout, model))
-    return replace(made, name=f"{layout} {model} {plan}", steps=1)
+    given = cases.case(layout, plan, model=deep(layout, model))
+    return replace(given, name=f"{layout} {model} {plan}", steps=1)
 
 
 def check(case: Case, result: Result, keep: Result | None = None) -> None:
@@ -127,9 +127,8 @@ def test_rows_at_the_wrong_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     runs = experts._runs
 
     def shifted(call: Call, rows: int) -> list[tuple[str, slice]]:
-        found = list(runs(call, rows))
-        names = [name for name, _ in found]
-        return list(zip(names[1:] + names[:1], (part for _, part in found), strict=True))
+        names, parts = zip(*runs(call, rows), strict=True)
+        return list(zip(names[1:] + names[:1], parts, strict=True))
 
     monkeypatch.setattr(experts, "_runs", shifted)
     case = method("one", "keep_all")
@@ -139,13 +138,13 @@ def test_rows_at_the_wrong_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @cache
-def launched(*found: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
+def launched(*which: tuple[str, str, str]) -> dict[str, tuple[Case, Result]]:
     """One launch of cases: (layout, model, method or plan)."""
-    made = [
+    every = [
         method(layout, name, model) if name in METHODS else raw(layout, name, model)
-        for layout, model, name in found
+        for layout, model, name in which
     ]
-    return laws.launch(made)
+    return laws.launch(every)
 
 
 @pytest.mark.parametrize("layout", QUICK)
@@ -160,12 +159,12 @@ def test_eight_ranks_compute_what_one_process_computes(layout: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_other_layouts_compute_what_one_process_computes(size: int) -> None:
-    found = [
+    which = [
         (layout, model, name)
         for layout in SIZES[size]
         for model, name in (("mixture", "keep_all"), ("shared", "moe"))
     ]
-    for case, result in launched(*found).values():
+    for case, result in launched(*which).values():
         check(case, result)
 
 
@@ -173,10 +172,10 @@ def test_other_layouts_compute_what_one_process_computes(size: int) -> None:
 def test_the_order_of_ranks_changes_nothing() -> None:
     """Experts fold onto neighbours, whatever dimension these lie along."""
     orders = (("dp", "tp", "cp", "pp"), ("pp", "dp", "cp", "tp"))
-    made = [
+    every = [
         grid.in_order(method(layout, "keep_all"), *order) for layout in SIZES[4] for order in orders
     ]
-    for case, result in laws.launch(made).values():
+    for case, result in laws.launch(every).values():
         check(case, result)
 
 
@@ -185,9 +184,9 @@ def test_the_order_of_ranks_changes_nothing() -> None:
 def test_every_method_is_lossless_on_every_layout(size: int) -> None:
     for layout in SIZES[size]:
         for model in MODELS:
-            found = launched(*((layout, model, name) for name in (*METHODS, *PLANS)))
-            keep = found[f"{layout} {model} keep_all"][1]
-            for case, result in found.values():
+            results = launched(*((layout, model, name) for name in (*METHODS, *PLANS)))
+            keep = results[f"{layout} {model} keep_all"][1]
+            for case, result in results.values():
                 check(case, result, keep)
 
 
@@ -196,8 +195,8 @@ def test_every_method_is_lossless_on_every_layout(size: int) -> None:
 def test_every_stage_has_its_ledgers_bytes_traced(layout: str, name: str) -> None:
     case = method(layout, name, "shared", "bf16")
     for stage, rank in enumerate(lower(case.plan, case.problem).ranks):
-        found = trace_rank(case.problem, case.plan, stage)
-        assert found.bytes_after == list(live_bytes(rank.actions()))
+        traced = trace_rank(case.problem, case.plan, stage)
+        assert traced.bytes_after == list(live_bytes(rank.actions()))
 
 
 @pytest.mark.parametrize("layout", cases.EXPERT_LAYOUTS)
@@ -213,7 +212,7 @@ def test_every_rank_sends_as_many_tokens_to_every_expert(layout: str) -> None:
         assert (counts == model.chosen.numel() // EXPERTS.count).all()
         folded = expert_place(lay, order, place)
         held.setdefault((folded.etp, folded.edp), set()).update(model.held_experts)
-    assert all(found == set(range(EXPERTS.count)) for found in held.values())
+    assert all(group == set(range(EXPERTS.count)) for group in held.values())
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -237,8 +236,8 @@ def test_what_is_refused_by_name(words: str) -> None:
         for part in parts
     )
     work = structs.replace(work, model=structs.replace(model, experts=mixture))
-    made = remade(given, system=system, workload=work)
-    assert refusals(made, made.base_plan) == [words]
+    changed = remade(given, system=system, workload=work)
+    assert refusals(changed, changed.base_plan) == [words]
 
 
 def test_states_of_experts_stay_on_the_device() -> None:
@@ -250,5 +249,5 @@ def test_norms_of_heads_need_sequence_parallelism_beside_tensor_parallelism() ->
     model = structs.replace(cases.TINY, qk_norm=True)
     for layout, refused in (("tp2", []), ("tp2-no-sp", ["norms over each head with tensor"])):
         given = cases.tiny(layout, model=model)
-        found = refusals(given, given.base_plan)
-        assert [words.partition(" parallelism")[0] for words in found] == refused
+        every = refusals(given, given.base_plan)
+        assert [words.partition(" parallelism")[0] for words in every] == refused

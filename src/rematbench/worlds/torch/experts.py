@@ -26,9 +26,9 @@ from rematbench.worlds.torch.operands import Call, Tensors
 
 def experts_of(call: Call) -> Experts:
     """The experts of the model."""
-    found = call.model.kind.experts
-    assert found is not None
-    return found
+    experts = call.model.kind.experts
+    assert experts is not None
+    return experts
 
 
 def _tensor(call: Call, name: str) -> Activation:
@@ -99,8 +99,8 @@ def _logit_gradients(call: Call) -> Tensor:
         first = (INDEX + probs.element_size()) * experts.active
         total = _field(scores, first, 1, probs.dtype)
         own.mul_(probs).mul_(probs.mul(total).neg_().add_(1.0))
-    found = torch.zeros(own.shape[0], experts.count, dtype=call.model.dtype, device=own.device)
-    return found.scatter_(1, _chosen(call, scores), own.to(call.model.dtype))
+    every = torch.zeros(own.shape[0], experts.count, dtype=call.model.dtype, device=own.device)
+    return every.scatter_(1, _chosen(call, scores), own.to(call.model.dtype))
 
 
 def route_backward(call: Call) -> Tensors:
@@ -189,13 +189,13 @@ def _senders(call: Call) -> tuple[int, int]:
 
 def _apart(call: Call, whole: Tensor) -> list[Tensor]:
     """Tokens and probabilities from one buffer of bytes."""
-    found, first = [], 0
+    parts, first = [], 0
     for name in call.op.outputs:
         tensor, dtype = _tensor(call, name), call.model.dtype_of(_tensor(call, name))
         part = whole[first : first + tensor.nbytes]
-        found.append(part.view(dtype).view(tensor.rows, -1))
+        parts.append(part.view(dtype).view(tensor.rows, -1))
         first += tensor.nbytes
-    return found
+    return parts
 
 
 def sort(call: Call) -> Tensors:
@@ -263,15 +263,15 @@ def expert_fc1(call: Call) -> Tensors:
 
 def expert_fc1_backward(call: Call) -> Tensors:
     (grad,), names = call.grads, _halves(call)
-    made = grad.new_empty(grad.shape[0], call.model.kind.hidden)
+    grads = grad.new_empty(grad.shape[0], call.model.kind.hidden)
     for prefix, rows in _runs(call, grad.shape[0]):
         for name, half in zip(names, grad[rows].chunk(len(names), 1), strict=True):
             weight = call.parameter(prefix + name).value
             if name == names[0]:
-                torch.mm(half, weight, out=made[rows])
+                torch.mm(half, weight, out=grads[rows])
             else:
-                made[rows].addmm_(half, weight)
-    return {call.op.inputs[0]: made}
+                grads[rows].addmm_(half, weight)
+    return {call.op.inputs[0]: grads}
 
 
 def expert_fc1_weight(call: Call) -> None:
@@ -293,9 +293,9 @@ def expert_act(call: Call) -> Tensors:
 
 def expert_act_backward(call: Call) -> Tensors:
     kind, x, probs = call.model.kind.mlp, call.input(), call.tensors["expert_probs"]
-    (grad,), made = call.grads, torch.empty_like(x)
+    (grad,), grads = call.grads, torch.empty_like(x)
     gate, *up = x.chunk(len(_halves(call)), 1)
-    own = made.chunk(len(_halves(call)), 1)
+    own = grads.chunk(len(_halves(call)), 1)
     out = arithmetic.activation(gate, kind)
     scaled = grad.clone().mul_(probs)
     if up:
@@ -304,7 +304,7 @@ def expert_act_backward(call: Call) -> Tensors:
         scaled.mul_(up[0])
     own[0].copy_(arithmetic.activation_backward(scaled, gate, kind))
     weights = out.mul_(grad).sum(-1, keepdim=True, dtype=probs.dtype)
-    return {call.op.inputs[0]: made, "expert_probs": weights}
+    return {call.op.inputs[0]: grads, "expert_probs": weights}
 
 
 def expert_fc2(call: Call) -> Tensors:
@@ -318,10 +318,10 @@ def expert_fc2(call: Call) -> Tensors:
 def expert_fc2_backward(call: Call) -> Tensors:
     (grad,) = call.grads
     width = experts_of(call).ffn // call.model.problem.layout.expert_tp
-    made = grad.new_empty(grad.shape[0], width)
+    grads = grad.new_empty(grad.shape[0], width)
     for prefix, rows in _runs(call, grad.shape[0]):
-        torch.mm(grad[rows], call.parameter(f"{prefix}fc2").value, out=made[rows])
-    return {call.op.inputs[0]: made}
+        torch.mm(grad[rows], call.parameter(f"{prefix}fc2").value, out=grads[rows])
+    return {call.op.inputs[0]: grads}
 
 
 def expert_fc2_weight(call: Call) -> None:

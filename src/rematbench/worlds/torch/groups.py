@@ -87,12 +87,12 @@ def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> 
     for name in order:
         number += getattr(place, name) * stride
         stride *= sizes[name]
-    found = {
+    axes = {
         axis: next(ranks.index(number) for ranks in groups if number in ranks)
         for axis in ExpertPlace._fields
         for groups in [group_ranks(layout, axis, place.pp, order)]
     }
-    return ExpertPlace(**found)
+    return ExpertPlace(**axes)
 
 
 class Group(NamedTuple):
@@ -214,7 +214,7 @@ class Groups:
         """Build the groups; with `experts` also those over which a model's experts are spread."""
         self.layout, self.order, self.rank = layout, order, rank
         self.place = coordinates(rank, layout, order)
-        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self.by_name: dict[str, Group] = {
             name: self._group(name, members(layout, order, along))
             for name, along in DIMENSIONS.items()
@@ -235,11 +235,10 @@ class Groups:
         mine, handle = [self.rank], None
         for ranks in groups:
             key = STREAMS_OF.get(name, name), tuple(ranks)
-            made = self._made.get(key)
-            if made is None and len(ranks) > 1:
-                made = self._made[key] = new_group(ranks)
+            if len(ranks) > 1 and key not in self._handles:
+                self._handles[key] = new_group(ranks)
             if self.rank in ranks:
-                mine, handle = ranks, made
+                mine, handle = ranks, self._handles.get(key)
         return Group(len(mine), mine.index(self.rank), handle)
 
     def _channels(self) -> dict[Channel, dist.ProcessGroup]:
