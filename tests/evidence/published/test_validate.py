@@ -6,7 +6,7 @@ import pytest
 
 from rematbench.evidence.accuracy import MORE, Report, load_accuracy, validate
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.host_rows import host_rows
+from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
@@ -23,7 +23,7 @@ def report() -> Report:
         predict_rows(read_sheet(data_dir("published") / name), processes=1)
         for name in ("runs.csv", MORE)
     )
-    return validate(cells, calibration(), ACCURACY, more=more, hosted=host_rows())
+    return validate(cells, calibration(), ACCURACY, more=more, hosted=hosted_rows())
 
 
 @pytest.mark.parametrize(("group", "statistic"), PROMISES)
