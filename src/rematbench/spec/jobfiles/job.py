@@ -153,8 +153,9 @@ def _model(
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
-    """The shipped model with all these fields; learned positions may be more than the model's."""
-    compared = {key: value for key, value in shape.items() if key not in ("max_positions",)}
+    """The shipped model with all these fields, and without experts unless they are one of them;
+    learned positions may be more than the model's."""
+    compared = {"experts": None} | {k: v for k, v in shape.items() if k != "max_positions"}
     for name in names("model"):
         model = load_model(name)
         if all(_plain(getattr(model, key)) == _plain(value) for key, value in compared.items()):
