@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.evidence.decisions import regret, sweeps
-from rematbench.evidence.job_evidence import REFITTED
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
 from rematbench.spec.configfile import ConfigError
@@ -209,7 +208,7 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     """Absolute errors of a group's predictions (fitted cells excluded), and two references.
 
     `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to.
-    `left_out` is the mean error with constants refitted without the group's source.
+    `left_out` is the mean error with constants that never saw the group's source.
     """
 
     name: str
@@ -481,14 +480,14 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 def left_out_errors(
     rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
 ) -> dict[str, float]:
-    """Mean absolute error of every group of speeds under refits without the source, over the cells
-    to which the shipped constants were not fitted.  Groups without such cells are left out."""
+    """Mean absolute error of every group of speeds with constants that never saw its source (refits
+    without it, or the shipped constants if none was fitted to it), over the cells to which the
+    shipped constants were not fitted.  Groups without such cells are left out."""
     found: dict[str, float] = {}
-    refitted = [row for row in rows if row["constants"] == REFITTED]
     for group in accuracy.groups:
         if group.metric != SPEED:
             continue
-        cells = [r for r in members(group, refitted) if split_of(r, group, calibration) != "fitted"]
+        cells = [r for r in members(group, rows) if split_of(r, group, calibration) != "fitted"]
         errors: list[Any] = errors_of(group.metric, cells)
         if errors:
             found[group.name] = statistics.fmean(abs(error) for error in errors)
