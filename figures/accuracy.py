@@ -3,6 +3,9 @@
 usage: accuracy.py CELLS.csv FIGURE.pdf
 """
 
+from itertools import cycle
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -12,7 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 TABLES = ("cells",)
-SPLITS = ("held-out", "in-sample", "sibling", "fitted")
+SPLITS = ("fitted", "held-out", "in-sample", "sibling")
+FITTED: dict[str, Any] = {"color": style.GREY, "mfc": style.GREY, "ms": 2, "mew": 0.0, "alpha": 0.8}
 
 
 def main() -> None:
@@ -34,15 +38,17 @@ def source_looks(names: list[str]) -> dict[str, tuple[str, str]]:
     a marker for each group of the source."""
     sources = list(dict.fromkeys(name.split()[0] for name in names))
     looks: dict[str, tuple[str, str]] = {}
-    for color, source in zip(style.PALETTE, sources, strict=False):
+    for color, source in zip(cycle(style.PALETTE), sources, strict=False):
         own = [name for name in names if name.split()[0] == source]
-        looks |= {name: (color, mark) for name, mark in zip(own, style.MARKERS, strict=False)}
+        looks |= {
+            name: (color, mark) for name, mark in zip(own, cycle(style.MARKERS), strict=False)
+        }
     return looks
 
 
 def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
     """Predicted over published speeds on log-log axes; filled markers are held-out cells, hollow
-    markers are cells of sources that shaped the model."""
+    markers are cells of sources that shaped the model, grey ones were fitted."""
     low, high = 0.7 * cells.published.min(), 1.4 * cells.published.max()
     line = np.array([low, high])
     axis.fill_between(line, 0.9 * line, 1.1 * line, color=style.PALE, lw=0)
@@ -50,25 +56,30 @@ def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) 
     for name, (color, marker) in looks.items():
         for split in SPLITS:
             some = cells[(cells.source_name == name) & (cells.split == split)]
-            face = color if split == "held-out" else "none"
-            axis.plot(
-                some.published, some.predicted, marker, color=color, mfc=face, ms=3, mew=0.6,
-                alpha=0.8,
-            )  # fmt: skip
+            axis.plot(some.published, some.predicted, marker, **points(color, split))
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axis.set_xlabel("published tokens/s/GPU")
     axis.set_ylabel("predicted tokens/s/GPU")
     handles = [
-        Line2D([], [], marker="o", color=style.GREY, mfc=face, ls="", label=label)
-        for face, label in ((style.GREY, "held-out"), ("none", "of a source used"))
+        Line2D([], [], marker="o", color=style.BLACK, mfc=face, ls="", label=label)
+        for face, label in ((style.BLACK, "held-out"), ("none", "of a source used"))
     ]
+    handles.append(Line2D([], [], marker="o", ls="", label="fitted, not counted", **FITTED))
     handles.append(Patch(color=style.PALE, label="within 10 %"))
     axis.legend(handles=handles, loc="upper left", handletextpad=0.4)
 
 
+def points(color: str, split: str) -> dict[str, Any]:
+    """The look of the cells of a split."""
+    if split == "fitted":
+        return FITTED
+    face = color if split == "held-out" else "none"
+    return {"color": color, "mfc": face, "ms": 3, "mew": 0.6, "alpha": 0.8}
+
+
 def errors(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
-    """Signed errors, one strip per group; the label has the mean absolute error without fitted
-    cells."""
+    """Signed errors, one strip per group; the label has the number of cells and their mean absolute
+    error, both without fitted cells."""
     rng = np.random.default_rng(0)
     axis.axvspan(-10, 10, color=style.PALE, lw=0)
     axis.axvline(0, color=style.BLACK, lw=0.5)
@@ -78,11 +89,8 @@ def errors(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -
         tested = own[own.split != "fitted"]
         for split in SPLITS:
             some = own[own.split == split]
-            face = color if split == "held-out" else "none"
             height = row + rng.uniform(-0.25, 0.25, len(some))
-            axis.plot(
-                100 * some.error, height, marker, color=color, mfc=face, ms=3, mew=0.6, alpha=0.8
-            )
+            axis.plot(100 * some.error, height, marker, **points(color, split))
         mean = 100 * tested.error.abs().mean()
         labels.append(f"{name}\nn = {len(tested)}, mean {mean:.1f} %")
     axis.set_yticks(range(len(labels)), labels)

@@ -12,16 +12,7 @@ import style
 from matplotlib.axes import Axes
 
 TABLES = ("matrix_fastest",)
-PARTS = {
-    "compute": (style.PALE, "compute", ""),
-    "recompute": (style.ORANGE, "recomputation", ""),
-    "bubble": (style.GREY, "pipeline bubble", ""),
-    "copies": (style.RED, "host copies", "///"),
-    "tp": (style.BLUE, "tensor parallel", ""),
-    "cp": (style.SKY, "context parallel", "..."),
-    "pp": (style.GREEN, "stage to stage", ""),
-    "dp": (style.PINK, "data parallel", "xxx"),
-}
+PARTS = {name: look for name, look in style.PARTS.items() if name not in ("ep", "host")}
 """Colour, label and hatch of each share, from the bottom."""
 
 LONGEST = 20

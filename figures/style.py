@@ -1,8 +1,5 @@
-"""The common style of all figures: sizes for a paper's column, a palette, PDF and PNG.
-
-The colours are those of Okabe and Ito (2008), which are distinct under all common colour-vision
-deficiencies.  Series also differ in marker or hatch, so that a grey print is readable.
-"""
+"""The common style of all figures, which `rematbench compare --plot` has too
+(src/rematbench/host/chart_style.py), as PDF and PNG."""
 
 import sys
 from collections.abc import Sequence
@@ -20,31 +17,45 @@ from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-COLORS = 256
-COLUMN_IN = 3.5
-TEXT_IN = 7.2
+from rematbench.host.chart_style import (
+    BLACK,
+    BLUE,
+    COLUMN_IN,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    MARKERS,
+    ORANGE,
+    PALE,
+    PALETTE,
+    PARTS,
+    PINK,
+    RC,
+    RED,
+    SKY,
+    TEXT_IN,
+)
 
-BLACK = "#000000"
-ORANGE = "#E69F00"
-SKY = "#56B4E9"
-GREEN = "#009E73"
-BLUE = "#0072B2"
-RED = "#D55E00"
-PINK = "#CC79A7"
-GREY = "#8C8C8C"
-PALE = "#E4E4E4"
-FAINT = "#C8C8C8"
-INK = ".15"
-PALETTE = (BLUE, RED, GREEN, ORANGE, BLACK, PINK, SKY)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-TICKS = {
-    "color": INK,
-    "labelsize": 7,
-    "major.size": 4.8,
-    "major.width": 0.6,
-    "minor.size": 3.2,
-    "minor.width": 0.8,
-}
+__all__ = (
+    "BLACK",
+    "BLUE",
+    "COLUMN_IN",
+    "FAINT",
+    "GREEN",
+    "GREY",
+    "INK",
+    "MARKERS",
+    "ORANGE",
+    "PALE",
+    "PALETTE",
+    "PARTS",
+    "PINK",
+    "RED",
+    "SKY",
+    "TEXT_IN",
+)
+COLORS = 256
 STRONG = {
     "keep all": (BLACK, "o"),
     "full recomputation": (ORANGE, "s"),
@@ -56,36 +67,9 @@ STRONG = {
 
 
 def apply() -> None:
-    """Set fonts, lines and colours for all figures (8 pt at column width)."""
-    mpl.rcParams.update(
-        {
-            "font.size": 8,
-            "font.sans-serif": ["Arial", "DejaVu Sans", "Liberation Sans", "sans-serif"],
-            "text.color": INK,
-            "axes.axisbelow": True,
-            "axes.edgecolor": INK,
-            "axes.labelcolor": INK,
-            "axes.labelsize": 8,
-            "axes.linewidth": 0.6,
-            "axes.prop_cycle": mpl.cycler("color", PALETTE),
-            "axes.spines.right": False,
-            "axes.spines.top": False,
-            "axes.titlesize": 8,
-            "figure.constrained_layout.use": True,
-            "legend.fontsize": 7,
-            "legend.frameon": False,
-            "legend.title_fontsize": 9.6,
-            "lines.linewidth": 1.2,
-            "lines.markersize": 4,
-            "lines.solid_capstyle": "round",
-            "patch.edgecolor": "w",
-            "patch.force_edgecolor": True,
-            "patch.linewidth": 0.8,
-            "pdf.fonttype": 42,
-            "svg.hashsalt": "rematbench",
-            **{f"{axis}tick.{key}": value for axis in "xy" for key, value in TICKS.items()},
-        }
-    )
+    """Set fonts, lines and colours for all figures."""
+    mpl.rcParams.update(RC)
+    mpl.rcParams["axes.prop_cycle"] = mpl.cycler("color", PALETTE)
 
 
 def save(figure: Figure, path: Path) -> None:

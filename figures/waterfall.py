@@ -6,6 +6,7 @@ usage: waterfall.py atc24_table8_waterfall.csv FIGURE.pdf
 import matplotlib.pyplot as plt
 import pandas as pd
 import style
+from matplotlib.axes import Axes
 
 TABLES = ("atc24_table8_waterfall",)
 
@@ -16,7 +17,7 @@ def main() -> None:
     style.apply()
     figure, axis = plt.subplots(figsize=(style.COLUMN_IN, 2.6))
     before = 0.0
-    for at, row in rows.iterrows():
+    for at, (_, row) in enumerate(rows.iterrows()):
         first = before == 0.0
         low, high = sorted((before, row.predicted))
         down = row.predicted < before
@@ -26,6 +27,9 @@ def main() -> None:
             at, high - low, 0.7, bottom=low, color=color, hatch="" if fits else "////",
             edgecolor="white", lw=0.3,
         )  # fmt: skip
+        level(axis, at, row.predicted, color)  # a bar of a small change is too low to be seen
+        if not first:
+            axis.plot([at - 0.65, at - 0.35], [before] * 2, color=style.GREY, lw=0.6)
         tall = max(high, row.published if pd.notna(row.published) else 0.0) + 3
         total = f"{row.predicted:.0f}"
         gain = total if first else f"{total}\n{100 * row.gain:+.1f} %"
@@ -39,10 +43,16 @@ def main() -> None:
     axis.set_ylabel("tokens/s/GPU")
     axis.plot([], [], color=style.BLACK, lw=1.2, label="published")
     axis.bar([0], [0], color=style.BLUE, label="ours (simulated)")
+    axis.bar([0], [0], color=style.RED, label="ours, slower")
     axis.bar([0], [0], color=style.BLUE, hatch="////", edgecolor="white", label="does not fit")
     axis.legend(loc="lower right", framealpha=1, frameon=True, edgecolor="none")
     axis.set_title("llama-175b, 8,192 tokens, 256 H800")
     style.save(figure, target)
+
+
+def level(axis: Axes, at: int, height: float, color: str) -> None:
+    """A line as wide as a bar at the speed that a change leads to."""
+    axis.plot([at - 0.35, at + 0.35], [height] * 2, color=color, lw=1.6, solid_capstyle="butt")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ METHODS = sorted(str(path) for path in Path("methods").glob("*.py"))
 FACTS = digest([*Path("config").glob("*s/*.yaml"), Path("config/calibration.yaml")])
 REGISTRY = discover()
 FIGURES = catalog.figures(Path("figures"))
+STYLE = ["figures/style.py", "src/rematbench/host/chart_style.py"]
 
 for path, reason in REGISTRY.broken.items():
     logger.warning(f"method left out: {path}: {reason}")

@@ -7,7 +7,7 @@ for FIGURE, FROM in FIGURES.items():
             f"figure_{FIGURE}"
         input:
             script=f"figures/{FIGURE}.py",
-            style="figures/style.py",
+            style=STYLE,
             tables=[f"results/paper/tables/{table}.csv" for table in FROM],
         output:
             pdf=f"results/paper/figures/{FIGURE}.pdf",
@@ -43,7 +43,7 @@ rule predict_more:
 rule small_models:
     input:
         script="figures/small_models.py",
-        style="figures/style.py",
+        style=STYLE,
         sheet="results/published/runs_more.csv",
         cells="results/paper/predictions_more.csv",
     output:

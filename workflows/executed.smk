@@ -54,7 +54,7 @@ rule executed_table:
 rule measured_speed_figure:
     input:
         script="figures/measured_speed.py",
-        style="figures/style.py",
+        style=STYLE,
         table="results/{measured}/tables/measured_speed.csv",
     output:
         "results/{measured}/figures/measured_speed.txt",

@@ -37,7 +37,7 @@ rule trace:
 rule stage_figure:
     input:
         script="figures/stage_memory.py",
-        style="figures/style.py",
+        style=STYLE,
         stages="results/{suite}/stages.csv",
     output:
         pdf="results/{suite}/figures/stage_memory.pdf",
@@ -54,7 +54,7 @@ rule stage_figure:
 rule timeline_figure:
     input:
         script="figures/timeline.py",
-        style="figures/style.py",
+        style=STYLE,
         traces=traces,
     output:
         pdf="results/{suite}/figures/timeline.pdf",

@@ -20,7 +20,7 @@ rule method_trace:
 rule methods_timeline:
     input:
         script="figures/timeline.py",
-        style="figures/style.py",
+        style=STYLE,
         traces=method_traces,
     output:
         pdf="results/paper/figures/methods_timeline.pdf",

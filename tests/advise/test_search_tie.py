@@ -9,7 +9,7 @@ from rematbench.advise.search import search_job, tie
 from rematbench.advise.search.processes import in_one_process
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.space import Fixed
-from rematbench.cli.search_output import package_line
+from rematbench.cli.search_output import beside_line
 from rematbench.evaluate.result import Result
 from rematbench.spec.problemspec import ProblemSpec
 from tests.everything import everything
@@ -75,11 +75,13 @@ def test_what_a_package_reaches_alone_is_a_line() -> None:
     assert alone is not None
     own = SearchJob(replace(TIGHT, only=(), engine=name))
     assert alone.fitting_s == best_of(own).fitting_s
-    share = 100 * (best.fitting_s / alone.fitting_s - 1.0)
+    share = 100 * (alone.fitting_s / best.fitting_s - 1.0)
     tied = ", a tie" if alone.tied else ""
-    assert package_line(name, alone, best).endswith(f", {share:+.1f} %{tied}")
-    assert package_line(name, best, best).endswith(", as fast as the first row")
-    assert "no plan" in package_line(name, None, best)
+    line = beside_line(f"{name} alone", alone, best)
+    assert line.startswith(f"{name} alone: {alone.method} at ")
+    assert line.endswith(f": {share:.1f} % slower than the first row{tied}")
+    assert beside_line(name, best, best).endswith(": as fast as the first row")
+    assert "no plan" in beside_line(name, None, best)
     assert not list(tie.of_packages(own, best, 1))
     other = SearchJob(replace(TIGHT, spec=replace(TIGHT.spec, system="torchtitan")))
     assert not list(tie.of_packages(other, best, 1))

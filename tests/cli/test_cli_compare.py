@@ -1,6 +1,8 @@
 """`rematbench compare` and `simulate --estimator` as typed: results, mistakes, my own files."""
 
 import json
+import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from rematbench.evidence.published.sheets import read_sheet
 from rematbench.paper.studies.rule80 import scored_cells
 from rematbench.paper.tables.fujii_80_percent_rule import rule_table
 from rematbench.plan import Unsupported
+from rematbench.spec.paths import data_dir
 from tests.cli.test_cli import DEMO, PIPE
 from tests.problems import all_methods, plan_of
 from tests.typed import typed
@@ -239,3 +242,24 @@ def test_the_rule_is_scored_on_what_its_formula_speaks_of() -> None:
     assert ("dash", "safe") in found
     assert "1 true positives, 1 false alarms, 1 true negatives, 1 missed OOM" in table.note
     assert "Dashes are counted separately: 1 called safe, 0 not" in table.note
+
+
+@pytest.mark.full
+def test_a_gib_more_goes_to_states_or_to_activations() -> None:
+    """The command of docs/systems.md: of the first row the host holds fewer states, of the others
+    as many, and no row is slower."""
+    text = (data_dir("config").parent / "docs" / "systems.md").read_text().replace("\\\n", " ")
+    (line,) = re.findall(r"\./bench run rematbench (compare .*--hbm-bytes.*)", text)
+    words = shlex.split(line)
+    (small,) = re.findall(r"--hbm-bytes (\d+)", line)
+    answers = []
+    for nbytes in (small, str(int(small) + 2**30)):
+        ran = typed(*[nbytes if word == small else word for word in words], "--json")
+        rows = json.loads(ran.out)["rows"]
+        answers.append({row["name"]: row for row in rows})
+    before, after = answers
+    first = "memo+optimizer_offload"
+    assert after[first]["host_node_bytes"] < before[first]["host_node_bytes"]
+    assert after[first]["step_s"] <= before[first]["step_s"]
+    other = "optimizer_offload:share=1+memo"
+    assert after[other]["step_s"] <= before[other]["step_s"]

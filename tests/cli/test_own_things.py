@@ -81,6 +81,21 @@ def test_a_method_that_fails_is_one_line(tmp_path: Path, what: str) -> None:
     assert planned.err.endswith(f"{WRONG[what].removeprefix('mine: rule ')}\n")
 
 
+def test_a_parameter_named_as_a_class_variable_of_the_contract_declares_nothing(
+    tmp_path: Path,
+) -> None:
+    path = own(tmp_path, "return base")
+    fields = "".join(
+        f"    {name}: int = 1\n" for name in ("share", "pieces", "planner", "by_layer")
+    )
+    text = path.read_text()
+    path.write_text(text.replace("    name: Class", f"{fields}    name: Class"))
+    words = ["--methods", str(tmp_path), "--method", "mine", "--top", "1", "--limit", "0"]
+    ran = typed("search", *WORDS, "--micro-batch", "1", "--pp", "1", *words)
+    assert ran.code in (0, None), ran.err
+    assert "mine:" not in ran.out.partition("not searched")[0]
+
+
 def test_a_slip_beside_a_name_that_matches_is_told(tmp_path: Path) -> None:
     """What only other models save (`act_out` here) may be named, what none saves may not."""
     fine = "return base.with_rules(Rule(Select(activations=('fc2_in', 'act_out')), Offload()))"
@@ -388,6 +403,10 @@ def test_the_examples_run_where_they_are_written(
     with Path("predictions.csv").open() as file:
         found = pd.read_csv(file)
     assert found["pred_status"].eq("ok").all()
+    key = "tokens_per_s_per_gpu"
+    errors = (found[f"pred_{key}"] / found[key] - 1.0).dropna().abs()
+    assert errors.lt(0.10).all()  # a row that nobody takes for a broken tool
+    assert (found["model"].iloc[0], found["gpus"].iloc[0]) == ("llama-3.1-70b", 256)
     again = typed("examples", ".")
     assert again.code == 2
     assert "nothing was written" in again.err

@@ -14,8 +14,10 @@ from rematbench.advise.compare.compositions import load_compare
 from rematbench.cli.compare import UNBOUNDED, Head, Ranking, kept
 from rematbench.cli.comparison_plot import write_plot
 from rematbench.cli.options import Request, RunOptions, request
+from rematbench.evaluate.breakdown import PARTS
 from rematbench.evaluate.result import Job
 from rematbench.evidence.published.sheets import read_sheet
+from rematbench.host import chart_style
 from rematbench.host.console import gib, grid, print_uncut
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.registry import MethodError
@@ -214,8 +216,12 @@ def test_a_part_of_no_seconds_is_not_in_the_legend(
     row = next(row for row in made[1] if row["name"] == "keep_all")
     write_plot([{**row, "bubble_s": -9e-14, "copies_s": 1e-6}], tmp_path / "one.svg")
     drawn = re.findall("<!-- (.*) -->", (tmp_path / "one.svg").read_text())  # matplotlib's texts
-    assert {"compute", "copies", "tokens/s/GPU"} <= set(drawn)
-    assert "bubble" not in drawn
+    assert {"compute", "host copies", "tokens/s/GPU"} <= set(drawn)
+    assert "pipeline bubble" not in drawn
+
+
+def test_every_part_of_a_step_has_a_look() -> None:
+    assert set(chart_style.PARTS) == set(PARTS)
 
 
 # -- flags, --check, the heading --------------------------------------------------------------

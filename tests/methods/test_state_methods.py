@@ -9,6 +9,7 @@ import pytest
 from rematbench.engine.lowering.lower import lower
 from rematbench.evaluate.evaluation import evaluate
 from rematbench.evaluate.proof import check
+from rematbench.evaluate.verdict import judge
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.state_pieces import shares
@@ -124,3 +125,15 @@ def test_what_is_not_lossless_or_placed_twice_is_refused(spec: str, words: str) 
     refused = planned(spec, given())
     assert isinstance(refused, Unsupported)
     assert words in refused.reason
+
+
+def test_short_host_memory_is_said_with_its_bytes() -> None:
+    made = given()
+    plan = planned(SMALL["zero_offload"], made)
+    assert isinstance(plan, Plan)
+    small = remade(on(made, host_bytes=2**30, host_other_bytes=3 * 2**30), evaluator=evaluate)
+    verdict = judge(small, evaluate(small, plan))
+    short = -verdict.host_headroom_bytes
+    assert short == evaluate(small, plan).host_node_bytes - small.cost.host_room_bytes
+    assert short > 0
+    assert verdict.binds == f"host memory of a node: {short / 2**30:.2f} GiB short"

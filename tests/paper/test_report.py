@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from rematbench.host import chart_style
 from rematbench.host.table import Column, Table, gib, whole, write_sheet
+from rematbench.paper import expected
 from rematbench.paper.expected import (
     Artifact,
     Bound,
@@ -182,12 +184,12 @@ def test_differences_are_numbers_beyond_tolerance_or_other_texts() -> None:
     assert differences(ours, [["a", "b"]], 1e-6) == ["1 rows, expected 0"]
 
 
-def test_a_bound_is_over_absolute_values_and_needs_some(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("who,error\na,-0.04\nb,\nc,0.02\n")
-    assert measured(Bound(table="t", column="error", statistic="largest", most=1), tmp_path) == 0.04
-    mean = measured(Bound(table="t", column="error", statistic="mean", most=1), tmp_path)
+def test_a_bound_is_over_absolute_values_and_needs_some() -> None:
+    cells = [["who", "error"], ["a", "-0.04"], ["b", ""], ["c", "0.02"]]
+    assert measured(Bound(table="t", column="error", statistic="largest", most=1), cells) == 0.04
+    mean = measured(Bound(table="t", column="error", statistic="mean", most=1), cells)
     assert mean == pytest.approx(0.03)
-    assert measured(Bound(table="t", column="x", statistic="mean", most=1), tmp_path) is None
+    assert measured(Bound(table="t", column="x", statistic="mean", most=1), cells) is None
 
 
 def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> None:
@@ -216,9 +218,10 @@ FIND = Find(says="fastest", table="t", rows={"arm": "a"}, count=2, of=3)
 
 def test_a_finding_counts_rows_and_those_that_agree_with_others(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("arm,kept,cost\na,1,2\nb,1,2\na,3,4\n,5,6\n")
-    assert counted(FIND, tmp_path) == (2, 3)
+    cells = read_cells(tmp_path / "t.csv") or []
+    assert counted(FIND, cells) == (2, 3)
     agree = replace(FIND, same=("kept", "cost"), beside={"arm": "b"})
-    assert counted(agree, tmp_path) == (1, 2)
+    assert counted(agree, cells) == (1, 2)
     claim = TableClaim(id="C1", text="Text.", place="here", tables=("t",), finds=(FIND,))
     artifact = Artifact(claims=(claim,), tolerance=1e-6)
     (passed,) = check(artifact, tmp_path, tmp_path)
@@ -229,23 +232,41 @@ def test_a_finding_counts_rows_and_those_that_agree_with_others(tmp_path: Path) 
 
 
 def test_what_was_not_made_has_not_failed(tmp_path: Path) -> None:
-    expected = ROOT / "results" / "expected"
+    committed = ROOT / "results" / "expected"
     name = "atc24_figure7_memory.csv"
-    shutil.copy(expected / name, tmp_path / name)
-    ran = typed("expect", str(tmp_path), str(expected), "--claim", "C1")
+    shutil.copy(committed / name, tmp_path / name)
+    ran = typed("expect", str(tmp_path), str(committed), "--claim", "C1")
     lines = ran.out.splitlines()
     assert ran.code in (0, None)
     assert lines[0].startswith("PASS C1")
     assert all(line.startswith("NOT MADE") for line in lines[1:-1])
     assert lines[-1] == "1 of 1 claims pass"
-    assert typed("expect", str(tmp_path), str(expected), "--claim", "C2").code == 1
-    assert typed("expect", str(tmp_path), str(expected)).code == 1
-    assert "no claim 'C99'" in typed("expect", str(tmp_path), str(expected), "--claim", "C99").err
+    assert typed("expect", str(tmp_path), str(committed), "--claim", "C2").code == 1
+    assert typed("expect", str(tmp_path), str(committed)).code == 1
+    assert "no claim 'C99'" in typed("expect", str(tmp_path), str(committed), "--claim", "C99").err
+
+
+def test_the_tables_of_claims_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.csv").write_text("arm,kept,cost\na,1,2\nb,1,2\na,3,4\n,5,6\n")
+    read: list[Path] = []
+
+    def reader(path: Path) -> list[list[str]] | None:
+        read.append(path)
+        return read_cells(path)
+
+    monkeypatch.setattr(expected, "read_cells", reader)
+    bound = Bound(table="t", column="cost", statistic="largest", most=6)
+    claim = TableClaim(id="C1", text=".", place="", tables=("t",), finds=(FIND,), bound=bound)
+    findings = check(Artifact(claims=(claim, claim), tolerance=1e-6), tmp_path, tmp_path)
+    assert [one.problems for one in findings] == [(), ()]
+    assert len(read) == 2
 
 
 def test_the_committed_tables_find_what_is_claimed() -> None:
-    expected = ROOT / "results" / "expected"
-    findings = check(load_artifact(), expected, expected)
+    committed = ROOT / "results" / "expected"
+    findings = check(load_artifact(), committed, committed)
     assert not [finding.line for finding in findings if finding.problems]
 
 
@@ -299,12 +320,33 @@ def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_f
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
+def test_more_stacks_than_colours_and_markers_are_all_drawn(tmp_path: Path) -> None:
+    count = len(chart_style.MARKERS) + 1
+    job = {"cluster": "c", "rows": 12, "after_0": 0.2, "after_1": 0.1, "mfu_1": 0.3}
+    rows = [{"source": f"Group{at // 2} (part {at})", **job} for at in range(count)]
+    write_sheet(tmp_path / "calibrated.csv", rows)
+    script = ROOT / "figures" / "calibrated.py"
+    words = [str(tmp_path / "calibrated.csv"), str(tmp_path / "f.pdf")]
+    code = (
+        "import runpy, sys, matplotlib.figure as f;"
+        "old = f.Figure.savefig;"
+        "f.Figure.savefig = lambda s, *a, **k: ("
+        "print(len(s.axes[0].get_legend().texts)), old(s, *a, **k));"
+        f"sys.path.insert(0, {str(script.parent)!r}); sys.argv = {[str(script), *words]!r};"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == str(count + 1)  # and the line of one MFU
+
+
 def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
     """More rows in a table of arms, another winner of a cell and another name among the ties."""
-    expected = ROOT / "results" / "expected"
+    committed = ROOT / "results" / "expected"
     (claim,) = (each for each in load_artifact().claims if each.id == "C7")
     for name in claim.tables:
-        head, *lines = read_cells(expected / f"{name}.csv") or [[]]
+        head, *lines = read_cells(committed / f"{name}.csv") or [[]]
         mine = [*lines[0]]
         mine[head.index("arm")] = "mine"
         if name == "matrix_fastest":
@@ -316,11 +358,11 @@ def test_a_method_of_the_user_fails_no_claim(tmp_path: Path) -> None:
         with (tmp_path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([head, *lines])
     artifact = Artifact(claims=(claim,), tolerance=1e-6)
-    (finding,) = check(artifact, tmp_path, expected)
+    (finding,) = check(artifact, tmp_path, committed)
     assert finding.line.startswith("PASS C7")
     assert finding.line.endswith("4 rows are yours, not compared.")
-    head, *lines = read_cells(expected / "matrix_longest.csv") or [[]]
+    head, *lines = read_cells(committed / "matrix_longest.csv") or [[]]
     with (tmp_path / "matrix_longest.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([head, *lines[1:]])
-    (finding,) = check(artifact, tmp_path, expected)
+    (finding,) = check(artifact, tmp_path, committed)
     assert finding.line.startswith("FAIL C7")

@@ -84,7 +84,7 @@ def test_the_page_opens_with_the_table(update_golden: bool) -> None:
 def test_layer_grain_sets_karma_beside_memo() -> None:
     """At memo's peak or above it, with what whole layers leave."""
     rows = [row for row in layer_grain.build(ROOT / "config" / "traced.yaml").rows]
-    assert [row["method"] for row in rows] == ["memo", "karma"] * 6
+    assert [row["method"] for row in rows] == ["memo", "karma"] * 7
     for memo, karma in zip(rows[::2], rows[1::2], strict=True):
         assert karma["more"] == karma["peak_device_bytes"] / memo["peak_device_bytes"] - 1
         assert int(karma["swapped"].split()[0]) > 0 or karma["host_bytes"] == 0

@@ -13,6 +13,7 @@ from rematbench.spec.jobfiles.job import FileJob, file_job
 from rematbench.spec.jobfiles.packages import read_files
 from rematbench.spec.jobfiles.reading import Reading
 from rematbench.spec.load import load_cluster, load_model, load_system
+from rematbench.workload import Experts
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -31,6 +32,11 @@ EXPECTED = {
         "full_recompute --model megatron_gpt-model.yaml --cluster CLUSTER "
         "--system megatron_gpt-stack.yaml --gpus 16 --seq-len 2048 --global-batch 512 --tp 2 "
         "--micro-batch 4 --zero 0 --no-sp --precision fp16 --set method=block --set num_layers=8"
+    ),
+    ("megatron_experts.sh",): (
+        "selective_recompute --model megatron_experts-model.yaml --cluster CLUSTER "
+        "--system megatron_experts-stack.yaml --gpus 32 --seq-len 4096 --global-batch 128 --tp 2 "
+        "--pp 4 --vpp 4 --ep 4 --etp 1 --set modules=[layernorm,moe_act]"
     ),
     ("zero2.json", "trl_sft.yaml"): None,  # two values of the micro-batch
     ("trl_sft.yaml", "accelerate_zero3.yaml"): None,  # two values of the accumulation
@@ -109,7 +115,7 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 @pytest.mark.parametrize(
     ("file", "refusal"),
     [
-        ("megatron_experts.sh", "--num-experts"),
+        ("megatron_experts.sh", "--overlap-moe-expert-parallel-comm"),
         ("factory_lora.yaml", "finetuning_type: lora"),
         ("titan_70b.toml", "float8"),
         ("zero1_nvme.json", "nvme"),
@@ -117,6 +123,35 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 )
 def test_a_request_that_is_not_modelled_is_named(file: str, refusal: str) -> None:
     assert any(refusal in line for line in job(file)[1].refused)
+
+
+def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
+    made, _ = job("megatron_experts.sh")
+    for name, text in made.files.items():
+        (tmp_path / name).write_text(text)
+    experts = load_model(tmp_path / "megatron_experts-model.yaml").experts
+    assert experts == Experts(
+        count=8, active=2, ffn=14336, shared_ffn=2048, dense_layers=(0,), aux_loss=0.01
+    )
+    assert load_system(tmp_path / "megatron_experts-stack.yaml").dispatcher == "deepep"
+
+
+@pytest.mark.parametrize(
+    ("frequency", "dense"),
+    [("1", ()), ("2", (1, 3)), ("'([0]*1+[1]*3)'", (0,)), ("[0,1,0,1]", (0, 2))],
+)
+def test_layers_with_experts_are_a_number_or_a_list(
+    tmp_path: Path, frequency: str, dense: tuple[int, ...]
+) -> None:
+    file = tmp_path / "run.sh"
+    shape = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    file.write_text(f"pretrain_gpt.py {shape} --num-experts 4 --moe-layer-freq {frequency}")
+    experts = read_files([file]).model["experts"]
+    assert tuple(experts.get("dense_layers", ())) == dense
+    for wrong in ("often", "[1]*5"):
+        file.write_text(f"pretrain_gpt.py {shape} --num-experts 4 --moe-layer-freq {wrong}")
+        with pytest.raises(ConfigError, match="--moe-layer-freq"):
+            read_files([file])
 
 
 def test_a_file_that_another_file_names_is_read_from_its_folder() -> None:

@@ -18,6 +18,7 @@ GUIDES = (
             "own_model_and_cluster",
             "calibrate",
             "own_method",
+            "one_figure",
             "python",
             "run_for_real",
             "claims",

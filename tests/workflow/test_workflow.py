@@ -17,6 +17,7 @@ PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 METHOD = [block for block in PYTHON if "def plan" in block]
 SHELL = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
 NAME = "recompute_mlp"
+MINE = ("mine/predictions.csv", "mine/pareto.png", "mine/timeline.png", "mine/stage_memory.png")
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +134,18 @@ def test_the_commands_of_the_guides_run(tmp_path: Path) -> None:
     commands = guide_commands()
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
-    wanted |= {"compare", "search", "systems", "verify", "calibrate", "examples", "read"}
+    wanted |= {"compare", "search", "systems", "verify", "calibrate", "examples", "read", "table"}
     assert used == wanted | {"execute", "trace"}
     for command in commands:
         done = checkout.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    for name in ("run.json", "trace.json", "compare.png", "mine/predictions.csv"):
+    for name in (
+        "run.json",
+        "trace.json",
+        "compare.png",
+        "mine/predictions.csv",
+        "mine/pareto.png",
+    ):
         assert (checkout.path / name).stat().st_size > 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rematbench.evaluate.breakdown import PARTS
+from rematbench.host.chart_style import BLUE, PARTS, RC, TEXT_IN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,19 +23,24 @@ def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the rows of a comparison that fit and have a time. Each row is a point with its band as
     error bar (hollow where the job lies outside of what was published), and a stacked bar of its
     step's seconds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to load)
+    from matplotlib import rc_context  # noqa: PLC0415 (slow to load)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     timed = [row for row in rows if row["status"] == "ok" and row["step_s"] is not None]
     fitting = [row for row in timed if not row["same_as"]]
-    height = 2.4 + 0.32 * min(len(fitting), MOST_BARS)
-    figure = Figure(figsize=(12, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
-    _speeds(left, fitting)
-    _steps(right, fitting[:MOST_BARS])
-    figure.suptitle(_title(rows), fontsize=9)
-    figure.savefig(path, dpi=150, metadata=None)
+    bars = fitting[:MOST_BARS]
+    with rc_context(RC):
+        figure = Figure(figsize=(TEXT_IN, 1.8 + 0.17 * len(bars)), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
+        _speeds(left, fitting)
+        _steps(right, bars)
+        figure.suptitle(_title(rows), fontsize=8)
+        handles, labels = right.get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside lower center", ncols=5)
+        figure.savefig(path, dpi=200, metadata=None)
 
 
 def _title(rows: Sequence[Row]) -> str:
@@ -55,23 +60,14 @@ def _speeds(axes: "Axes", rows: Sequence[Row]) -> None:
         speed = row["tokens_per_s_per_gpu"]
         low, high = row["low_tokens_per_s_per_gpu"], row["high_tokens_per_s_per_gpu"]
         room = row["headroom_bytes"] / GIB
-        colour = f"C{index % 10}"
-        axes.errorbar(
-            room,
-            speed,
-            yerr=[[speed - low], [high - speed]],
-            color=colour,
-            capsize=2,
-            linewidth=0.8,
-        )
-        face = "none" if row["outside"] else colour
-        axes.plot(room, speed, "o", color=colour, markerfacecolor=face, markersize=5)
+        axes.plot([room, room], [low, high], color=BLUE, lw=0.6)
+        axes.plot(room, speed, "o", color=BLUE, mfc="white" if row["outside"] else BLUE)
         axes.annotate(
-            str(index + 1), (room, speed), xytext=(4, 4), textcoords="offset points", fontsize=7
+            str(index + 1), (room, speed), xytext=(3, 3), textcoords="offset points", fontsize=7
         )
     axes.set_xlabel("headroom of the fullest device (GiB)")
     axes.set_ylabel("tokens/s/GPU")
-    axes.set_title("bars: 80 % band; hollow: outside of the published range", fontsize=7)
+    axes.set_title("lines: 80 % band; hollow: outside of the published range", fontsize=7)
     axes.set_ylim(bottom=0)
     if not rows:
         axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")
@@ -80,13 +76,11 @@ def _speeds(axes: "Axes", rows: Sequence[Row]) -> None:
 def _steps(axes: "Axes", rows: Sequence[Row]) -> None:
     places = range(len(rows))
     begin = [0.0] * len(rows)
-    for part in PARTS:
+    for part, (colour, label, hatch) in PARTS.items():
         values = [row[f"{part}_s"] or 0.0 for row in rows]
         if any(value > LEAST_S for value in values):
-            axes.barh(places, values, left=begin, label=part, height=0.7)
+            axes.barh(places, values, left=begin, label=label, color=colour, hatch=hatch, lw=0.3)
         begin = [a + b for a, b in zip(begin, values, strict=True)]
     axes.set_yticks(places, [f"{i + 1}  {row['name']}" for i, row in enumerate(rows)], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of the step")
-    if rows:
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=7)

@@ -14,10 +14,9 @@ from rematbench.advise.search.tie import of_packages, simplest
 from rematbench.cli.inverse import in_words
 from rematbench.cli.search_output import (
     assumed_of,
+    beside_line,
     notes,
-    package_line,
     plan_line,
-    planner_line,
     show_plans,
 )
 from rematbench.evaluate.result import Result
@@ -74,7 +73,7 @@ class SearchAnswer:
             self._say(f"SIMPLEST of the tied plans: {plan_line(self.simple)}")
         for name, one in of_packages(self.job, best, processes):
             self.alone[name] = one
-            self._say(package_line(name, one, best))
+            self._say(beside_line(f"{name} alone", one, best))
 
     def _planners(self, limit_s: int, processes: int) -> None:
         best = self.results[0]
@@ -85,7 +84,7 @@ class SearchAnswer:
                 self.planned.append(end)
             else:
                 self.without[one.method] = one.reason
-            self._say(planner_line(end, best))
+            self._say(beside_line("planner", end, best))
 
     def _say(self, text: str) -> None:
         if self.out is not None:

@@ -209,26 +209,18 @@ def _rows_note(job: SearchJob, at: Progress, found: list[Result]) -> Iterator[st
     )
 
 
-def planner_line(end: Result, best: Result) -> str:
-    """The result of a planner compared with the first row, in a line."""
+def beside_line(label: str, end: Result | None, best: Result) -> str:
+    """What a planner, or a package by its own options, reaches compared with the first row, in a
+    line.  `end`: None if no plan was found."""
+    if end is None:
+        return f"{label}: no plan found that fits"
     if not end.fits:
-        return f"planner: {end.method}: {end.reason}"
+        return f"{label}: {end.method}: {end.reason}"
     share = end.fitting_s / best.fitting_s - 1.0
     beside = f"{percent(abs(share))} {'slower' if share > 0 else 'FASTER'} than the first row"
     if abs(share) < ALIKE:
         beside = "as fast as the first row"
-    return f"planner: {plan_line(end)}: {beside}{', a tie' if end.tied else ''}"
-
-
-def package_line(name: str, end: Result | None, best: Result) -> str:
-    """What a package's own options reach compared with the first row, in a line."""
-    if end is None:
-        return f"{name} alone: no plan found that fits"
-    share = best.fitting_s / end.fitting_s - 1.0
-    words = f"{100 * share:+.1f} %{', a tie' if end.tied else ''}"
-    if abs(share) < ALIKE:
-        words = "as fast as the first row"
-    return f"{name} alone: {end.method} at {where(end)}, {words}"
+    return f"{label}: {plan_line(end)}: {beside}{', a tie' if end.tied else ''}"
 
 
 def _stopped(at: Progress) -> str:

@@ -18,7 +18,7 @@ from rematbench.evidence.accuracy import validate as score
 from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.job_evidence import out_of_source
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.host_rows import host_rows
+from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import SCORED, SPEED, STEP, Cell, read_cells
 from rematbench.host.console import CommandError, console, plain, progress_bar, rich_table
 from rematbench.paper.tables.scores import how_to_read, out_of_source_means, score_tables
@@ -76,7 +76,7 @@ def validate(
     _need_measurements(rows, cells)
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
-    hosted, routed = (host_rows(), expert_rows()) if rows is None else ((), ())
+    hosted, routed = (hosted_rows(), expert_rows()) if rows is None else ((), ())
     left_out = left_out_errors(strange, accuracy, calibration())
     report = score(cells, calibration(), accuracy, left_out, beside, hosted, routed)
     made = score_tables(report, cells, calibration(), accuracy, strange, beside)

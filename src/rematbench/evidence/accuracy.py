@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.evidence.decisions import regret, sweeps
-from rematbench.evidence.job_evidence import REFITTED
 from rematbench.evidence.peaks import fits_word
 from rematbench.evidence.published.sheets import SPEED, Row, is_scored, number
 from rematbench.spec.configfile import ConfigError
@@ -26,9 +25,8 @@ from rematbench.spec.constants import Calibration, FitRule, is_fit
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
 
-Metric = Literal[
-    "tokens_per_s_per_gpu", "peak_device_bytes", "host_used_gib", "gain", "verdict", "regret"
-]
+OfNode = Literal["host_used_gib", "update_s"]
+Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret", OfNode]
 Split = Literal["fitted", "in-sample", "sibling", "held-out"]
 Sheet = Literal["runs.csv", "runs_more.csv", "offloaded_states.csv", "moe.csv"]
 MORE: Sheet = "runs_more.csv"
@@ -37,6 +35,12 @@ ROUTED: Sheet = "moe.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
+OF_NODES: dict[str, tuple[str, str]] = {
+    "host_used_gib": ("fitted", "pred_node"),
+    "update_s": ("update_fitted", "pred_rate"),
+}
+"""Metrics whose constants are fitted node by node: the column that says whether one was fitted to
+the row, and the column whose values count the constants."""
 FEWEST_OOMS = 50
 """Least number of published cells out of memory for a promise of their verdicts."""
 
@@ -97,10 +101,10 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
-    """Whether a cell is fitted, in-sample, sibling or held-out.  Constants are fitted to speeds,
-    and `host_other_bytes` of a node to host bytes of its rows (host_rows.py)."""
-    if group.metric == "host_used_gib":
-        return "fitted" if row["fitted"] else "sibling"
+    """Whether a cell is fitted, in-sample, sibling or held-out.  Constants are fitted to speeds;
+    those of a node's host to host bytes (host_rows.py) and updates (update_rows.py) of its rows."""
+    if group.metric in OF_NODES:
+        return "fitted" if row[OF_NODES[group.metric][0]] else "sibling"
     timed = group.metric in (SPEED, "gain")
     if timed and is_fit(row, calibration.fit):
         return "fitted"
@@ -205,7 +209,7 @@ class GroupReport(Struct, frozen=True, kw_only=True):
     """Absolute errors of a group's predictions (fitted cells excluded), and two references.
 
     `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to.
-    `left_out` is the mean error with constants refitted without the group's source.
+    `left_out` is the mean error with constants that never saw the group's source.
     """
 
     name: str
@@ -401,10 +405,9 @@ def _zero(group: str, statistic: str, value: float) -> Check:
 
 
 def _constants(group: Group, cells: Sequence[Row], calibration: Calibration) -> int:
-    """The number of fitted constants that a group's predictions depend on: one of each node for
-    host bytes."""
-    if group.metric == "host_used_gib":
-        return len({row["pred_node"] for row in cells})
+    """The number of fitted constants that a group's predictions depend on."""
+    if group.metric in OF_NODES:
+        return len({row[OF_NODES[group.metric][1]] for row in cells})
     owners: set[str] = set()
     for row in cells:
         try:
@@ -434,7 +437,7 @@ def _floor(
     there is no such cell or the metric is not the speed."""
     if group.metric != SPEED:
         return None
-    fitted = [row for row in rows if is_scored(row) and _is_fitted(row, group, calibration)]
+    fitted = [r for r in rows if is_scored(r) and split_of(r, group, calibration) == "fitted"]
     sources, clusters = ({test[key] for test in tested} for key in ("source", "cluster"))
     own = [row for row in fitted if row["source"] in sources]
     same = [row for row in own if row["cluster"] in clusters]
@@ -446,10 +449,6 @@ def _floor(
         return None
     constant = statistics.geometric_mean(base)
     return statistics.fmean(abs(constant / value - 1.0) for value in published)
-
-
-def _is_fitted(row: Row, group: Group, calibration: Calibration) -> bool:
-    return split_of(row, group, calibration) == "fitted"
 
 
 def _mfus(rows: Sequence[Row]) -> list[float]:
@@ -484,14 +483,14 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 def left_out_errors(
     rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
 ) -> dict[str, float]:
-    """Mean absolute error of every group of speeds under refits without the source, over the cells
-    to which the shipped constants were not fitted.  Groups without such cells are left out."""
+    """Mean absolute error of every group of speeds with constants that never saw its source (refits
+    without it, or the shipped constants if none was fitted to it), over the cells to which the
+    shipped constants were not fitted.  Groups without such cells are left out."""
     found: dict[str, float] = {}
-    refitted = [row for row in rows if row["constants"] == REFITTED]
     for group in accuracy.groups:
         if group.metric != SPEED:
             continue
-        cells = [r for r in members(group, refitted) if split_of(r, group, calibration) != "fitted"]
+        cells = [r for r in members(group, rows) if split_of(r, group, calibration) != "fitted"]
         errors: list[Any] = errors_of(group.metric, cells)
         if errors:
             found[group.name] = statistics.fmean(abs(error) for error in errors)

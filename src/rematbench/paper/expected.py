@@ -3,9 +3,10 @@
 import csv
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -103,16 +104,28 @@ def load_artifact() -> Artifact:
     return convert(read_mapping(data_dir("config") / "artifact.yaml", label), Artifact, label)
 
 
+class Pair(NamedTuple):
+    """A table as it was made here, and as it is expected; None if there is no such file."""
+
+    ours: Cells | None
+    theirs: Cells | None
+
+
 def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding]:
-    """Return the findings of all claims, in the order of the claims."""
+    """Return the findings of all claims, in the order of the claims.  Each table is read once."""
+
+    @cache
+    def pair(name: str) -> Pair:
+        return Pair(read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv"))
+
     found = []
     for claim in artifact.claims:
-        lacking = [name for name in claim.tables if not (tables / f"{name}.csv").is_file()]
+        lacking = [name for name in claim.tables if pair(name).ours is None]
         if lacking:
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
-            problems = _problems(claim, artifact.tolerance, tables, expected)
-        extra = sum(yours(tables, expected, name) for name in claim.tables)
+            problems = _problems(claim, artifact.tolerance, pair, expected)
+        extra = sum(yours(pair(name)) for name in claim.tables)
         found.append(
             ClaimFinding(
                 claim=claim,
@@ -124,10 +137,9 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding
     return found
 
 
-def yours(tables: Path, expected: Path, name: str) -> int:
+def yours(table: Pair) -> int:
     """The number of a table's rows that name a method of the user."""
-    ours, theirs = read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv")
-    return len(_own_rows(ours, theirs)[0]) if ours and theirs else 0
+    return len(_own_rows(table.ours, table.theirs)[0]) if table.ours and table.theirs else 0
 
 
 def _own_rows(ours: Cells, theirs: Cells) -> tuple[set[int], set[str]]:
@@ -150,7 +162,7 @@ def without_yours(ours: Cells, theirs: Cells) -> tuple[Cells, Cells]:
         return ours, theirs
     if len(ours) == len(theirs):  # a row of a cell, won by the user's method
         theirs = [row for number, row in enumerate(theirs) if number not in numbers]
-    kept = [row for number, row in enumerate(ours) if number not in numbers]
+    kept = [[*row] for number, row in enumerate(ours) if number not in numbers]
     if TIES in ours[0]:
         at = ours[0].index(TIES)
         for row in kept[1:]:
@@ -158,33 +170,36 @@ def without_yours(ours: Cells, theirs: Cells) -> tuple[Cells, Cells]:
     return kept, theirs
 
 
-def _problems(claim: TableClaim, tolerance: float, tables: Path, expected: Path) -> list[str]:
+def _problems(
+    claim: TableClaim, tolerance: float, pair: Callable[[str], Pair], expected: Path
+) -> list[str]:
+    """The problems of a claim whose tables exist."""
     found = []
     for name in claim.tables:
-        ours, theirs = read_cells(tables / f"{name}.csv"), read_cells(expected / f"{name}.csv")
-        if ours is None or theirs is None:
-            found.append(f"{name}.csv is missing in {tables if ours is None else expected}")
+        ours, theirs = pair(name)
+        if theirs is None:
+            found.append(f"{name}.csv is missing in {expected}")
         else:
-            compared = without_yours(ours, theirs)
+            compared = without_yours(ours or [], theirs)
             found += [f"{name}: {text}" for text in differences(*compared, tolerance)[:1]]
     if claim.bound is not None and not found:
-        value = measured(claim.bound, tables)
+        value = measured(claim.bound, pair(claim.bound.table).ours or [])
         if value is None or not value <= claim.bound.most:
             shown = "nothing to measure" if value is None else f"{value:.4g}"
             bound = claim.bound
             found.append(f"{bound.statistic} {bound.column} is {shown}, allowed {bound.most:.4g}")
     for find in claim.finds if not found else ():
-        if yours(tables, expected, find.table):
+        if yours(pair(find.table)):
             continue
-        count, of = counted(find, tables)
+        count, of = counted(find, pair(find.table).ours or [])
         if (count, of) != (find.count, find.of):
             found.append(f"{find.says}: {count} of {of}, claimed {find.count} of {find.of}")
     return found
 
 
-def counted(find: Find, tables: Path) -> tuple[int, int]:
-    """The number of rows that agree with a finding, and the number of rows compared."""
-    head, *lines = read_cells(tables / f"{find.table}.csv") or [[]]
+def counted(find: Find, cells: Cells) -> tuple[int, int]:
+    """The number of a table's rows that agree with a finding, and the number of rows compared."""
+    head, *lines = cells or [[]]
     rows = [dict(zip(head, line, strict=False)) for line in lines]
     if not find.same:
         asked = [row for row in rows if all(row.get(column) for column in find.rows)]
@@ -253,9 +268,8 @@ def _near(cell: str, wanted: str, tolerance: float, nothing: float) -> bool:
         return False
 
 
-def measured(bound: Bound, tables: Path) -> float | None:
-    """The statistic that a bound limits; None if no cell has a value."""
-    cells = read_cells(tables / f"{bound.table}.csv") or []
+def measured(bound: Bound, cells: Cells) -> float | None:
+    """The statistic of a table's cells that a bound limits; None if no cell has a value."""
     if not cells or bound.column not in cells[0]:
         return None
     at = cells[0].index(bound.column)

@@ -84,17 +84,22 @@ class MethodEntry(Struct, frozen=True):
     @property
     def grid(self) -> tuple[Settings, ...]:
         """Settings that `compare` and `search` try in addition to the defaults (see Method)."""
-        return tuple(getattr(self.cls, "grid", ()))
+        return tuple(self.declared("grid", ()))
 
     @property
     def moves_states(self) -> bool:
         """Whether the method places training states (see Method)."""
-        return bool(getattr(self.cls, "moves_states", False))
+        return bool(self.declared("moves_states", False))
 
     @property
     def planner(self) -> bool:
         """Whether planning takes seconds (see Method)."""
-        return bool(getattr(self.cls, "planner", False))
+        return bool(self.declared("planner", False))
+
+    def declared(self, name: str, default: Any) -> Any:
+        """A class variable of the method (see Method), or the default.  A parameter of that name
+        declares nothing."""
+        return default if name in self.parameters else getattr(self.cls, name, default)
 
 
 IDENTITY = "keep_all"

@@ -1,5 +1,6 @@
 """The facts of a stack, each with its value, its source and the file that sets it."""
 
+from functools import cache
 from typing import Any
 
 from msgspec import Struct
@@ -76,6 +77,7 @@ def listed() -> list[tuple[str, str, str, dict[str, Fact]]]:
     return rows
 
 
+@cache  # a search asks for each layout that a stack does not have
 def other_versions(name: str) -> dict[str, dict[str, object]]:
     """The shipped stacks that are other versions of a shipped stack, each with the facts in which
     it differs; empty for a user's stack."""

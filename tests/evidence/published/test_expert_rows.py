@@ -126,3 +126,13 @@ def test_what_is_not_modelled_is_refused_by_its_column(changed: Cell, words: str
     with pytest.raises(RowError) as refused:
         case(**changed).problem()
     assert words in str(refused.value)
+
+
+def test_a_dense_model_of_a_family_with_experts_has_none() -> None:
+    """The shipped model that lends it norms and positions is the dense one."""
+    named = {"model": "qwen3-14b", "layers": "40", "heads": "40", "kv_heads": "8", "hidden": "5120"}
+    experts = dict.fromkeys(("experts", "topk", "moe_ffn", "ep", "etp", "recompute_modules"), "")
+    layout = {"tp": "1", "sp": "no", "cp": "1", "pp": "1", "vpp": "1", "dp": "256"}
+    found = case(**named, **experts, **layout, recompute="none")
+    assert found.model.experts is None
+    assert "qwen3-8b" in found.assumed

@@ -56,13 +56,15 @@ UNBOUND = "polaris-a100-40gb"
 """Polaris nodes whose ranks share all cores: no file, because their rate of updates is not one."""
 
 
-def test_rows_of_a_node_without_a_file_are_compared_with_nothing() -> None:
-    """SOURCES.md says so, with their number; a file of that name would have to be said there."""
+def test_rows_of_a_node_without_a_file_are_named() -> None:
+    """SOURCES.md says what they are compared with; a file of that name would have to be said
+    there."""
     found = rows("offloaded_states.csv")
     counts = Counter(row["cluster"] for row in found if row["cluster"] not in names("cluster"))
     assert counts == {UNBOUND: 66, "": 2}
     with pytest.raises(ConfigError, match=f"unknown cluster.*{UNBOUND}"):
         load_cluster(UNBOUND)
     told = (data_dir("published") / "SOURCES.md").read_text(encoding="utf-8")
-    words = f"66 rows of `{UNBOUND}` and 2 of a node without a name are compared with nothing"
-    assert words in " ".join(told.split())
+    words = " ".join(told.split())
+    assert f"66 rows are of no cluster file (`{UNBOUND}`)" in words
+    assert "The 2 rows of a node without a name are compared with nothing" in words

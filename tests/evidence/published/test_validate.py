@@ -7,7 +7,7 @@ import pytest
 from rematbench.evidence.accuracy import MORE, Report, load_accuracy, validate
 from rematbench.evidence.expert_rows import expert_rows
 from rematbench.evidence.predict import predict_rows
-from rematbench.evidence.published.host_rows import host_rows
+from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import read_sheet
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
@@ -24,7 +24,7 @@ def report() -> Report:
         predict_rows(read_sheet(data_dir("published") / name), processes=1)
         for name in ("runs.csv", MORE)
     )
-    hosted, routed = host_rows(), expert_rows()
+    hosted, routed = hosted_rows(), expert_rows()
     return validate(cells, calibration(), ACCURACY, more=more, hosted=hosted, routed=routed)
 
 

@@ -6,7 +6,10 @@ GPT_ARGS="
     --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm
     --position-embedding-type rope --untie-embeddings-and-output-weights --disable-bias-linear
     --seq-length 4096 --max-position-embeddings 32768 --tokenizer-type Llama2Tokenizer
-    --num-experts 8 --moe-router-topk 2
+    --num-experts 8 --moe-layer-freq ([0]*1+[1]*31) --moe-shared-expert-intermediate-size 2048
+    --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-grouped-gemm
+    --recompute-granularity selective --recompute-modules moe_act layernorm
 "
 torchrun $DISTRIBUTED_ARGS pretrain_gpt.py $GPT_ARGS --micro-batch-size 1 --global-batch-size 128 --bf16 \
-    --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer
+    --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 \
+    --expert-tensor-parallel-size 1 --overlap-moe-expert-parallel-comm --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer

@@ -19,7 +19,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.workload import Model, Precision
+from rematbench.workload import Experts, Model, Precision
 from rematbench.worlds.torch.case import Case
 from tests.problems import (
     FULL,
@@ -40,6 +40,14 @@ TINY_GPT = replace(
     GPT, name="tiny-gpt", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160, dropout=0.0
 )
 TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
+EXPERTS = Experts(count=8, active=2, ffn=32)
+MIXTURE = replace(TINY, name="tiny-mixture", qk_norm=True, experts=EXPERTS)
+SHARED = replace(
+    MIXTURE,
+    name="tiny-shared",
+    qk_norm=False,
+    experts=replace(EXPERTS, router="sigmoid", router_bias=True, shared_ffn=48, dense_layers=(0,)),
+)
 SEQ = 32
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -76,16 +84,35 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-dp2-zero3": {"tp": 2, "dp": 2, "zero_stage": 3, "global_batch": 4},
 }
 """The issue's layouts and a few more, by name."""
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"dp": 2, "ep": 2, "zero_stage": 1, "global_batch": 4},
+    "ep2-zero0": {"dp": 2, "ep": 2, "zero_stage": 0, "global_batch": 4},
+    "dp2-ep2": {"dp": 4, "ep": 2, "zero_stage": 1, "global_batch": 8},
+    "cp2-ep2": {"cp": 2, "ep": 2, "zero_stage": 1, "global_batch": 2, "micro_batch": 2},
+    "tp2-ep2": {"tp": 2, "ep": 2, "etp": 1, "global_batch": 2},
+    "tp2-etp2": {"tp": 2, "ep": 1, "etp": 2, "global_batch": 2},
+    "tp2-etp1": {"tp": 2, "ep": 1, "etp": 1, "zero_stage": 1, "global_batch": 2},
+    "tp2-dp2-ep2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "zero_stage": 1, "global_batch": 4},
+    "ep4-pp2": {"dp": 4, "ep": 4, "pp": 2, "zero_stage": 1, "global_batch": 8},
+    "tp2-ep2-pp2": {
+        **{"tp": 2, "dp": 2, "ep": 2, "etp": 2, "pp": 2, "zero_stage": 1, "global_batch": 4}
+    },
+    "tp2-ep2-etp1-pp2": {
+        **{"tp": 2, "dp": 2, "ep": 2, "etp": 1, "pp": 2, "zero_stage": 1, "global_batch": 4}
+    },
+}
+"""Layouts of models with experts."""
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 MLP_SAVED = ("mlp_norm_out", "gate_out", "up_out", "act_out", "fc2_in")
 
 
 def tiny(
-    layout: str, precision: Precision = "fp64", model: Model = TINY, **changes: Any
+    layout: str, precision: Precision = "fp64", model: Model | None = None, **changes: Any
 ) -> Problem:
     """A tiny problem on a named layout; deep enough for its chunks."""
-    degrees = LAYOUTS[layout]
+    degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    model = model or (MIXTURE if layout in EXPERT_LAYOUTS else TINY)
     layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
     made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))
     work = replace(made.workload, precision=precision)
@@ -150,6 +177,20 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
 }
 """Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the
 same numbers as keep_all; the others split a GEMM."""
+EXPERT_PLANS: dict[str, Callable[[Plan], Plan]] = {
+    "expert-rows": lambda plan: plan.with_rules(
+        rule(
+            Split(offload=0.25, recompute=0.375),
+            *("router_scores", "expert_fc1_out", "expert_fc2_in", "q"),
+        )
+    ),
+    "expert-parts": lambda plan: by_layer(
+        plan.with_rules(
+            rule(Split(offload=0.5), *("router_scores", "permutation", "expert_in", "expert_probs"))
+        )
+    ),
+}
+"""Raw plans for layers with experts: rows of what is row by row, and bytes of the rest."""
 SAME_NUMBERS = ("offload", "offload-layers", "full")
 
 
@@ -166,7 +207,7 @@ def case(layout: str, plan: str, **changes: Any) -> Case:
     return Case(
         name=f"{layout} {plan}",
         problem=given,
-        plan=PLANS[plan](given.base_plan),
+        plan=(PLANS | EXPERT_PLANS)[plan](given.base_plan),
         ignored=0.1,
         gradients=True,
     )

@@ -33,7 +33,8 @@ def executor_of(case: Case, stage: int, rank: int) -> Executor:
     """A rank's executor with its batches; what its steps do comes next."""
     problem, lay = case.problem, case.problem.layout
     program = (case.program or lower(case.plan, problem)).ranks[stage]
-    groups = Groups(lay, problem.system.rank_order, rank)
+    experts = problem.workload.model.experts is not None
+    groups = Groups(lay, problem.system.rank_order, rank, experts=experts)
     model = RankModel(problem, case.plan, groups.place, DEVICE, seed=0)
     executor = Executor(program, model, groups, tracker=Tracker(DEVICE))
     ids = torch.zeros(model.shapes.tokens, dtype=torch.int64, device=DEVICE)

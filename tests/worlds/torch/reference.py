@@ -38,6 +38,8 @@ class Reference:
 
     def heads(self, x: Tensor, name: str, heads: int) -> Tensor:
         y = self.linear(x, name).unflatten(-1, (heads, -1)).transpose(1, 2)
+        if self.model.qk_norm and not name.endswith("v"):
+            y = self.norm(y, f"{name}_norm")
         if self.model.position != "rope" or name.endswith("v"):
             return y
         half = y.shape[-1] // 2
@@ -63,14 +65,36 @@ class Reference:
         y = self.linear(y.transpose(1, 2).flatten(2), f"{name}.proj")
         x = x + (self.norm(y, f"{name}.post_attn_norm") if m.post_norm else y)
         y = self.norm(x, f"{name}.mlp_norm")
-        up = self.linear(y, f"{name}.up_out")
-        if m.gated:
-            gate = self.linear(y, f"{name}.gate_out")
-            up = (F.silu(gate) if m.mlp == "swiglu" else F.gelu(gate)) * up
+        dense = m.is_dense(int(name.rpartition(".")[2]))
+        y = self.mlp(y, f"{name}.") if dense else self.mixture(y, name)
+        return x + (self.norm(y, f"{name}.post_mlp_norm") if m.post_norm else y)
+
+    def mlp(self, y: Tensor, name: str) -> Tensor:
+        """An MLP whose parameters' names begin with `name`."""
+        up = self.linear(y, f"{name}up_out")
+        if self.model.gated:
+            gate = self.linear(y, f"{name}gate_out")
+            up = (F.silu(gate) if self.model.mlp == "swiglu" else F.gelu(gate)) * up
         else:
             up = F.gelu(up)
-        y = self.linear(up, f"{name}.fc2")
-        return x + (self.norm(y, f"{name}.post_mlp_norm") if m.post_norm else y)
+        return self.linear(up, f"{name}fc2")
+
+    def mixture(self, y: Tensor, name: str) -> Tensor:
+        """Every token through every expert, weighed by 0 where the token is not sent: the token at
+        position p goes to the experts from p x active on."""
+        given = self.model.experts
+        assert given is not None
+        place = torch.arange(y.shape[1])[:, None] * given.active + torch.arange(given.active)
+        sent = F.one_hot(place % given.count, given.count).sum(1).bool()
+        logits = self.linear(y, f"{name}.router")
+        if given.router == "softmax":
+            probs = logits.masked_fill(~sent, float("-inf")).softmax(-1)
+        else:
+            probs = logits.sigmoid() * sent
+            probs = probs / probs.sum(-1, keepdim=True)
+        outs = [self.mlp(y, f"{name}.expert{e}.") for e in range(given.count)]
+        y2 = torch.einsum("bse,ebsh->bsh", probs, torch.stack(outs))
+        return y2 + self.mlp(y, f"{name}.shared_") if given.shared_ffn else y2
 
     def loss(self, batch: Batch) -> Tensor:
         x = self.weights["embedding.weight"][batch.ids]

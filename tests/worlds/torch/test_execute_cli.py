@@ -106,6 +106,18 @@ def test_the_same_file_is_traced_to_the_same_bytes(
     assert traced.fullest.state_bytes == real.fullest.state_bytes
 
 
+@pytest.mark.full
+def test_a_model_with_experts_is_lossless(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    words = ("--model", "tiny-experts", "--cluster", "this-machine", "--system", "rematbench")
+    layout = ("--gpus", "2", "--ep", "2", "--seq-len", "32", "--precision", "fp64")
+    more = ("--against", "keep_all", "--set", "modules=[moe]", "--steps", "2", "--out", str(out))
+    done = rematbench("execute", "selective_recompute", *words, *layout, *more)
+    assert done.returncode == 0, done.stderr
+    assert "lossless against keep_all: yes" in done.stdout
+    assert all(rank.recompute_flop > 0 for rank in read_record(out).measured.ranks)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -22,6 +22,7 @@ FAST = (
     *(("one", "offload-slots"), ("tp2", "windows"), ("cp2", "rows")),
     ("tp2-ulysses2", "offload"),
     ("dp2-zero3", "windows"),
+    ("tp2-dp2-ep2", "keep"),
 )
 MORE = (
     *(("one", plan) for plan in ("offload", "offload-layers", "rows")),
@@ -30,6 +31,7 @@ MORE = (
     *(("tp2", plan) for plan in ("keep", "mini-dropped")),
     *(("tp2-no-sp", "mini"), ("pp2", "offload")),
     *(("tp2-cp2", "skeletal"), ("pp2-vpp2", "offload-slots")),
+    *(("ep2", plan) for plan in ("full", "expert-rows", "expert-parts")),
 )
 
 

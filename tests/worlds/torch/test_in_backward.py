@@ -26,6 +26,8 @@ ONCE = {
     "dp2": {"global_batch": 2},
     "pp2": {"global_batch": 1},
     "tp2": {"global_batch": 1},
+    "ep2": {"global_batch": 2},
+    "tp2-etp1": {"global_batch": 1},
 }
 """One micro-batch a step: gradients of several would have to be kept between them."""
 
@@ -38,12 +40,12 @@ def beside(plan: Plan) -> Plan:
 
 
 def case(
-    layout: str, plan: str, precision: Precision = "fp32", model: Model = cases.TINY
+    layout: str, plan: str, precision: Precision = "fp32", model: Model | None = None
 ) -> tuple[Case, Case]:
     """A raw plan as it is, and with its update in the backward; both on the same batches."""
-    degrees = cases.LAYOUTS[layout] | ONCE[layout]
+    among = cases.EXPERT_LAYOUTS if layout in cases.EXPERT_LAYOUTS else cases.LAYOUTS
     names = f"once-{layout}"
-    cases.LAYOUTS[names] = degrees
+    among[names] = among[layout] | ONCE[layout]
     whole = cases.case(names, plan, precision=precision, model=model)
     name = f"{whole.name} beside"
     return whole, dataclasses.replace(whole, name=name, plan=beside(whole.plan))
@@ -85,7 +87,8 @@ def test_the_gradient_of_a_tied_embedding_lives_from_the_head_on(plan: str) -> N
 
 @pytest.mark.full
 def test_sharded_staged_and_split() -> None:
-    pairs = [case(layout, plan) for layout in ("dp2", "pp2", "tp2") for plan in ("keep", "full")]
+    layouts = ("dp2", "pp2", "tp2", "ep2", "tp2-etp1")
+    pairs = [case(layout, plan) for layout in layouts for plan in ("keep", "full")]
     found = iter(execute_cases([part for pair in pairs for part in pair], timeout_s=120.0))
     for _, changed in pairs:
         a, b = next(found), next(found)

@@ -28,8 +28,8 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "exchanges.Exchanges.reduce_scatter: self._output_pool",
     ),
     "cp2 rows": (
-        "exchanges.Exchanges._gather_kv: self.streams.storage_pool",
-        "exchanges.Exchanges._scatter_kv: self.streams.storage_pool",
+        "exchanges.Exchanges._gather_several: self.streams.storage_pool",
+        "exchanges.Exchanges._scatter_several: self.streams.storage_pool",
     ),
     "tp2-ulysses2 offload": ("exchanges.Exchanges.all_to_all: self._output_pool",),
     "pp2 offload": (

@@ -73,6 +73,7 @@ SOUND = [
     *(delayed(cases.case("tp2", plan), 0) for plan in ("offload", "offload-layers", "windows")),
     *(delayed(cases.case("ulysses2", plan), 1) for plan in ("offload", "windows")),
     *(delayed(cases.case("dp2-zero3", plan), 2) for plan in ("offload", "mini")),
+    *(delayed(cases.case(layout, "full"), 4) for layout in ("ep2", "tp2-etp2")),
     delayed(
         cases.in_host_memory(cases.case("dp2-zero3", "keep"), "optimizer", "gradient", "parameter"),
         3,
@@ -88,10 +89,13 @@ def results() -> dict[str, tuple[Case, Result]]:
     sent = events(exchanged, lambda action: action.kind is Kind.ALL_TO_ALL)
     beside = {"gather_overlap": True, "reduce_overlap": True}
     sharded = cases.case("dp2-zero3", "keep", system_changes=beside)
+    experts = cases.case("ep2", "keep")
+    dispatched = events(experts, lambda action: action.kind is Kind.ALL_TO_ALL)
     gathered = events(sharded, lambda action: action.kind is Kind.ALL_GATHER)
     broken = {
         "no wait for a collective": edited(split, no_wait_for(reduced)),
         "no wait for an exchange": edited(exchanged, no_wait_for(sent)),
+        "no wait for tokens": edited(experts, no_wait_for(dispatched)),
         "no wait for a gather": edited(sharded, no_wait_for(gathered)),
     }
     changed = [replace(delayed(case, 0, LONG_S), name=name) for name, case in broken.items()]
@@ -107,7 +111,7 @@ def test_delayed_collectives_and_exchanges_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [f"no wait for {what}" for what in ("a collective", "an exchange", "a gather")],
+    [f"no wait for {what}" for what in ("a collective", "an exchange", "tokens", "a gather")],
 )
 def test_a_removed_wait_is_found(name: str) -> None:
     case, result = results()[name]

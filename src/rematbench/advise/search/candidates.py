@@ -133,7 +133,7 @@ def _settings(method: Method, registry: Registry) -> list[Variant]:
     entry, settings = registry.entry(method.name), changed_settings(method)
     if method.name == IDENTITY:
         return []
-    parameter, steps = getattr(entry.cls, "share", ("", 0))
+    parameter, steps = entry.declared("share", ("", 0))
     if parameter and parameter not in settings:
         steps = int(settings.pop("steps", steps))
         text = method_text(entry, {**settings, parameter: "{}"})
@@ -187,7 +187,7 @@ def _tuned(registry: Registry, text: str) -> Variant:
 
 
 def _of_method(entry: MethodEntry) -> Iterable[Variant]:
-    share = getattr(entry.cls, "share", None)
+    share = entry.declared("share", None)
     if share is not None:
         parameter, steps = share
         return [Variant(entry.name, f"{entry.name}:{parameter}={{}}", Scalar("share", steps))]
@@ -222,7 +222,7 @@ def package_variants(
 
 def _varied(entry: MethodEntry, settings: dict[str, str]) -> str:
     """A policy's text, with an open number of layers if costs are linear in it."""
-    parameter, linear = getattr(entry.cls, "by_layer", ("", {}))
+    parameter, linear = entry.declared("by_layer", ("", {}))
     varies = bool(linear) and linear.items() <= settings.items()
     return method_text(entry, {**settings, parameter: "{}"} if varies else settings)
 
@@ -245,7 +245,7 @@ def _needed(entry: MethodEntry, policy: Method, problem: Problem) -> dict[str, s
 
 
 def _cuts(entry: MethodEntry) -> bool:
-    return bool(getattr(entry.cls, "pieces", False))
+    return bool(entry.declared("pieces", False))
 
 
 class Tree:

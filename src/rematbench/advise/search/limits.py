@@ -54,6 +54,7 @@ def _of_package() -> Iterator[str]:
 def _of_methods(variants: list[Variant]) -> Iterator[str]:
     yield from pieces_limits(variants)
     yield "settings of methods that are not in their grids"
+    yield "methods that place training states (compare takes them)"
 
 
 def _not_modelled(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:

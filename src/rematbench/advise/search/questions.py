@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -222,9 +222,9 @@ def _answers(
 
 
 def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[tuple[str, Result]]:
-    """Yield changes in words, each with a plan that fits after it, if none fitted before: more
-    device memory, more host memory if a plan lacked it, and more GPUs.  For each kind, yield the
-    smallest tried change that has a plan."""
+    """Yield changes in words, each with a plan that fits after it, if none fitted before: no
+    memory margin, more device memory, more host memory if a plan lacked it, and more GPUs.  For
+    each kind, yield the smallest tried change that has a plan."""
 
     def fits(**changes: Any) -> Result | None:
         there = replace(request, spec=replace(request.spec, **changes))
@@ -233,9 +233,13 @@ def would_fit(request: SearchRequest, at: Progress, processes: int) -> Iterator[
     spec, cluster = request.spec, _cluster(request)
     hbm = spec.hbm_bytes or cluster.hbm_bytes
     if at.short_bytes < inf:  # else no plan lacked device memory
+        tight = replace(request, reserve_gib=0.0)
+        if request != tight and (found := reached(tight, inf, processes, MOST_ROUNDS)):
+            yield "tightly, within our memory error (--reserve-gib 0)", found
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more[1]:
-            yield f"with at most {more[0] / GIB:.1f} GiB more memory on each device", more[1]
+            least_gib = ceil(100 * more[0] / GIB) / 100
+            yield f"with at most {least_gib:.2f} GiB more memory on each device", more[1]
     if any(reason.startswith("host") and count for reason, count in at.excluded.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):

@@ -441,7 +441,7 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     numbers = {name: int(row[name]) for name in named if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
-    sp = {"sp": False} if row.get("sp") == "no" else {}
+    sp = {"sp": False} if row.get("sp") in ("no", "False") else {}  # of a table, of a sheet
     spec = convert({**numbers, **words, **sp}, ProblemSpec)
     search, layout = SearchJob(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))

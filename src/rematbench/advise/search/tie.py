@@ -61,7 +61,7 @@ def of_packages(
     """The packages that run the job's stack, each with the fastest plan of its own policies as a
     row beside the fastest plan `best`; None if a minute's search finds no plan that fits."""
     for name, entry in baselines().items():
-        if job.request.engine or not _runs(getattr(entry.cls, "stacks", ()), job.system):
+        if job.request.engine or not _runs(entry.declared("stacks", ()), job.system):
             continue
         request = replace(job.request, engine=name, only=())
         try:

@@ -70,6 +70,12 @@ class Builder:
         return sum(self.activations[name].nbytes for name in names)
 
     @property
+    def wide_bytes(self) -> int:
+        """Bytes of an element of statistics and probabilities: fp32, or wider in a wider
+        precision."""
+        return max(FP32, self.e)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of a tensor with all the rank's tokens and all hidden columns (after a gather)."""
         return self.s.tokens * self.model.hidden * self.e
@@ -342,7 +348,7 @@ class Builder:
         return tuple(self.add(n, self.s.tokens, self.s.q_width * self.e, False) for n in names)
 
     def _lse(self) -> str:
-        return self.add("lse", self.s.tokens, self.s.heads * max(4, self.e), False)
+        return self.add("lse", self.s.tokens, self.s.heads * self.wide_bytes, False)
 
     def _scores(self) -> tuple[str, ...]:
         """Add the materialised probabilities; with dropout also a byte mask and the dropped

@@ -47,32 +47,33 @@ def add_experts(b: Builder, layout: Layout, experts: Experts, x: str, out: str) 
         _sum(b, experts, (routed, "shared_out"), out)
 
 
-def router_bytes(experts: Experts) -> int:
-    """Bytes of a token that a router saves: indices and probabilities (fp32) of the active experts;
+def router_bytes(experts: Experts, width: int = FP32) -> int:
+    """Bytes of a token that a router saves: indices and probabilities (fp32, or `width` bytes in a
+    wider precision) of the active experts;
     with a sigmoid those of all experts and their sum; with an auxiliary loss its own probabilities
     of all experts (and their sum); with groups their masks and choices."""
     count, active = experts.count, experts.active
-    sums = FP32 * (experts.router == "sigmoid")
-    nbytes = (INDEX + FP32) * active + sums
+    sums = width * (experts.router == "sigmoid")
+    nbytes = (INDEX + width) * active + sums
     if experts.router == "sigmoid":
-        nbytes += FP32 * count
+        nbytes += width * count
     if experts.aux_loss:
-        nbytes += FP32 * count + sums
+        nbytes += width * count + sums
     if experts.groups > 1:
         nbytes += count + 20 * experts.groups
     return nbytes
 
 
-def permutation_bytes(experts: Experts) -> int:
+def permutation_bytes(experts: Experts, width: int = FP32) -> int:
     """Bytes of a token for which the order of its copies is saved: the map of tokens to experts,
     the probabilities by expert, and the order."""
-    return (1 + FP32) * experts.count + INDEX * experts.active
+    return (1 + width) * experts.count + INDEX * experts.active
 
 
 def _route(b: Builder, experts: Experts, x: str) -> None:
     """The router: a linear on a rank's tokens, replicated over tensor-parallel ranks."""
     rows, h, count = b.s.shard_tokens, b.model.hidden, experts.count
-    scores = b.add("router_scores", rows, router_bytes(experts))
+    scores = b.add("router_scores", rows, router_bytes(experts, b.wide_bytes))
     wide = FP32 * rows * count
     b.ops.append(
         Op(
@@ -111,9 +112,9 @@ def _permute(b: Builder, experts: Experts, x: str) -> None:
     """Copy each token once for each of its experts, in the order of experts.  Saved are the map of
     tokens to experts, the probabilities by expert, and the order."""
     rows = b.s.shard_tokens
-    saved = b.add("permutation", rows, permutation_bytes(experts), False)
+    saved = b.add("permutation", rows, permutation_bytes(experts, b.wide_bytes), False)
     tokens = b.add("permuted", rows * experts.active, b.model.hidden * b.e)
-    probs = b.add("permuted_probs", rows * experts.active, FP32)
+    probs = b.add("permuted_probs", rows * experts.active, b.wide_bytes)
     moved = b.nbytes(tokens)
     b.ops.append(
         Op(
@@ -136,7 +137,7 @@ def _dispatch(b: Builder, layout: Layout, experts: Experts, x: str) -> tuple[str
         return names
     rows = _received(b, layout, experts)
     b.add("dispatched", rows, b.model.hidden * b.e)
-    b.add("dispatched_probs", rows, FP32)
+    b.add("dispatched_probs", rows, b.wide_bytes)
     return _exchange(b, "dispatch", names, ("dispatched", "dispatched_probs"))
 
 
@@ -146,7 +147,7 @@ def _dispatch_once(b: Builder, layout: Layout, experts: Experts, x: str) -> tupl
     share = float(reached_share(layout.ep, experts.active))
     rows = ceil(_received(b, layout, experts) * share)
     tokens = b.add("dispatched", rows, b.model.hidden * b.e)
-    b.add("permutation", b.s.shard_tokens, permutation_bytes(experts), False)
+    b.add("permutation", b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes), False)
     _exchange(b, "dispatch", (x,), (tokens,))
     return tokens, "router_scores", COUNTS
 
@@ -164,7 +165,7 @@ def _sort(b: Builder, layout: Layout, experts: Experts, names: tuple[str, ...], 
     saved = ("permutation",) if once else ()
     rows = _received(b, layout, experts) * layout.expert_tp
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
-    probs = b.add("expert_probs", rows, FP32)
+    probs = b.add("expert_probs", rows, b.wide_bytes)
     gathered = b.nbytes(tokens, probs)
     split = layout.expert_tp > 1
     moved = gathered + (b.nbytes(names[0]) if once else gathered)
@@ -191,9 +192,9 @@ def _gather(b: Builder, layout: Layout, experts: Experts, x: str) -> int:
     rows = b.s.shard_tokens * experts.active * layout.expert_tp
     if layout.ep > 1:
         rows = ceil(rows * b.imbalance)
-    saved = b.add("permutation", b.s.shard_tokens, permutation_bytes(experts), False)
+    saved = b.add("permutation", b.s.shard_tokens, permutation_bytes(experts, b.wide_bytes), False)
     tokens = b.add("expert_in", rows, b.model.hidden * b.e)
-    probs = b.add("expert_probs", rows, FP32)
+    probs = b.add("expert_probs", rows, b.wide_bytes)
     whole = layout.ep * layout.expert_tp * b.nbytes(x)
     group: Group = "ep" if layout.ep > 1 else "etp"
     b.ops.append(
@@ -339,7 +340,7 @@ def _combine(b: Builder, layout: Layout, experts: Experts, out: str, once: bool)
     b.ops.append(
         Op(
             name="unpermute",
-            inputs=(back,),
+            inputs=(back, "permutation"),
             outputs=(out,),
             saves=() if once else order,
             row_local=False,

@@ -103,5 +103,9 @@ def states_bytes(row: Cell) -> int:
     layout, system = problem.layout, problem.system
     tensors = rank_tensors(problem, problem.base_plan, 0)
     states = zero3_host_states(tensors, layout.dp, system, share=float(row["host_ratio"]))
-    nodes = int(row["node"].rpartition(" x")[2])
-    return states.held * layout.gpus // nodes
+    return states.held * layout.gpus // node_count(row)
+
+
+def node_count(row: Cell) -> int:
+    """The nodes on which a row ran."""
+    return int(row["node"].rpartition(" x")[2])

@@ -274,14 +274,16 @@ def _ends(row: Row, model: Model) -> str:
 
 
 def _relative(name: str, mlp: str) -> str:
-    """The name of a known model of the same family (the word before the first digit or dash) and
-    kind of MLP, or of a known model with the same kind of MLP."""
+    """The name of a known dense model of the same family (the word before the first digit or dash)
+    and kind of MLP, or of a known model with the same kind of MLP.  A row's columns say whether it
+    has experts."""
     family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
     known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
     known.sort(key=lambda n: n.split("-")[0] != name.lower().split("-")[0])  # of one version first
     gated = not mlp or mlp in GATED
     for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
-        if load_model(candidate).gated == gated or candidate == _kin(name):
+        relative = load_model(candidate)
+        if candidate == _kin(name) or (relative.gated == gated and relative.experts is None):
             return candidate
     raise AssertionError("the fallback is of the right kind")
 

@@ -16,7 +16,7 @@ from rematbench.engine.lowering.state_pieces import piece_widths, update_block
 from rematbench.engine.program.program import Program, RankProgram, Step
 from rematbench.engine.simulate.op_level import simulate
 from rematbench.engine.simulate.seconds import action_seconds
-from rematbench.evidence.published.host_rows import NODES, row_problem
+from rematbench.evidence.published.host_rows import NODES, node_count, row_problem
 from rematbench.evidence.published.sheets import Cell, read_sheet, whole
 from rematbench.plan import Pieces, Place, Plan
 from rematbench.problem import Problem
@@ -53,8 +53,7 @@ def sheet_rows() -> list[Cell]:
 
 def kind_of(row: Cell) -> HostKind:
     """The node of a row, and its ranks on a node."""
-    nodes = int(row["node"].rpartition(" x")[2])
-    return HostKind(row["cluster"], whole(row, "gpus") // nodes)
+    return HostKind(row["cluster"], whole(row, "gpus") // node_count(row))
 
 
 def is_fitted(row: Cell) -> bool:
@@ -134,12 +133,14 @@ def _parts(row: Cell) -> Parts:
 @cache
 def update_rows() -> tuple[dict[str, Any], ...]:
     """The rows of named nodes with `pred_update_s`, `table` (whether pieces follow one another or
-    are interleaved with visits) and `update_fitted`."""
+    are interleaved with visits), `pred_rate` (parameters/s that the node's ranks update) and
+    `update_fitted` (whether that rate was fitted to the row)."""
     rates = fitted_rates()
     return tuple(
         {
             **row,
             "table": INTERLEAVED if row["variant"] == "dos" else SERIAL,
+            "pred_rate": rates[kind_of(row)],
             "pred_update_s": update_s(row, rates[kind_of(row)]),
             "update_fitted": is_fitted(row),
         }

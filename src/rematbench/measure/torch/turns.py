@@ -161,4 +161,6 @@ class Turns:
 def groups_of(problem: Problem) -> Groups:
     """The groups of one rank, or of a pipeline's first rank without its neighbours."""
     layout, order = problem.layout, problem.system.rank_order
-    return FirstStageGroups(layout, order) if layout.pp > 1 else Groups(layout, order, 0)
+    if layout.pp > 1:
+        return FirstStageGroups(layout, order)
+    return Groups(layout, order, 0, experts=problem.workload.model.experts is not None)

@@ -44,7 +44,7 @@ from rematbench.evidence.job_evidence import (
 )
 from rematbench.evidence.peaks import in_words
 from rematbench.evidence.published.derived import PUBLISHED
-from rematbench.evidence.published.host_rows import host_rows
+from rematbench.evidence.published.phase_rows import hosted_rows
 from rematbench.evidence.published.sheets import Quantity, Row, number, read_predicted
 from rematbench.evidence.quantiles import LEVEL, Errors, quantile
 from rematbench.evidence.user_fit import COUNTS, DRAWS, calibrated
@@ -99,7 +99,7 @@ def build(predictions: Path, more: Path) -> list[Table]:
     accuracy, constants, unseen = load_accuracy(), shipped_calibration(), out_of_source()
     beside = read_predicted(more)
     left_out = left_out_errors(unseen, accuracy, constants)
-    report = validate(cells, constants, accuracy, left_out, beside, host_rows(), expert_rows())
+    report = validate(cells, constants, accuracy, left_out, beside, hosted_rows(), expert_rows())
     return score_tables(report, cells, constants, accuracy, unseen, beside)
 
 

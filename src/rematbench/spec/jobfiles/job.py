@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.jobfiles.reading import Reading
 from rematbench.spec.load import load_model, load_system, names
 from rematbench.spec.problemspec import flag
+from rematbench.workload import Experts
 
 LEADING = ("model", "cluster", "system", "gpus", "seq_len", "global_batch")
 """Options that every command needs, in the order of the printed command."""
-DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "shard_degree", "micro_batch")
+DEGREES = ("tp", "cp", "pp", "vpp", "ulysses", "ep", "shard_degree", "micro_batch")
 UNSHARDED = "huggingface-flash"
 """The stack of a trainer without DeepSpeed and FSDP, where every rank holds all states."""
 SUFFIXES = re.compile(r"-(instruct|chat|base|hf|it|v\d[\d.]*|\d{4})(?=-|$)")
@@ -153,8 +154,11 @@ def _model(
 
 
 def _equal_model(shape: dict[str, Any]) -> str:
-    """The shipped model with all these fields; learned positions may be more than the model's."""
-    compared = {key: value for key, value in shape.items() if key not in ("max_positions",)}
+    """The shipped model with all these fields, and without experts unless they are one of them;
+    learned positions may be more than the model's."""
+    compared = {"experts": None} | {k: v for k, v in shape.items() if k != "max_positions"}
+    if shape.get("experts"):
+        compared["experts"] = convert(shape["experts"], Experts, strict=False)
     for name in names("model"):
         model = load_model(name)
         if all(_plain(getattr(model, key)) == _plain(value) for key, value in compared.items()):
@@ -212,9 +216,11 @@ def _system(
 
 
 def _rest(values: dict[str, Any]) -> dict[str, str]:
-    """The options with words: ZeRO stage, sequence parallelism, kernel, precision, homes; and the
-    length of documents."""
+    """The experts' TP where it is unlike TP; the options with words: ZeRO stage, sequence
+    parallelism, kernel, precision, homes; and the length of documents."""
     options = {}
+    if values.get("etp", values.get("tp", 1)) != values.get("tp", 1):
+        options["etp"] = str(values["etp"])
     if values.get("zero_stage", 1) != 1:
         options["zero_stage"] = str(values["zero_stage"])
     if values.get("sp") is False and values.get("tp", 1) > 1:

@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Iterator
 
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.jobfiles.megatron_experts import READ as OF_EXPERTS
+from rematbench.spec.jobfiles.megatron_experts import read_experts
 from rematbench.spec.jobfiles.reading import Reading, whole, without_effect
 
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
@@ -63,8 +65,6 @@ ABSENT: dict[str, tuple[str, object]] = {
 }
 """Facts that hold where Megatron's switch is absent."""
 REFUSED = {
-    "num-experts": "experts are not modelled",
-    "expert-model-parallel-size": "experts are not modelled",
     "multi-latent-attention": "latent attention is not modelled",
     "mtp-num-layers": "multi-token prediction is not modelled",
     "fp8-format": "FP8 is not modelled",
@@ -130,6 +130,8 @@ SETTLED = {
     ),
 }
 """Options that `_read` uses or that change nothing which is modelled."""
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+"""Megatron's modules that a plan can recompute."""
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary of tokenizers that come with their files: GPT-2's 50,257 tokens (Radford et al. 2019)
 and Llama 2's 32,000 (Touvron et al. 2023, arXiv 2307.09288)."""
@@ -155,12 +157,13 @@ def read_megatron(text: str, file: str) -> Reading:
     for option, name in SHAPES.items():
         if options.get(option):
             reading.model[name] = whole(options[option][0], file, f"--{option}")
-    done |= {*NUMBERS, *SHAPES, *FACTS, *REFUSED}
+    done |= {*NUMBERS, *SHAPES, *FACTS, *REFUSED, *OF_EXPERTS}
     for option, reason in REFUSED.items():
         if option in options and options[option][:1] != ["1"]:
             reading.refused.append(f"--{option}: {reason}")
     _layout(reading, options)
     _model(reading, options)
+    read_experts(reading, options)
     _facts(reading, options)
     reading.method = _method(reading, options)
     for option in sorted(set(options) - done):
@@ -359,12 +362,19 @@ def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]
         layers = int(_first(options, "recompute-num-layers", "1") or 1)
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
         return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
-    modules = options.get("recompute-modules") or ["core_attn"]
     if granularity == "selective":
-        extra = sorted(set(modules) - {"core_attn"})
-        if extra:
-            reading.refused.append(
-                f"--recompute-modules: {' '.join(extra)} (compare with --engine megatron_core)"
-            )
-        return "selective_recompute", {}
+        return "selective_recompute", _modules(reading, options)
     return "keep_all", {}
+
+
+def _modules(reading: Reading, options: Options) -> dict[str, object]:
+    """The modules of selective recomputation as a setting; none for core attention alone, which is
+    the default of both."""
+    modules = options.get("recompute-modules") or ["core_attn"]
+    lacking = sorted(set(modules) - set(RECOMPUTE_MODULES))
+    if lacking:
+        allowed = ", ".join(RECOMPUTE_MODULES)
+        reading.refused.append(f"--recompute-modules: {' '.join(lacking)} (allowed: {allowed})")
+    if set(modules) <= {"core_attn", *lacking}:
+        return {}
+    return {"modules": f"[{','.join(sorted(set(modules) - set(lacking)))}]"}

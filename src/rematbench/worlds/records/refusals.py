@@ -1,7 +1,10 @@
 """The features that the torch runtime does not execute, determined without importing torch."""
 
+from math import gcd
+
 from rematbench.plan import Plan
 from rematbench.problem import Problem, gathered_bytes, tensor_parameters
+from rematbench.spec.shapes import shapes
 
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 """Bytes of the runtime's gradient sums, by compute precision."""
@@ -19,9 +22,11 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "rotary positions with an odd head_dim": model.position == "rope"
         and model.head_dim % 2 != 0,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
-        "norms over all heads of queries and keys": model.qk_norm,
+        "norms over each head with tensor parallelism and without sequence parallelism": (
+            model.qk_norm and lay.tp > 1 and not lay.sequence_parallel
+        ),
         "norms that scale by 1 + weight": model.norm_offset,
-        **dict.fromkeys(model.special_features, True),
+        **{words: words != "experts" for words in model.special_features},
         f"what {system.name} keeps of eager operators": any(
             (
                 system.norm_keeps_steps,
@@ -43,11 +48,42 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "outputs that a pipeline stage holds": system.holds_outputs and lay.pp > 1,
         "replicas of sharded states": lay.state_shards < lay.dp * lay.cp,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        **_refused_of_experts(problem, plan),
         **_refused_in_backward(problem, plan),
         **_refused_of_units(problem, plan),
         **_refused_of_pieces(problem, plan),
     }
     return [name for name, is_so in refused.items() if is_so]
+
+
+def uneven_experts(problem: Problem) -> bool:
+    """Whether some expert would receive more of a rank's tokens than another.  The token at
+    position p has the `active` experts from p x active on; after `period` positions they repeat."""
+    lay, experts = problem.layout, problem.workload.model.experts
+    assert experts is not None
+    period = experts.count // gcd(experts.count, experts.active)
+    slices = 2 * lay.cp if lay.cp > 1 else 1
+    rows = (
+        problem.workload.seq_len // slices,
+        shapes(problem.workload, lay, problem.system).shard_tokens,
+    )
+    return any(count % period for count in rows)
+
+
+def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
+    """Refusals of a model with experts."""
+    model, system = problem.workload.model, problem.system
+    if model.experts is None:
+        return {}
+    homes = {plan.state(kind).home for kind in ("parameter", "gradient", "optimizer")}
+    return {
+        f"experts of unequal load ({problem.workload.balance})": problem.workload.imbalance != 1,
+        "experts that the tokens of a rank do not fill evenly": uneven_experts(problem),
+        f"the dispatcher {system.dispatcher}": system.dispatcher != "alltoall",
+        "experts with biases": model.mlp_bias,
+        "a gate of the shared expert": model.experts.shared_gate,
+        "states of experts in host memory": "host" in homes,
+    }
 
 
 def _refused_of_units(problem: Problem, plan: Plan) -> dict[str, bool]:

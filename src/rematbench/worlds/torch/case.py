@@ -15,9 +15,8 @@ from torch import Tensor
 from rematbench.engine.program.program import Program
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.spec.layout import Layout
 from rematbench.worlds.records.measured import TIMED_STEPS
-from rematbench.worlds.torch.groups import Coordinates, state_rank
+from rematbench.worlds.torch.groups import Coordinates
 from rematbench.worlds.torch.parameters import AdamW, ParameterSpec
 from rematbench.worlds.torch.streams import Streams
 
@@ -89,9 +88,12 @@ class Case:
 
 @dataclass(kw_only=True)
 class GradientShard:
-    """One rank's part of the summed gradient of one parameter."""
+    """One rank's part of the summed gradient of one parameter: its number among the parts of tensor
+    parallelism, and among the ZeRO shards of that part."""
 
     spec: ParameterSpec
+    part: int
+    number: int
     shape: tuple[int, ...]
     square_sum: float
     values: Tensor | None
@@ -140,7 +142,7 @@ def combine(case: Case, ranks: list[RankResult]) -> Result:
     """The job's result from the results of all ranks. A gradient that is not finite makes the
     result `nan`, as a loss does."""
     steps = range(case.steps)
-    norms = [_norms(case, ranks, step) for step in steps] if case.shards else []
+    norms = [_norms(ranks, step) for step in steps] if case.shards else []
     wrong = [
         f"NotFinite: gradient of {name} in step {step} has the norm {norm}"
         for step, of_step in enumerate(norms)
@@ -154,50 +156,41 @@ def combine(case: Case, ranks: list[RankResult]) -> Result:
         status="ok",
         losses=[sum(r.losses[step] for r in ranks if r.place.tp == 0) for step in steps],
         gradient_norms=norms,
-        gradients=[_gradients(case, ranks, step) for step in steps] if case.gradients else [],
+        gradients=[_gradients(ranks, step) for step in steps] if case.gradients else [],
         ranks=ranks,
     )
 
 
-def has_state_shards(layout: Layout) -> bool:
-    """Whether ZeRO spreads the state of each parameter over the state peers."""
-    return layout.zero_stage >= 1 and layout.state_shards > 1
-
-
-def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankResult]]:
-    """The ranks that together hold one copy of a parameter: the shards of each tensor-parallel
-    rank."""
+def _holders(ranks: list[RankResult], name: str) -> list[list[RankResult]]:
+    """The ranks that together hold one copy of a parameter: for each part the ranks of its
+    shards."""
     having = [r for r in ranks if name in r.gradients[0]]
     stage = min(r.place.pp for r in having)
-    having = [r for r in having if r.place.pp == stage]
-    split = having[0].gradients[0][name].spec.split is not None
-    lay, order = case.problem.layout, case.problem.system.rank_order
-    holders = []
-    for tp in range(lay.tp if split else 1):
-        peers = [r for r in having if r.place.tp == tp]
-        peers.sort(key=lambda r: state_rank(lay, order, r.place))
-        holders.append(peers if has_state_shards(lay) else peers[:1])
-    return holders
+    parts: dict[int, dict[int, RankResult]] = {}
+    for rank in having:
+        shard = rank.gradients[0][name]
+        if rank.place.pp == stage:
+            parts.setdefault(shard.part, {}).setdefault(shard.number, rank)
+    return [[parts[part][n] for n in sorted(parts[part])] for part in sorted(parts)]
 
 
 def _names(ranks: list[RankResult]) -> list[str]:
     return sorted({name for rank in ranks for name in rank.gradients[0]})
 
 
-def _norms(case: Case, ranks: list[RankResult], step: int) -> dict[str, float]:
+def _norms(ranks: list[RankResult], step: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in _names(ranks):
-        held = [r for peers in _holders(case, ranks, name) for r in peers]
+        held = [r for peers in _holders(ranks, name) for r in peers]
         found[name] = sum(r.gradients[step][name].square_sum for r in held) ** 0.5
     return found
 
 
-def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tensor]:
+def _gradients(ranks: list[RankResult], step: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in _names(ranks):
         parts = [
-            _whole([r.gradients[step][name] for r in peers])
-            for peers in _holders(case, ranks, name)
+            _whole([r.gradients[step][name] for r in peers]) for peers in _holders(ranks, name)
         ]
         spec = ranks[0].gradients[step].get(name) or next(
             r.gradients[step][name] for r in ranks if name in r.gradients[step]

@@ -8,7 +8,7 @@ shares of rows mean the same in both orders. With fewer KV heads than ranks, eac
 several ranks, and the gradients of its copies are summed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rematbench.costs.operators.ops import Activation
 from rematbench.engine.program.action import COMPUTE, Action, Kind, identity, is_gradient, place
 from rematbench.engine.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.worlds.torch.groups import STEP, Channel, Group, Groups
+from rematbench.worlds.torch.parameters import Parameter
 from rematbench.worlds.torch.rank_model import RankModel
 from rematbench.worlds.torch.storages import Memory, Span, Value
 from rematbench.worlds.torch.streams import Mark, PendingMessage, Streams
@@ -50,13 +52,27 @@ def heads_to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> No
         out.view(rows.shape).copy_(rows)
 
 
+def exchange_rows(out: Tensor, rows: Tensor, group: Group) -> None:
+    """Fill `out` with each rank's rows for this rank; `rows` has a part for each, in rank order."""
+    group.all_to_all(out, rows)
+
+
+STATE_PEERS = ("dp", "edp")
+"""The groups over which states are shared: of experts, and of everything else."""
+SEVERAL = ("attention", "sort")
+"""The operators that gather several tensors: keys and values, or tokens and probabilities."""
+ORDERS = ("to_heads", "to_rows")
+"""The all-to-alls of Ulysses, which change the order of elements."""
+
+
 class Exchanges:
     """The all-gathers, reduce-scatters, all-reduces and all-to-alls of one rank."""
 
     def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
         self.streams = streams
-        self.reduced: dict[int, set[str]] = {}  # chunk -> units whose gradients are summed
+        self.reduced: dict[tuple[int, str], set[str]] = {}
+        """The units whose gradients are summed, by chunk and group."""
 
     def group(self, action: Action) -> Group:
         """The communicator that an action names."""
@@ -72,13 +88,19 @@ class Exchanges:
     # -- activations ------------------------------------------------------------------------------
 
     def all_gather(self, action: Action, span: Span) -> None:
-        """Gather the rows of every rank of the group; for attention, gather keys and values."""
+        """Gather the rows of every rank of the group; several tensors into one buffer; or what each
+        rank has in its place of a tensor that exists."""
         group = self.group(action)
-        if group is self.groups.by_name["dp"]:
+        if self._of_states(action):
             self._gather_parameters(action, span)
             return
-        if action.op == "attention":
-            self._gather_kv(action, span, group)
+        if action.op in SEVERAL:
+            self._gather_several(action, span, group)
+            return
+        if not action.allocs:
+            whole = self.memory[span.key(action.reads[0])].data.view(-1)
+            own = whole.chunk(group.size)[group.rank]
+            self.streams.run(action.stream, lambda: group.all_gather(whole, own))
             return
         source = self.memory[span.key(action.reads[0])].rows(span.first, span.size)
         with self.streams.storage_pool():
@@ -87,20 +109,24 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].name), Value(out, span.first, span.size))
 
     def all_to_all(self, action: Action, span: Span) -> None:
-        """Under Ulysses, bring tensors into the other order, or their gradients back."""
+        """Send each rank of the group its rows. Under Ulysses, bring tensors into the other order,
+        or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
-        move = rows_to_heads if to_heads else heads_to_rows
+        move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
+        if action.op not in ORDERS:
+            move = partial(exchange_rows)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
-            if to_heads:
+            if action.op not in ORDERS:
+                shape = (sent.shape[0], sent.shape[1])
+            elif to_heads:
                 shape = (sent.shape[0] * group.size, width // group.size)
             with self._output_pool(stays=target in {alloc.name for alloc in action.allocs}):
                 out = sent.new_empty(shape)
-            work = partial(move, out, sent, group, head_dim)
-            self.streams.run(action.stream, work, out)
+            self.streams.run(action.stream, partial(move, out, sent, group), out)
             self._arrived(action, span, target, out)
 
     def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
@@ -126,27 +152,36 @@ class Exchanges:
         place = rows.add_ if is_gradient(target) else rows.copy_
         self.streams.run(action.stream, lambda: place(out.view(rows.shape)))
 
-    def _gather_kv(self, action: Action, span: Span, group: Group) -> None:
+    def _several(self, action: Action, chunk: int) -> list[Activation]:
+        """The tensors that an action gathers, or whose gradients it scatters: the operator's inputs
+        but queries, which no rank gathers."""
+        table = self.model.units[chunk][action.part].table
+        return [table.activations[name] for name in table.op(action.op).inputs if name != "q"]
+
+    def _gather_several(self, action: Action, span: Span, group: Group) -> None:
+        """Gather tensors one after another into one buffer of bytes."""
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
-        pair = [self.memory[span.key(by_name[name])].data for name in ("k", "v")]
+        tensors = self._several(action, span.chunk)
+        own = [self.memory[span.key(by_name[tensor.name])].data for tensor in tensors]
+        sizes = [group.size * tensor.nbytes for tensor in tensors]
         with self.streams.storage_pool():
-            out = pair[0].new_empty(2, group.size * pair[0].numel())
+            out = own[0].new_empty(sum(sizes), dtype=torch.uint8)
 
         def work() -> None:
-            for half, own in zip(out, pair, strict=True):
-                group.all_gather(half, own.view(-1))
+            for whole, part in zip(torch.split(out, sizes), own, strict=True):
+                group.all_gather(whole.view(part.dtype), part.view(-1))
 
         self.streams.run(action.stream, work, out)
-        self.memory.put(span.key(action.allocs[0].name), Value(out.view(-1)))
+        self.memory.put(span.key(action.allocs[0].name), Value(out))
 
     def reduce_scatter(self, action: Action, span: Span) -> None:
         """Store this rank's rows of the sum as a new storage, or in rows of an existing one."""
         group = self.group(action)
-        if group is self.groups.by_name["dp"]:
+        if self._of_states(action):
             self._scatter_gradients(action, span)
             return
-        if action.op == "attention":
-            self._scatter_kv(action, span, group)
+        if action.op in SEVERAL:
+            self._scatter_several(action, span, group)
             return
         part = self.memory[span.key(action.reads[0])].data
         with self._output_pool(stays=bool(action.allocs)):
@@ -168,20 +203,24 @@ class Exchanges:
 
         self.streams.run(action.stream, work)
 
-    def _scatter_kv(self, action: Action, span: Span, group: Group) -> None:
-        halves = self.memory[span.key(action.reads[0])].data.view(2, -1)
-        rows = self.model.shapes.tokens
-        for alloc, half in zip(action.allocs, halves, strict=True):
+    def _scatter_several(self, action: Action, span: Span, group: Group) -> None:
+        """Sum gradients that lie one after another in one buffer; this rank's rows of each."""
+        tensors = self._several(action, span.chunk)
+        whole = self.memory[span.key(action.reads[0])].data.view(torch.uint8)
+        parts = torch.split(whole, [group.size * tensor.nbytes for tensor in tensors])
+        for alloc, tensor, part in zip(action.allocs, tensors, parts, strict=True):
+            dtype = self.model.dtype_of(tensor)
             with self.streams.storage_pool():
-                own = half.new_empty(rows, half.numel() // group.size // rows)
-            into, whole = own.view(-1), half
-            self.streams.run(action.stream, partial(group.reduce_scatter, into, whole))
+                shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
+                own = whole.new_empty(shape, dtype=dtype)
+            work = partial(group.reduce_scatter, own.view(-1), part.view(dtype))
+            self.streams.run(action.stream, work)
             self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
         """Sum over the group in place."""
         group = self.group(action)
-        if group is self.groups.by_name["dp"]:
+        if self._of_states(action):
             self._reduce_gradients(action, span.chunk)
             return
         if action.op == "norm_gradients":
@@ -192,12 +231,18 @@ class Exchanges:
 
     # -- states -----------------------------------------------------------------------------------
 
+    def _of_states(self, action: Action) -> bool:
+        """Whether an action sums gradients or gathers weights over the ranks that share states."""
+        return action.comm is not None and action.comm.group in STATE_PEERS
+
     def _units_due(self, action: Action, chunk: int) -> list[str]:
-        """The units whose gradients an action sums: the chunk's units down to the action's unit."""
+        """The units whose gradients an action sums over its peers: the chunk's units down to the
+        action's unit."""
+        assert action.comm is not None
         units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
         if action.part:
             units = units[: units.index(action.part) + 1]
-        done = self.reduced.setdefault(chunk, set())
+        done = self.reduced.setdefault((chunk, action.comm.group), set())
         due = [prefix for prefix in units if prefix not in done]
         done.update(due)
         return due
@@ -215,9 +260,8 @@ class Exchanges:
             self.streams.run(action.stream, partial(states.reduce, whole, scatter))
 
     def _reduce_gradients(self, action: Action, chunk: int) -> None:
-        group = self.groups.by_name["dp"]
-        due = self._units_due(action, chunk)
-        parameters = [p for prefix in due for p in self.model.unit_parameters(chunk, prefix)]
+        group = self.group(action)
+        parameters = self._sharing(action, chunk, self._units_due(action, chunk))
 
         def work() -> None:
             for parameter in parameters:
@@ -229,13 +273,19 @@ class Exchanges:
 
         self.streams.run(action.stream, work)
 
+    def _sharing(self, action: Action, chunk: int, prefixes: Iterable[str]) -> list[Parameter]:
+        """The parameters of units whose states the action's ranks share."""
+        of_experts = action.comm is not None and action.comm.group == "edp"
+        among = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
+        return [p for p in among if p.spec.expert == of_experts]
+
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Sum the gradients of all norms, or of one unit's norms, over the group. Norms are
+        """Sum the gradients of all norms and routers, or of one unit's, over the group. They are
         replicated, and each rank has the gradient of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)
-        norms = [parameter for parameter in among if parameter.spec.norm]
+        norms = [parameter for parameter in among if parameter.spec.own_rows]
         sums = [p.grad_flat if p.grad_shard is None else p.grad_shard for p in norms]
 
         def work() -> None:
@@ -247,12 +297,12 @@ class Exchanges:
 
     def _gather_parameters(self, action: Action, span: Span) -> None:
         """Gather the ZeRO shards of the compute copies of a unit (or of the whole chunk)."""
-        group, chunk = self.groups.by_name["dp"], span.chunk
+        group, chunk = self.group(action), span.chunk
         if self.model.sharing is not None:
             self._gather_units(action, span, group)
             return
         prefixes = [action.part] if action.part else list(self.model.units[chunk])
-        parameters = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
+        parameters = self._sharing(action, chunk, prefixes)
 
         def work() -> None:
             for parameter in parameters:

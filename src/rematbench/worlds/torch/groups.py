@@ -1,4 +1,5 @@
-"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), channels of pp.
+"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), those of experts
+(etp, ep, edp), channels of pp.
 
 The ranks of a Ulysses group are neighbours along dp; they use the dimension cp.
 
@@ -19,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rematbench.costs.collectives import degrees
+from rematbench.costs.collectives import degrees, group_ranks
+from rematbench.costs.operators.ops import STREAMS_OF
+from rematbench.costs.operators.ops import Group as GroupName
 from rematbench.spec.layout import Layout
 
 RELEASE_S = 1.0
@@ -54,7 +57,9 @@ def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> l
     return list(groups.values())
 
 
-DIMENSIONS: dict[str, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
+DIMENSIONS: dict[GroupName, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
+EXPERT_GROUPS: tuple[GroupName, ...] = ("etp", "ep", "edp")
+"""The groups of experts, the fastest first."""
 
 
 def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> int:
@@ -65,6 +70,29 @@ def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> in
             number += getattr(place, name) * stride
             stride *= sizes[name]
     return number
+
+
+class ExpertPlace(NamedTuple):
+    """A rank's place among the ranks of its stage as experts fold onto them: which part of which
+    experts it holds, and its place among the ranks that hold the same."""
+
+    etp: int
+    ep: int
+    edp: int
+
+
+def expert_place(layout: Layout, order: tuple[str, ...], place: Coordinates) -> ExpertPlace:
+    """The place of the rank with these coordinates."""
+    sizes, number, stride = degrees(layout), 0, 1
+    for name in order:
+        number += getattr(place, name) * stride
+        stride *= sizes[name]
+    axes = {
+        axis: next(ranks.index(number) for ranks in groups if number in ranks)
+        for axis in ExpertPlace._fields
+        for groups in [group_ranks(layout, axis, place.pp, order)]
+    }
+    return ExpertPlace(**axes)
 
 
 class Group(NamedTuple):
@@ -180,22 +208,37 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
 class Groups:
     """All groups of one layout. Every process must build them, because creation is collective."""
 
-    def __init__(self, layout: Layout, order: tuple[str, ...], rank: int) -> None:
+    def __init__(
+        self, layout: Layout, order: tuple[str, ...], rank: int, *, experts: bool = False
+    ) -> None:
+        """Build the groups; with `experts` also those over which a model's experts are spread."""
         self.layout, self.order, self.rank = layout, order, rank
         self.place = coordinates(rank, layout, order)
-        self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
+        self._handles: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self.by_name: dict[str, Group] = {
+            name: self._group(name, members(layout, order, along))
+            for name, along in DIMENSIONS.items()
+        }
+        for axis in EXPERT_GROUPS if experts else ():
+            by_stage = (group_ranks(layout, axis, stage, order) for stage in range(layout.pp))
+            ranks = [list(ranks) for each in by_stage for ranks in each]
+            self.by_name[axis] = self._group(axis, ranks)
         self.channels = self._channels()
         self.buffered = any(map(is_gloo, self.channels.values()))
         """Whether a send copies its tensor first: gloo's send waits for the receiver."""
         self._peers: dict[int, int] = {}
         self._open: set[str | Channel] = set()
 
-    def _group(self, along: tuple[str, ...]) -> Group:
+    def _group(self, name: GroupName, groups: list[list[int]]) -> Group:
+        """This rank's group of a kind. Groups of equal ranks have one communicator if their
+        collectives run on one stream; those of another stream would come in another order."""
         mine, handle = [self.rank], None
-        for ranks in members(self.layout, self.order, along):
-            made = new_group(ranks) if len(ranks) > 1 else None
+        for ranks in groups:
+            key = STREAMS_OF.get(name, name), tuple(ranks)
+            if len(ranks) > 1 and key not in self._handles:
+                self._handles[key] = new_group(ranks)
             if self.rank in ranks:
-                mine, handle = ranks, made
+                mine, handle = ranks, self._handles.get(key)
         return Group(len(mine), mine.index(self.rank), handle)
 
     def _channels(self) -> dict[Channel, dist.ProcessGroup]:

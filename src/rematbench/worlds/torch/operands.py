@@ -93,8 +93,8 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
-    """The tensors that an action's operator reads. A gathered copy replaces a single input;
-    attention reads the copy and its queries."""
+    """The tensors that an action's operator reads. A gathered copy replaces a single input, or it
+    has several tensors and is read beside the others (attention reads its queries too)."""
     there = {identity(name): name for name in action.reads if not is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {
@@ -104,7 +104,7 @@ def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...
     }
     gathered = there.get(f"{unit.prefix}.{op.name}.full")
     if gathered is not None:
-        key = "full" if op.name == "attention" else names[0]
+        key = "full" if len(op.inputs) > 1 else names[0]
         found[key] = Read(key, gathered, whole=True)
     return tuple(found.values())
 

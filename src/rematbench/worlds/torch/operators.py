@@ -5,18 +5,22 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rematbench.worlds.torch import arithmetic
+from rematbench.worlds.torch import arithmetic, experts
 from rematbench.worlds.torch import attention_backends as attn
 from rematbench.worlds.torch.groups import Group
 from rematbench.worlds.torch.operands import Call, Tensors
+from rematbench.worlds.torch.parameters import HEAD_NORMS
 
 Forward = Callable[[Call], Tensors]
 Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
-COLUMNS = ("qkv", "fc1", "lm_head")
+COLUMNS = ("qkv", "fc1", "lm_head", "shared_fc1")
 """The column-parallel operators: each output has its own weight, so that none is a view."""
-NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm")
+ROWS = ("proj", "fc2", "shared_fc2")
+"""The row-parallel operators."""
+NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm", *HEAD_NORMS)
+SUMS = ("attn_add", "mlp_add", "shared_add")
 
 
 # -- attention ----------------------------------------------------------------------------------
@@ -73,7 +77,7 @@ def _whole_kv(call: Call, name: str) -> Tensor:
     shape, cp = call.model.attention, call.model.problem.layout.cp
     if cp == 1:
         return _heads(call, call.tensors[name], shape.kv_heads)
-    full = call.tensors["full"].view(2, -1)[0 if name == "k" else 1]
+    full = call.tensors["full"].view(call.model.dtype).view(2, -1)[0 if name == "k" else 1]
     by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, shape.head_dim)
     by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
         shape.batch, 2 * cp, -1, shape.kv_heads, shape.head_dim
@@ -185,22 +189,32 @@ def loss_backward(call: Call) -> Tensors:
 
 
 def _norm(call: Call) -> Tensors:
+    """A norm of rows, or of each head; RoPE follows the norms of heads."""
     weight, bias = call.parameter(call.op.name).value, call.bias(call.op.name)
     x = call.input()
+    groups = x.view(-1, weight.shape[0])
     if bias is None:
-        return {call.op.outputs[0]: arithmetic.rms_norm(x, weight)}
-    return {call.op.outputs[0]: arithmetic.layer_norm(x, weight, bias)}
+        out = arithmetic.rms_norm(groups, weight)
+    else:
+        out = arithmetic.layer_norm(groups, weight, bias)
+    out = out.view(x.shape)
+    if call.op.name in HEAD_NORMS:
+        out = _rotated(call, out)
+    return {call.op.outputs[0]: out}
 
 
 def _norm_backward(call: Call) -> Tensors:
-    weight, x = call.parameter(call.op.name), call.input()
+    weight, x, grad = call.parameter(call.op.name), call.input(), call.grads[0]
+    if call.op.name in HEAD_NORMS:
+        grad = _rotated(call, grad, inverse=True)
+    grad, groups = (each.view(-1, weight.shape.numel()) for each in (grad, x))
     if call.bias(call.op.name) is None:
-        dx, dw = arithmetic.rms_norm_backward(call.grads[0], x, weight.value)
+        dx, dw = arithmetic.rms_norm_backward(grad, groups, weight.value)
     else:
-        dx, dw, db = arithmetic.layer_norm_backward(call.grads[0], x, weight.value)
+        dx, dw, db = arithmetic.layer_norm_backward(grad, groups, weight.value)
         call.parameter(f"{call.op.name}.bias").grad.add_(db)
     weight.grad.add_(dw)
-    return {call.op.inputs[0]: dx}
+    return {call.op.inputs[0]: dx.view(x.shape)}
 
 
 # -- linears --------------------------------------------------------------------------------------
@@ -210,22 +224,29 @@ def _weights(call: Call) -> list[tuple[str, str]]:
     """(output, weight) pairs of a column-parallel operator."""
     if call.op.name == "lm_head":
         return [("logits", "lm_head")]
-    return [(out, out.removesuffix("_rows")) for out in call.op.outputs]
+    return [(o, o.removesuffix("_raw").removesuffix("_rows")) for o in call.op.outputs]
 
 
 def _column(call: Call) -> Tensors:
     x = call.input()
     return {
-        out: _rotated(call, name, call.linear(x, name, call.bias(name)))
+        out: _turned(call, name, call.linear(x, name, call.bias(name)))
         for out, name in _weights(call)
         if out in call.wanted
     }
 
 
-def _rotated(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """x after RoPE if the operator rotates `name` (RoPE is a part of the qkv operator)."""
+def _turned(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
+    """x after RoPE if the operator rotates `name`: RoPE is a part of the qkv operator, or of the
+    norms of queries and keys."""
+    rotates = name in ("q", "k") and not call.model.kind.qk_norm
+    return _rotated(call, x, inverse=inverse) if rotates else x
+
+
+def _rotated(call: Call, x: Tensor, *, inverse: bool = False) -> Tensor:
+    """x after RoPE, if the model has it."""
     model = call.model
-    if name not in ("q", "k") or model.kind.position != "rope":
+    if model.kind.position != "rope":
         return x
     return arithmetic.rope(x, call.rows(model.cos), call.rows(model.sin), inverse=inverse)
 
@@ -240,7 +261,7 @@ def _column_backward(call: Call) -> Tensors:
     undone in place, because the weight gradient reads this storage next."""
     dx: Tensor | None = None
     for name, turned in _column_gradients(call):
-        grad = _rotated(call, name, turned, inverse=True)
+        grad = _turned(call, name, turned, inverse=True)
         if call.grads_are_views and grad is not turned:
             turned.copy_(grad)
         weight = call.parameter(name).value
@@ -253,7 +274,7 @@ def _column_weight(call: Call) -> None:
     x = call.input()
     for name, found in _column_gradients(call):
         back = call.grads_are_views  # turned back already
-        grad = found if back else _rotated(call, name, found, inverse=True)
+        grad = found if back else _turned(call, name, found, inverse=True)
         arithmetic.add_weight_gradient(call.parameter(name).grad, grad, x)
         if call.bias(name) is not None:
             call.parameter(f"{name}.bias").grad.add_(grad.sum(0))
@@ -296,7 +317,7 @@ def _act(call: Call) -> Tensors:
     kind = call.model.kind.mlp
     out = arithmetic.activation(call.tensors[call.op.inputs[0]], kind)
     if len(call.op.inputs) == 2:  # fused with the product
-        out = out * call.tensors["up_out"]
+        out = out * call.tensors[call.op.inputs[1]]
     return {call.op.outputs[0]: out}
 
 
@@ -304,10 +325,10 @@ def _act_backward(call: Call) -> Tensors:
     kind, grad, gate = call.model.kind.mlp, call.grads[0], call.tensors[call.op.inputs[0]]
     if len(call.op.inputs) == 1:
         return {call.op.inputs[0]: arithmetic.activation_backward(grad, gate, kind)}
-    up = call.tensors["up_out"]
+    up = call.tensors[call.op.inputs[1]]
     return {
-        "gate_out": arithmetic.activation_backward(grad * up, gate, kind),
-        "up_out": grad * arithmetic.activation(gate, kind),
+        call.op.inputs[0]: arithmetic.activation_backward(grad * up, gate, kind),
+        call.op.inputs[1]: grad * arithmetic.activation(gate, kind),
     }
 
 
@@ -325,25 +346,28 @@ def _mul_backward(call: Call) -> Tensors:
 FORWARD: dict[str, Forward] = {
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(COLUMNS, _column),
-    **dict.fromkeys(("proj", "fc2"), _row),
-    **dict.fromkeys(("attn_add", "mlp_add"), _residual),
+    **dict.fromkeys(ROWS, _row),
+    **dict.fromkeys(SUMS, _residual),
     "attention": attention,
-    "act": _act,
+    **dict.fromkeys(("act", "shared_act"), _act),
     "mul": _mul,
     "embedding": embedding,
     "loss": loss,
+    **experts.FORWARD,
 }
 BACKWARD_INPUT: dict[str, Backward] = {
     **dict.fromkeys(NORMS, _norm_backward),
     **dict.fromkeys(COLUMNS, _column_backward),
-    **dict.fromkeys(("proj", "fc2"), _row_backward),
+    **dict.fromkeys(ROWS, _row_backward),
     "attention": attention_backward,
-    "act": _act_backward,
+    **dict.fromkeys(("act", "shared_act"), _act_backward),
     "mul": _mul_backward,
     "loss": loss_backward,
+    **experts.BACKWARD_INPUT,
 }
 BACKWARD_WEIGHT: dict[str, Weight] = {
     **dict.fromkeys(COLUMNS, _column_weight),
-    **dict.fromkeys(("proj", "fc2"), _row_weight),
+    **dict.fromkeys(ROWS, _row_weight),
     "embedding": embedding_weight,
+    **experts.BACKWARD_WEIGHT,
 }

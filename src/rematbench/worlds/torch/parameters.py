@@ -23,25 +23,37 @@ import torch
 from torch import Tensor
 
 from rematbench.costs.operators.ops import Part
-from rematbench.workload import Model
+from rematbench.spec.layout import Layout
+from rematbench.workload import Experts, Model
 from rematbench.worlds.torch.arithmetic import fused, wide
 
 INIT_STD = 0.05
+HEAD_NORMS = ("q_norm", "k_norm")
+"""The norms over each head of queries and keys."""
 PIECE = 1 << 22
 """Elements of a gradient that are widened at one time."""
 
 
 class ParameterSpec(NamedTuple):
     """A whole parameter. `split` is the dimension that tensor parallelism splits (None:
-    replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding), `norm`
-    whether the parameter belongs to a norm, `mean` the mean of its initial values."""
+    replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding),
+    `own_rows` whether a tensor-parallel rank has only the gradient of its own rows (norms and
+    routers), `mean` the mean of its initial values. `expert`: it belongs to an expert, which only
+    some ranks hold."""
 
     name: str
     shape: tuple[int, ...]
     split: int | None = None
     rows: int = 0
-    norm: bool = False
+    own_rows: bool = False
     mean: float = 0.0
+    expert: bool = False
+
+    def parts(self, layout: Layout) -> int:
+        """The number of ranks over which the parameter is split."""
+        if self.split is None:
+            return 1
+        return layout.expert_tp if self.expert else layout.tp
 
 
 class AdamW(NamedTuple):
@@ -60,9 +72,11 @@ small epsilon the first update is the gradient's sign, and the rounding of a gra
 whole step of its weight."""
 
 
-def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, ParameterSpec]:
+def unit_specs(
+    model: Model, part: Part, layer: int, vocab: int, experts: range | None = None
+) -> dict[str, ParameterSpec]:
     """The parameters of the embedding, the head or a layer, by local name. `vocab` is the padded
-    vocabulary."""
+    vocabulary; of a layer's experts only those in `experts` (None: all)."""
     match part:
         case "embedding":
             return _embedding_specs(model, vocab)
@@ -70,16 +84,24 @@ def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, Pa
             head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
             norm = _norm_specs(model, "final_norm", "final_norm")
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
-    return _layer_specs(model, f"layers.{layer}")
+    prefix = f"layers.{layer}"
+    specs = _attention_specs(model, prefix)
+    if model.experts is None or model.is_dense(layer):
+        return specs | _mlp_specs(model, prefix, model.ffn)
+    held = range(model.experts.count) if experts is None else experts
+    return specs | _expert_specs(model, model.experts, prefix, held)
 
 
 def specs_by_name(
-    model: Model, places: Iterable[tuple[Part, int]], vocab: int
+    model: Model,
+    places: Iterable[tuple[Part, int]],
+    vocab: int,
+    experts: range | None = None,
 ) -> dict[str, ParameterSpec]:
     """The parameters of (part, layer) pairs, each once, in the order of creation."""
     found: dict[str, ParameterSpec] = {}
     for part, layer in places:
-        for spec in unit_specs(model, part, layer, vocab).values():
+        for spec in unit_specs(model, part, layer, vocab, experts).values():
             found.setdefault(spec.name, spec)
     return found
 
@@ -94,31 +116,67 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
 
 
 def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
-    specs = {local: ParameterSpec(f"{name}.weight", (model.hidden,), norm=True, mean=1.0)}
+    width = model.head_dim if local in HEAD_NORMS else model.hidden
+    specs = {local: ParameterSpec(f"{name}.weight", (width,), own_rows=True, mean=1.0)}
     if model.norm == "layernorm":
-        specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (model.hidden,), norm=True)
+        specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (width,), own_rows=True)
     return specs
 
 
-def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
-    hidden, q, kv, ffn = model.hidden, model.q_width, model.kv_width, model.ffn
+def _attention_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
+    """The norms of a layer, and the linears of its attention."""
     specs: dict[str, ParameterSpec] = {}
     norms = ["attn_norm", "mlp_norm"]
     if model.post_norm:
         norms += ["post_attn_norm", "post_mlp_norm"]
+    if model.qk_norm:
+        norms += HEAD_NORMS
     for norm in norms:
         specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
-    columns = {"q": q, "k": kv, "v": kv, "up_out": ffn}
-    if model.gated:
-        columns["gate_out"] = ffn
-    for local, width in columns.items():
-        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", (width, hidden), 0)
-        if model.mlp_bias if local.endswith("_out") else model.qkv_bias:
-            specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (width,), 0)
-    for local, width, bias in (("proj", q, model.proj_bias), ("fc2", ffn, model.mlp_bias)):
-        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", (hidden, width), 1)
-        if bias:
-            specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (hidden,))
+    for local, width in (("q", model.q_width), ("k", model.kv_width), ("v", model.kv_width)):
+        specs |= _linear_specs(prefix, local, (width, model.hidden), 0, bias=model.qkv_bias)
+    return specs | _linear_specs(
+        prefix, "proj", (model.hidden, model.q_width), 1, bias=model.proj_bias
+    )
+
+
+def _linear_specs(
+    prefix: str, local: str, shape: tuple[int, int], split: int, *, bias: bool, expert: bool = False
+) -> dict[str, ParameterSpec]:
+    """A linear of which tensor parallelism splits the outputs (dimension 0) or the inputs (1)."""
+    specs = {local: ParameterSpec(f"{prefix}.{local}.weight", shape, split, expert=expert)}
+    if bias:
+        whole = None if split else 0
+        specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", shape[:1], whole)
+    return specs
+
+
+def _mlp_specs(
+    model: Model, prefix: str, ffn: int, kind: str = "", *, expert: bool = False
+) -> dict[str, ParameterSpec]:
+    """The linears of an MLP with `ffn` columns; their local names begin with `kind`."""
+    linears = {"up_out": 0, **({"gate_out": 0} if model.gated else {}), "fc2": 1}
+    specs: dict[str, ParameterSpec] = {}
+    for local, split in linears.items():
+        shape = (model.hidden, ffn) if split else (ffn, model.hidden)
+        name = f"{kind}{local}"
+        specs |= _linear_specs(prefix, name, shape, split, bias=model.mlp_bias, expert=expert)
+    return specs
+
+
+def _expert_specs(
+    model: Model, experts: Experts, prefix: str, held: range
+) -> dict[str, ParameterSpec]:
+    """The router, the experts `held`, and the MLP that every token passes."""
+    shape = (experts.count, model.hidden)
+    specs = {"router": ParameterSpec(f"{prefix}.router.weight", shape, own_rows=True)}
+    if experts.router_bias:
+        bias = ParameterSpec(f"{prefix}.router.bias", shape[:1], own_rows=True)
+        specs["router.bias"] = bias
+    for number in held:
+        specs |= _mlp_specs(model, prefix, experts.ffn, f"expert{number}.", expert=True)
+    if experts.shared_ffn:
+        specs |= _mlp_specs(model, prefix, experts.shared_ffn, "shared_")
     return specs
 
 
@@ -149,10 +207,10 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
     return torch.cat([full, full.new_zeros(extra, *full.shape[1:])]) if extra > 0 else full
 
 
-def local_size(spec: ParameterSpec, tp: int) -> int:
+def local_size(spec: ParameterSpec, layout: Layout) -> int:
     """The number of elements of a tensor-parallel rank's shard."""
     rows, *columns = spec.shape
-    return prod([max(rows, spec.rows), *columns]) // (1 if spec.split is None else tp)
+    return prod([max(rows, spec.rows), *columns]) // spec.parts(layout)
 
 
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
@@ -160,6 +218,18 @@ def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
     if spec.split is None or degree == 1:
         return full
     return full.chunk(degree, spec.split)[rank]
+
+
+class Owner(NamedTuple):
+    """The shards of the parameters that a rank holds."""
+
+    tp_rank: int
+    tp: int
+    state_rank: int
+    state_shards: int
+    """The number of ranks that share optimizer states: 1 without ZeRO."""
+    span: tuple[int, int] | None = None
+    """The ZeRO shard of the parameter, if it is not an equal part of the parameter."""
 
 
 class HostShard(NamedTuple):
@@ -176,6 +246,7 @@ class Parameter:
     between uses; then `value_shard` and `grad_shard` keep the shard."""
 
     spec: ParameterSpec
+    owner: Owner
     flat: Tensor
     grad_flat: Tensor
     shape: torch.Size
@@ -263,18 +334,6 @@ def adamw(
     master.addcdiv_(moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
 
 
-class Owner(NamedTuple):
-    """The shards of the parameters that a rank holds."""
-
-    tp_rank: int
-    tp: int
-    state_rank: int
-    state_shards: int
-    """The number of ranks that share optimizer states: 1 without ZeRO."""
-    span: tuple[int, int] | None = None
-    """The ZeRO shard of the parameter, if it is not an equal part of the parameter."""
-
-
 def build(
     spec: ParameterSpec,
     owner: Owner,
@@ -307,6 +366,7 @@ def build(
         host = HostShard(in_host_memory(master), in_host_memory(flat[start:stop]))
     return Parameter(
         spec=spec,
+        owner=owner,
         flat=flat,
         grad_flat=torch.zeros(flat.numel() * gradients, dtype=wide(dtype), device=device),
         shape=own.shape,

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from rematbench.costs.operators.experts import COUNTS
 from rematbench.costs.operators.ops import Activation
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.plan import Plan
@@ -15,7 +16,7 @@ from rematbench.worlds.records.refusals import refusals
 from rematbench.worlds.torch.arithmetic import rope_tables, wide
 from rematbench.worlds.torch.attention_backends import Shape
 from rematbench.worlds.torch.batch import MicroBatch, positions, slices
-from rematbench.worlds.torch.groups import Coordinates, state_rank
+from rematbench.worlds.torch.groups import Coordinates, ExpertPlace, expert_place, state_rank
 from rematbench.worlds.torch.parameters import (
     Draws,
     Owner,
@@ -31,6 +32,12 @@ from rematbench.worlds.torch.unit_states import Sharing, UnitStates, share
 
 Draw = Callable[[ParameterSpec], Tensor | None]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+WIDE = ("lse", "permuted_probs", "dispatched_probs", "expert_probs")
+"""Statistics and probabilities."""
+OF_BYTES = ("router_scores", "permutation")
+"""Tensors whose rows are fields of several types (`experts.py`)."""
 
 
 class NotExecutable(ValueError):
@@ -91,6 +98,7 @@ class RankModel:
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
         self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        self.chosen = self._chosen()
         self.slices = slices(lay, place)
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
@@ -110,7 +118,7 @@ class RankModel:
         )
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
-        return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab)
+        return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab, self.held_experts)
 
     @property
     def _vocab(self) -> int:
@@ -119,28 +127,21 @@ class RankModel:
     def _specs(self) -> list[ParameterSpec]:
         """Every parameter, in the order in which the parameters are made."""
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
-        return list(specs_by_name(self.kind, places, self._vocab).values())
+        return list(specs_by_name(self.kind, places, self._vocab, self.held_experts).values())
 
     def _build(
         self, unit: Unit, seed: int, draw: Draw, states: dict[str, UnitStates]
     ) -> dict[str, Parameter]:
         """A unit's parameters by local name. Those that no earlier unit has are made; their states
         go to `states` if they are kept by unit."""
-        lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order
-        sharded = lay.zero_stage >= 1 and lay.state_shards > 1
-        owner = Owner(
-            tp_rank=place.tp,
-            tp=lay.tp,
-            state_rank=state_rank(lay, order, place) if sharded else 0,
-            state_shards=lay.state_shards if sharded else 1,
-        )
+        lay = self.problem.layout
         named = self._locals(unit)
         fresh = [spec for spec in named.values() if spec.name not in self.parameters]
-        ranges = self.sharing.ranges(fresh, lay.tp) if self.sharing else {}
+        ranges = self.sharing.ranges(fresh, lay) if self.sharing else {}
         for spec in fresh:
             self.parameters[spec.name] = build(
                 spec,
-                owner._replace(span=ranges.get(spec.name)),
+                self._owner(spec)._replace(span=ranges.get(spec.name)),
                 seed,
                 self.dtype,
                 self.device,
@@ -151,6 +152,43 @@ class RankModel:
         if self.sharing and fresh:
             states[unit.prefix] = share(self.sharing, [self.parameters[s.name] for s in fresh])
         return {local: self.parameters[spec.name] for local, spec in named.items()}
+
+    def _owner(self, spec: ParameterSpec) -> Owner:
+        """This rank's part of a parameter. ZeRO shards the states of experts over the ranks that
+        hold the same part of the same experts."""
+        lay, order = self.problem.layout, self.problem.system.rank_order
+        rank, parts, peer, peers = self.place.tp, lay.tp, state_rank(lay, order, self.place), 1
+        if spec.expert:
+            rank, parts, peer = self.folded.etp, lay.expert_tp, self.folded.edp
+        if lay.zero_stage >= 1:
+            peers = lay.expert_dp if spec.expert else lay.state_shards
+        return Owner(
+            tp_rank=rank, tp=parts, state_rank=peer if peers > 1 else 0, state_shards=peers
+        )
+
+    @cached_property
+    def folded(self) -> ExpertPlace:
+        """This rank's place among those over which experts are spread."""
+        return expert_place(self.problem.layout, self.problem.system.rank_order, self.place)
+
+    @cached_property
+    def held_experts(self) -> range:
+        """The experts of each layer that this rank holds; none without experts."""
+        if self.kind.experts is None:
+            return range(0)
+        count = self.kind.experts.count // self.problem.layout.ep
+        return range(self.folded.ep * count, (self.folded.ep + 1) * count)
+
+    def _chosen(self) -> Tensor:
+        """The experts of each token of this rank's shard: rows x active experts.  They follow from
+        the token's position, so that every expert receives as many tokens from every rank
+        (`refusals.uneven_experts`), in every layout the same.  Empty without experts."""
+        given, rows = self.kind.experts, self.shapes.shard_tokens
+        if given is None:
+            return self.where[:0]
+        first = self.place.tp * rows if self.problem.layout.sequence_parallel else 0
+        where = self.where[first : first + rows, None] * given.active
+        return (where + torch.arange(given.active, device=self.device)) % given.count
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -174,7 +212,11 @@ class RankModel:
         """The element type of an activation."""
         if tensor.name == "loss_saved" and self.problem.system.logits_fp32:
             return wide(self.dtype)
-        return wide(self.dtype) if tensor.name == "lse" else self.dtype
+        if tensor.name in OF_BYTES:
+            return torch.uint8
+        if tensor.name == COUNTS:
+            return torch.int64
+        return wide(self.dtype) if tensor.name in WIDE else self.dtype
 
     def host_states(self) -> list[Tensor]:
         """The optimizer's tensors in host memory."""
@@ -192,7 +234,7 @@ class RankModel:
         found += self.pieces.at_home(on_host=False) if self.pieces else []
         found += [t for states in self.every_unit() for t in states.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
-        return [*found, self.where, self.cos, self.sin]
+        return [*found, self.where, self.chosen, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
         """The parameters whose gradients are complete after a unit's backward. If a projection

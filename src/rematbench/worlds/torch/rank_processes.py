@@ -67,7 +67,7 @@ def initialization_bytes(case: Case) -> int:
         for spec in _specs(case, stage):
             whole = prod(spec.shape)
             most = max(most, _held(case, made) + whole * torch.float64.itemsize)
-            made += whole if spec.split is None else whole // lay.tp
+            made += whole // spec.parts(lay)
         total += most
     return total * (lay.gpus // lay.pp)
 
@@ -80,7 +80,9 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
         for number, layers in enumerate(plan.partition[stage])
         for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units
     ]
-    return list(specs_by_name(problem.workload.model, places, 0).values())
+    model = problem.workload.model
+    held = range(model.experts.count // problem.layout.ep) if model.experts else None
+    return list(specs_by_name(model, places, 0, held).values())
 
 
 def memory_shortage(case: Case) -> str:

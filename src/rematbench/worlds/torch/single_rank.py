@@ -59,7 +59,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     rank = stage_rank(lay, order, stage)
     device = torch.device("meta")
     with fake_job(rank, lay.gpus), device, MetaMode():
-        groups = Groups(lay, order, rank)
+        groups = Groups(lay, order, rank, experts=problem.workload.model.experts is not None)
         model = RankModel(problem, plan, groups.place, device, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker())
         result = empty_result(groups, executor)

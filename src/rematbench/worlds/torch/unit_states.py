@@ -55,9 +55,9 @@ class Sharing:
             gradients_on_host=gradient.home == "host",
         )
 
-    def ranges(self, specs: Sequence[ParameterSpec], tp: int) -> dict[str, tuple[int, int]]:
+    def ranges(self, specs: Sequence[ParameterSpec], layout: Layout) -> dict[str, tuple[int, int]]:
         """This rank's range of each parameter of a unit, by name."""
-        sizes = [local_size(spec, tp) for spec in specs]
+        sizes = [local_size(spec, layout) for spec in specs]
         size = sum(sizes) // self.shards
         found, first = {}, size * self.rank
         for spec, length in zip(specs, sizes, strict=True):

@@ -29,7 +29,6 @@ from rematbench.worlds.torch.case import (
     NotFinite,
     RankResult,
     failure,
-    has_state_shards,
 )
 from rematbench.worlds.torch.devices import (
     choose_device,
@@ -101,9 +100,11 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 def _groups(case: Case, rank: int, groups: dict[tuple[object, ...], Groups]) -> Groups:
     """The process groups for the case's degrees, made once per process."""
     lay, order = case.problem.layout, case.problem.system.rank_order
-    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
+    experts = case.problem.workload.model.experts is not None
+    folded = (lay.ep, lay.expert_tp) if experts else ()
+    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, folded, order)
     if degrees not in groups:
-        groups[degrees] = Groups(lay, order, rank)
+        groups[degrees] = Groups(lay, order, rank, experts=experts)
     return groups[degrees]
 
 
@@ -256,12 +257,13 @@ def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]
     """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
     for parameter in parameters:
-        alone = parameter.grad_shard is None and not has_state_shards(case.problem.layout)
-        whole = parameter.grad_flat if alone else parameter.own_grad
+        own, owner = parameter.own_grad, parameter.owner
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
+            part=0 if parameter.spec.split is None else owner.tp_rank,
+            number=owner.state_rank,
             shape=tuple(parameter.shape),
-            square_sum=square_sum(whole),
-            values=whole.detach().cpu().clone() if case.gradients else None,
+            square_sum=square_sum(own),
+            values=own.detach().cpu().clone() if case.gradients else None,
         )
     return found
