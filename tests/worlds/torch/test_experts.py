@@ -27,7 +27,11 @@ from tests.problems import plan_of, remade
 from tests.worlds.torch import cases, grid, laws
 from tests.worlds.torch.cases import EXPERTS, MIXTURE, SHARED
 
-MODELS = {"mixture": MIXTURE, "shared": SHARED}
+MODELS = {
+    "mixture": MIXTURE,
+    "shared": SHARED,
+    "ungated": structs.replace(MIXTURE, mlp="gelu"),
+}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "keep_all": ("keep_all", {}),
     "full_recompute": ("full_recompute", {}),
@@ -95,7 +99,7 @@ def kept(model: str, precision: str = "fp64") -> Result:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mixture", "shared"])
 def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
     case = method("one", name, model)
     result = laws.run_here(case)
@@ -104,8 +108,14 @@ def test_every_method_is_lossless_on_one_process(model: str, name: str) -> None:
         assert laws.same_bits(result, kept(model))
 
 
+@pytest.mark.parametrize("name", ["parts", "balanced-all"])
+def test_experts_without_a_gate_keep_what_their_weights_scale(name: str) -> None:
+    case = method("one", name, "ungated")
+    check(case, laws.run_here(case), kept("ungated"))
+
+
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mixture", "shared"])
 def test_every_fate_is_lossless_on_one_process(model: str, plan: str) -> None:
     case = raw("one", plan, model)
     result = laws.run_here(case)
