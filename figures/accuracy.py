@@ -16,6 +16,8 @@ from matplotlib.patches import Patch
 
 TABLES = ("cells",)
 SPLITS = ("fitted", "held-out", "in-sample", "sibling")
+LABEL_IN = 0.31
+"""Height of a label of two lines."""
 FITTED: dict[str, Any] = {"color": style.GREY, "mfc": style.GREY, "ms": 2, "mew": 0.0, "alpha": 0.8}
 
 
@@ -24,10 +26,11 @@ def main() -> None:
     cells = pd.read_csv(source)
     cells = cells[(cells.metric == "tokens_per_s_per_gpu") & cells.error.notna()]
     style.apply()
-    figure, (cloud, strips) = plt.subplots(
-        1, 2, figsize=(style.TEXT_IN, 2.9), width_ratios=(1.15, 1)
-    )
     looks = source_looks(list(dict.fromkeys(cells.source_name)))
+    height = max(2.9, LABEL_IN * len(looks))
+    figure, (cloud, strips) = plt.subplots(
+        1, 2, figsize=(style.TEXT_IN, height), width_ratios=(1.15, 1)
+    )
     scatter(cloud, cells, looks)
     errors(strips, cells, looks)
     style.save(figure, target)

@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 
 from rematbench.evidence.accuracy import left_out_errors, load_accuracy
-from rematbench.evidence.calibrate import StepModel, _lowered, _seconds, without_source
+from rematbench.evidence.calibrate import StepModel, _lowered, _seconds, sources, without_source
 from rematbench.evidence.fit import PRIORS, fit_rows, with_values
-from rematbench.evidence.job_evidence import REFITTED, joined, line_of, log_error, out_of_source
+from rematbench.evidence.job_evidence import (
+    REFITTED,
+    SHEETS,
+    joined,
+    line_of,
+    log_error,
+    out_of_source,
+)
 from rematbench.evidence.predict import predict_rows
 from rematbench.evidence.published.row_cases import read_case
 from rematbench.evidence.published.sheets import SPEED, read_sheet
@@ -65,9 +72,12 @@ def test_what_only_the_lost_source_informed_is_back_at_its_prior() -> None:
     assert len(left.fit) < len(start.fit)
 
 
-def test_every_group_of_speeds_has_a_left_out_error() -> None:
-    groups = {group.name for group in load_accuracy().groups if group.metric == SPEED}
-    assert set(left_out_errors(out_of_source(), load_accuracy(), calibration())) == groups
+def test_every_group_of_speeds_in_a_sheet_of_steps_has_a_left_out_error() -> None:
+    groups = [group for group in load_accuracy().groups if group.metric == SPEED]
+    names = {group.name for group in groups if group.sheet in SHEETS}
+    assert set(left_out_errors(out_of_source(), load_accuracy(), calibration())) == names
+    assert len(names) < len(groups)  # steps with experts have a sheet of their own
+    assert "" not in sources(load_accuracy())  # a refit without it would leave every row out
 
 
 def test_a_line_is_of_the_row_that_was_predicted() -> None:

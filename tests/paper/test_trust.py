@@ -19,6 +19,7 @@ from rematbench.evidence.job_evidence import (
 from rematbench.paper.tables.scores import (
     ALL,
     NOTHING,
+    cell_table,
     evidence_table,
     out_of_source_means,
     regret_table,
@@ -81,6 +82,16 @@ def test_the_note_of_decisions_says_what_constants_saw() -> None:
         assert word in regret_table([]).note
         assert any(word in row["source"] for row in rows)
         assert not any(word in source for source in named)
+
+
+def test_a_cell_is_drawn_in_the_groups_of_its_own_sheet() -> None:
+    """Groups of another sheet may match every source."""
+    rows = [{**row, "sheet": ""} for row in out_of_source() if row["sheet"] == "runs.csv"]
+    accuracy = load_accuracy()
+    own = {g.name.partition(",")[0] for g in accuracy.groups if g.sheet == "runs.csv"}
+    drawn = cell_table({"runs.csv": rows}, calibration(), accuracy).rows
+    assert drawn
+    assert {row["source_name"] for row in drawn} <= own
 
 
 def test_both_means_out_of_source_are_told() -> None:

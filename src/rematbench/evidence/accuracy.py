@@ -490,7 +490,8 @@ def left_out_errors(
     for group in accuracy.groups:
         if group.metric != SPEED:
             continue
-        cells = [r for r in members(group, rows) if split_of(r, group, calibration) != "fitted"]
+        own = members(group, [row for row in rows if row["sheet"] == group.sheet])
+        cells = [row for row in own if split_of(row, group, calibration) != "fitted"]
         errors: list[Any] = errors_of(group.metric, cells)
         if errors:
             found[group.name] = statistics.fmean(abs(error) for error in errors)

@@ -279,8 +279,8 @@ def on_other_generation(row: Row, calibration: Calibration) -> float | None:
 
 
 def sources(accuracy: Accuracy) -> list[str]:
-    """The sources of the accuracy groups whose metric is the speed."""
-    groups = [group for group in accuracy.groups if group.metric == SPEED]
+    """The sources of the accuracy groups whose metric is the speed, in the sheets of steps."""
+    groups = [g for g in accuracy.groups if g.metric == SPEED and g.sheet in SHEETS]
     return list(dict.fromkeys(group.rule.source for group in groups))
 
 

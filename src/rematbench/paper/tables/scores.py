@@ -11,8 +11,11 @@ from msgspec.structs import asdict
 
 from rematbench.evidence.accuracy import (
     FEWEST_OOMS,
+    MORE,
+    ROUTED,
     Accuracy,
     Report,
+    Sheet,
     Verdicts,
     left_out_errors,
     load_accuracy,
@@ -99,8 +102,9 @@ def build(predictions: Path, more: Path) -> list[Table]:
     accuracy, constants, unseen = load_accuracy(), shipped_calibration(), out_of_source()
     beside = read_predicted(more)
     left_out = left_out_errors(unseen, accuracy, constants)
-    report = validate(cells, constants, accuracy, left_out, beside, hosted_rows(), expert_rows())
-    return score_tables(report, cells, constants, accuracy, unseen, beside)
+    routed = expert_rows()
+    report = validate(cells, constants, accuracy, left_out, beside, hosted_rows(), routed)
+    return score_tables(report, cells, constants, accuracy, unseen, beside, routed)
 
 
 def how_to_read(calibration: Calibration) -> str:
@@ -120,11 +124,12 @@ def score_tables(
     accuracy: Accuracy,
     unseen: Sequence[Row] = (),
     more: Sequence[Row] = (),
+    routed: Sequence[Row] = (),
 ) -> list[Table]:
     """The tables of `rematbench validate`.  `more`: predicted rows of runs_more.csv, whose sweeps
-    are judged like the sweeps of `rows`.  `unseen`: published rows predicted out of source.
-    Without `unseen`, the coverage of bands uses `pred_low` and `pred_high` of `rows`, and the
-    tables of evidence, regret and calibration are left out."""
+    are judged like the sweeps of `rows`; `routed`: predicted rows of moe.csv.  `unseen`: published
+    rows predicted out of source.  Without `unseen`, the coverage of bands uses `pred_low` and
+    `pred_high` of `rows`, and the tables of evidence, regret and calibration are left out."""
     cells, judged = left_out_cells() if unseen else (), decisions([*rows, *more], unseen)
     return [
         accuracy_table(report, calibration, unseen),
@@ -133,7 +138,7 @@ def score_tables(
         band_table(cells, rows),
         decision_table(judged),
         *([evidence_table(cells), regret_table(judged), calibrated_table()] if unseen else []),
-        cell_table(rows, calibration, accuracy),
+        cell_table({"runs.csv": rows, MORE: more, ROUTED: routed}, calibration, accuracy),
     ]
 
 
@@ -433,13 +438,15 @@ def calibrated_table() -> Table:
     )
 
 
-def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy) -> Table:
-    """One line per group and scored cell: the data of the accuracy figure."""
+def cell_table(
+    sheets: Mapping[Sheet, Sequence[Row]], calibration: Calibration, accuracy: Accuracy
+) -> Table:
+    """One line per group and scored cell of its sheet: the data of the accuracy figure."""
     lines = []
     for group in accuracy.groups:
         if group.metric not in ("tokens_per_s_per_gpu", "peak_device_bytes"):
             continue
-        for row in members(group, rows):
+        for row in members(group, sheets.get(group.sheet, ())):
             published = number(row, group.metric)
             predicted = number(row, f"pred_{group.metric}")
             lines.append(
