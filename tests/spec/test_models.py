@@ -21,6 +21,7 @@ EXACT = {
     "mistral-7b": 7_241_732_096,
     "qwen2-7b": 7_615_616_512,
     "gemma-2-9b": 9_241_705_984,
+    "mixtral-8x7b": 46_702_792_704,
     "qwen3-235b": 235_093_634_560,
     # The checkpoint's 68,976,648,192 at vocabulary 32000, and 4 more rows in two tables.
     "llama2-70b": 68_976_648_192 + 2 * 4 * 8192,
