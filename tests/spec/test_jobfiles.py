@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rematbench.solve.recompute_modules import MODULES
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.foreign import SIGNS, package_of
 from rematbench.spec.jobfiles.job import FileJob, file_job
+from rematbench.spec.jobfiles.megatron import RECOMPUTE_MODULES
 from rematbench.spec.jobfiles.packages import read_files
 from rematbench.spec.jobfiles.reading import Reading
 from rematbench.spec.load import load_cluster, load_model, load_system
@@ -123,6 +125,10 @@ def test_an_unknown_key_is_named(file: str, unknown: str) -> None:
 )
 def test_a_request_that_is_not_modelled_is_named(file: str, refusal: str) -> None:
     assert any(refusal in line for line in job(file)[1].refused)
+
+
+def test_the_modules_that_are_read_are_those_that_a_plan_recomputes() -> None:
+    assert set(RECOMPUTE_MODULES) == set(MODULES)
 
 
 def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def validate(
     hosted, routed = (hosted_rows(), expert_rows()) if rows is None else ((), ())
     left_out = left_out_errors(strange, accuracy, calibration())
     report = score(cells, calibration(), accuracy, left_out, beside, hosted, routed)
-    made = score_tables(report, cells, calibration(), accuracy, strange, beside)
+    made = score_tables(report, cells, calibration(), accuracy, strange, beside, routed)
     out = console()
     for table in made:
         if table.name != "cells" and table.rows:

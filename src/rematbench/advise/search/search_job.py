@@ -39,6 +39,7 @@ from rematbench.evaluate.problems import hosting, make_problem
 from rematbench.evaluate.result import WORDS, Job, Result
 from rematbench.evidence.bands import band_of, ratio_band
 from rematbench.evidence.peaks import fits_word, leaving_reserve
+from rematbench.evidence.published.sheets import flag
 from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry
@@ -441,7 +442,7 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Resul
     numbers = {name: int(row[name]) for name in named if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
-    sp = {"sp": False} if row.get("sp") in ("no", "False") else {}  # of a table, of a sheet
+    sp = {} if flag(row, "sp", True) else {"sp": False}
     spec = convert({**numbers, **words, **sp}, ProblemSpec)
     search, layout = SearchJob(SearchRequest(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))

@@ -97,6 +97,13 @@ def _rows(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
 
 
 SPEED = Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(0))
+JOB = (
+    Column("model", "model"),
+    Column("cluster", "cluster"),
+    Column("gpus", "GPUs", whole),
+    Column("seq_len", "tokens", whole),
+    Column("global_batch", "batch", whole),
+)
 BEST = (Column("name", "plan"), Column("layout", "layout"), SPEED)
 PROVED = Column("gap", "gap %", percent)
 
@@ -137,9 +144,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         title="Published sweeps: what following the search would have lost",
         columns=(
             Column("source", "source", _short),
-            *(Column(key, key) for key in ("model", "cluster")),
-            *(Column(key, head, whole) for key, head in (("gpus", "GPUs"), ("seq_len", "tokens"))),
-            Column("global_batch", "batch", whole),
+            *JOB,
             Column("rows", "rows", whole),
             Column("regret", "our pick loses %", percent),
             Column("regret_filled", "with no reserve %", percent),
@@ -192,9 +197,7 @@ def expert_table(rows: Sequence[Row]) -> Table:
         name="searched_experts",
         title="Models with experts: the best plan of the whole space (simulated)",
         columns=(
-            *(Column(key, key) for key in ("model", "cluster")),
-            *(Column(key, head, whole) for key, head in (("gpus", "GPUs"), ("seq_len", "tokens"))),
-            Column("global_batch", "batch", whole),
+            *JOB,
             *BEST,
             *(Column(key, key.upper()) for key in ("ep", "etp")),
             Column("mfu_causal", "MFU causal %", percent),

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.jobfiles.megatron_experts import READ as OF_EXPERTS
 from rematbench.spec.jobfiles.megatron_experts import read_experts
-from rematbench.spec.jobfiles.reading import Reading, whole, without_effect
+from rematbench.spec.jobfiles.reading import (
+    Options,
+    Reading,
+    first_value,
+    put_numbers,
+    whole,
+    without_effect,
+)
 
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(.*)$")
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
@@ -151,9 +158,7 @@ def read_megatron(text: str, file: str) -> Reading:
     if "deepspeed" in options:
         reading.system = "megatron-deepspeed"
     done = set(SETTLED)
-    for option, name in NUMBERS.items():
-        if options.get(option):
-            reading.put(name, whole(options[option][0], file, f"--{option}"), f"--{option}")
+    put_numbers(reading, options, NUMBERS)
     for option, name in SHAPES.items():
         if options.get(option):
             reading.model[name] = whole(options[option][0], file, f"--{option}")
@@ -169,9 +174,6 @@ def read_megatron(text: str, file: str) -> Reading:
     for option in sorted(set(options) - done):
         (reading.ignored if without_effect(option) else reading.unknown).append(f"--{option}")
     return reading
-
-
-Options = dict[str, list[str]]
 
 
 def _options(text: str, file: str) -> Options:
@@ -249,14 +251,10 @@ def _calculated(text: str, variables: dict[str, str]) -> str:
     return str(value)
 
 
-def _first(options: Options, name: str, default: str = "") -> str:
-    return (options.get(name) or [default])[0]
-
-
 def _layout(reading: Reading, options: Options) -> None:
     stage = "1" if "use-distributed-optimizer" in options else "0"
     if "deepspeed" in options:
-        stage = _first(options, "zero-stage", "0")
+        stage = first_value(options, "zero-stage", "0")
     if "use-torch-fsdp2" in options:
         stage = "3"
     reading.put("zero_stage", int(stage) if stage in "0123" else 0, "--use-distributed-optimizer")
@@ -266,17 +264,17 @@ def _layout(reading: Reading, options: Options) -> None:
             reading.put("precision", word, f"--{word}")
     if "precision" not in reading.values:
         reading.put("precision", "fp32", "neither --bf16 nor --fp16")
-    backend = _first(options, "attention-backend", "auto")
+    backend = first_value(options, "attention-backend", "auto")
     if backend not in BACKENDS:
         reading.refused.append(f"--attention-backend: {backend} (allowed: {', '.join(BACKENDS)})")
-    local = _first(options, "transformer-impl") == "local" or "deepspeed" in options
+    local = first_value(options, "transformer-impl") == "local" or "deepspeed" in options
     unfused = local and "use-flash-attn" not in options and not options.get("attention-backend")
     attention = "unfused" if unfused else BACKENDS.get(backend, "flash")
     reading.put("attention", attention, "--attention-backend")
     if "optimizer-cpu-offload" in options:
         reading.put("optimizer", "host", "--optimizer-cpu-offload")
-    if _first(options, "optimizer", "adam") != "adam":
-        reading.refused.append(f"--optimizer: {_first(options, 'optimizer')} (only adam)")
+    if first_value(options, "optimizer", "adam") != "adam":
+        reading.refused.append(f"--optimizer: {first_value(options, 'optimizer')} (only adam)")
     _stages(reading, options)
 
 
@@ -284,7 +282,7 @@ def _stages(reading: Reading, options: Options) -> None:
     """The layers of each stage where first and last stages differ from the others."""
     names = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
     layers, pp = reading.model.get("num_layers", 0), reading.get("pp", 1)
-    first, last = (int(_first(options, name, "0") or 0) for name in names)
+    first, last = (int(first_value(options, name, "0") or 0) for name in names)
     ends = [count for count in (first, last) if count]
     if not ends or pp <= len(ends):
         return
@@ -298,8 +296,8 @@ def _model(reading: Reading, options: Options) -> None:
     """Set the fields of the model that switches determine, as Megatron's defaults have them."""
     model = reading.model
     gated = "swiglu" in options
-    norm = _first(options, "normalization", "LayerNorm").lower()
-    position = _first(options, "position-embedding-type", "learned_absolute")
+    norm = first_value(options, "normalization", "LayerNorm").lower()
+    position = first_value(options, "position-embedding-type", "learned_absolute")
     if "use-rotary-position-embeddings" in options:
         position = "rope"
     if position not in POSITIONS:
@@ -323,13 +321,13 @@ def _model(reading: Reading, options: Options) -> None:
         "proj_bias": bias,
         "mlp_bias": bias,
         "qk_norm": "qk-layernorm" in options,
-        "dropout": float(_first(options, "hidden-dropout", "0.1") or 0.1),
+        "dropout": float(first_value(options, "hidden-dropout", "0.1") or 0.1),
     }
     if options.get("window-size"):
         window = re.sub(r"[^\d,]", "", "".join(options["window-size"])).split(",")[0]
         if window and "num_layers" in model:
             model["attention_window"] = [int(window)] * model["num_layers"]
-    tokenizer = _first(options, "tokenizer-type")
+    tokenizer = first_value(options, "tokenizer-type")
     if "vocab" not in reading.values and tokenizer in VOCABULARIES:
         reading.put("vocab", VOCABULARIES[tokenizer], "--tokenizer-type")
 
@@ -339,9 +337,9 @@ def _facts(reading: Reading, options: Options) -> None:
         if option not in options:
             reading.facts[fact] = value
     for option, (fact, value) in FACTS.items():
-        if option in options and _first(options, option) != "none":
+        if option in options and first_value(options, option) != "none":
             reading.facts[fact] = value
-    kind = _first(options, "cp-comm-type")
+    kind = first_value(options, "cp-comm-type")
     if kind:
         kinds = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
         if kind not in kinds:
@@ -352,14 +350,14 @@ def _facts(reading: Reading, options: Options) -> None:
 
 def _method(reading: Reading, options: Options) -> tuple[str, dict[str, object]]:
     """The recomputation of the launch line as a method with settings."""
-    granularity = _first(options, "recompute-granularity")
+    granularity = first_value(options, "recompute-granularity")
     if "recompute-activations" in options:
         granularity = granularity or "selective"
     if "checkpoint-activations" in options:
         granularity = "full"
     if granularity == "full":
-        method = _first(options, "recompute-method", "uniform")
-        layers = int(_first(options, "recompute-num-layers", "1") or 1)
+        method = first_value(options, "recompute-method", "uniform")
+        layers = int(first_value(options, "recompute-num-layers", "1") or 1)
         settings: dict[str, object] = {} if method == "uniform" else {"method": method}
         return "full_recompute", settings | ({"num_layers": layers} if layers > 1 else {})
     if granularity == "selective":

@@ -5,13 +5,10 @@ Source of names and defaults: Megatron-LM d98e8a64, megatron/training/arguments.
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.jobfiles.reading import Reading, whole
-
-Options = Mapping[str, Sequence[str]]
+from rematbench.spec.jobfiles.reading import Options, Reading, first_value, put_numbers, whole
 
 WIDTHS = {
     "num-experts": "count",
@@ -55,9 +52,7 @@ def read_experts(reading: Reading, options: Options) -> None:
     for a dense model.  ConfigError for a wrong value."""
     if not options.get("num-experts"):
         return
-    for option, name in DEGREES.items():
-        if options.get(option):
-            reading.put(name, whole(options[option][0], reading.file, f"--{option}"), f"--{option}")
+    put_numbers(reading, options, DEGREES)
     for option, reason in REFUSED.items():
         if option in options:
             reading.refused.append(f"--{option}: {reason}")
@@ -78,10 +73,10 @@ def read_experts(reading: Reading, options: Options) -> None:
 def _router(options: Options) -> dict[str, Any]:
     """The router where it is unlike the defaults of Experts."""
     router: dict[str, Any] = {}
-    if _first(options, "moe-router-score-function", "softmax") != "softmax":
-        router["router"] = _first(options, "moe-router-score-function", "")
+    if first_value(options, "moe-router-score-function", "softmax") != "softmax":
+        router["router"] = first_value(options, "moe-router-score-function", "")
     kinds = options.get("moe-router-load-balancing-type") or ["aux_loss"]
-    coefficient = float(_first(options, "moe-aux-loss-coeff", "0") or 0)
+    coefficient = float(first_value(options, "moe-aux-loss-coeff", "0") or 0)
     if coefficient and set(kinds) & set(BALANCED_BY_LOSS):
         router["aux_loss"] = coefficient
     return router
@@ -110,15 +105,11 @@ def _dense_layers(reading: Reading, options: Options) -> list[int]:
 
 
 def _dispatcher(reading: Reading, options: Options) -> None:
-    kind = _first(options, "moe-token-dispatcher-type", "allgather")
-    backend = _first(options, "moe-flex-dispatcher-backend", "deepep")
+    kind = first_value(options, "moe-token-dispatcher-type", "allgather")
+    backend = first_value(options, "moe-flex-dispatcher-backend", "deepep")
     kinds = {**DISPATCHERS, "flex": FLEXIBLE.get(backend, "")}
     if not kinds.get(kind):
         allowed = ", ".join((*DISPATCHERS, *(f"flex with {name}" for name in FLEXIBLE)))
         reading.refused.append(f"--moe-token-dispatcher-type: {kind} (allowed: {allowed})")
         return
     reading.facts["dispatcher"] = kinds[kind]
-
-
-def _first(options: Options, name: str, default: str) -> str:
-    return (options.get(name) or [default])[0]

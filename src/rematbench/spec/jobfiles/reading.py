@@ -44,6 +44,15 @@ class Reading(Struct, kw_only=True):
         return self.values.get(name, default)
 
 
+Options = dict[str, list[str]]
+"""The options of a launch line, each with its values."""
+
+
+def first_value(options: Options, name: str, default: str = "") -> str:
+    """The first value of an option, or `default` if the line does not have one."""
+    return (options.get(name) or [default])[0]
+
+
 AUTO = "auto"
 """A value that the trainer fills in."""
 
@@ -57,6 +66,14 @@ def whole(value: Any, file: str, key: str) -> int:
     if isinstance(value, bool) or number < 1 or number != float(value):
         raise ConfigError(file, key, f"{value!r} is not a positive whole number")
     return number
+
+
+def put_numbers(reading: Reading, options: Options, names: Mapping[str, str]) -> None:
+    """Set the values of a job that options give as positive whole numbers: `names` gives the value
+    for each option.  ConfigError for any other number."""
+    for option, name in names.items():
+        if options.get(option):
+            reading.put(name, whole(options[option][0], reading.file, f"--{option}"), f"--{option}")
 
 
 def switch(value: Any, file: str, key: str) -> bool:

@@ -114,9 +114,9 @@ class Exchanges:
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
-        move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
-        if action.op not in ORDERS:
-            move = partial(exchange_rows)
+        move: Callable[[Tensor, Tensor, Group], None] = exchange_rows
+        if action.op in ORDERS:
+            move = partial(rows_to_heads if to_heads else heads_to_rows, head_dim=head_dim)
         for source, target, width in self._pairs(action, span.chunk, back=back):
             sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
