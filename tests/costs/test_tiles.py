@@ -94,7 +94,8 @@ def test_batched_gemms_without_alignment_are_as_slow_as_published() -> None:
 
 def widths(given: Problem) -> list[int]:
     s, model = shapes(given.workload, given.layout, given.system), given.workload.model
-    return [model.hidden, s.q_width, s.q_width + 2 * s.kv_width, s.ffn, s.vocab]
+    router = [model.experts.count] if model.experts else []
+    return [model.hidden, s.q_width, s.q_width + 2 * s.kv_width, s.ffn, s.vocab, *router]
 
 
 TILING = [
