@@ -203,13 +203,14 @@ def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
         held(at_the_edge(one, found, share), found)
 
 
-def whole(seed: int, most: int) -> SearchRequest:
-    """A job of which no degree is fixed, with `most` plans at most and a third of these at least;
-    tensor parallelism without sequence parallelism is among its layouts."""
+def whole(seed: int, most: int, sizes: Sequence[int] = (2, 4, 4, 8)) -> SearchRequest:
+    """A job of which no degree is fixed, on as many GPUs as one of `sizes`, with `most` plans at
+    most and a third of these at least; tensor parallelism without sequence parallelism is among
+    its layouts."""
     draw = Random(5000 + seed)
     while True:
         model, system = load_model(draw.choice(MODELS)), draw.choice(SYSTEMS)
-        layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice((2, 4, 4, 8))
+        layers, gpus = draw.choice((2, 3, 4, 6)), draw.choice(sizes)
         windows = model.attention_window[:layers]
         spec = ProblemSpec(
             model=replace(model, name="drawn", num_layers=layers, attention_window=windows),
@@ -242,6 +243,19 @@ FEW, MANY = 300, 5000
 )
 def test_no_layout_of_the_whole_space_is_missed(seed: int, most: int, short: bool) -> None:
     one = whole(seed, most)
+    found = some(one, most)
+    for share in SHARES[3:4] if short else SHARES[:4:3]:
+        held(at_the_edge(one, found, share), found)
+
+
+@pytest.mark.parametrize(
+    ("seed", "most"),
+    [(0, FEW), *(pytest.param(seed, MANY, marks=pytest.mark.soak) for seed in range(4))],
+)
+def test_no_layout_on_a_node_that_is_filled_in_part_is_missed(
+    seed: int, most: int, short: bool
+) -> None:
+    one = whole(seed, most, (10, 12, 12, 20))
     found = some(one, most)
     for share in SHARES[3:4] if short else SHARES[:4:3]:
         held(at_the_edge(one, found, share), found)

@@ -178,26 +178,30 @@ ProbePrograms = dict[bytes, Plans]
 def alone(layout: Layout, gpus_per_node: int, domain: int, pp: int) -> Layout:
     """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
     and enough copies of the model to fill whole nodes and NVLink domains (or a part of one), each
-    with the micro-batches of a probe."""
+    with the micro-batches of a probe.  One copy where only more GPUs than the job's would fill
+    them: its groups are the job's first ones."""
     micro_batches = MICRO_BATCHES if pp > 1 else 2
     if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count)
+    model = layout.tp * layout.cp * layout.ulysses  # ranks of one copy of a stage
     block = layout.ep * layout.expert_tp
-    for models in range(1, domain * block + 1):
-        dp = layout.ulysses * models
-        gpus = layout.tp * layout.cp * pp * dp
+
+    def fills(copies: int) -> bool:
+        gpus = model * pp * copies
         whole = all(gpus <= unit or gpus % unit == 0 for unit in (gpus_per_node, domain))
-        if whole and layout.tp * layout.cp * dp % block == 0:
-            break
+        return whole and gpus <= layout.gpus
+
+    counts = [n for n in range(1, domain * block + 1) if model * n % block == 0]
+    copies = next(filter(fills, counts), counts[0])
     return replace(
         layout,
         pp=pp,
         vpp=1,
-        dp=dp,
+        dp=layout.ulysses * copies,
         shard_degree=0,
         zero_stage=1,
-        global_batch=micro_batches * models * layout.micro_batch,
+        global_batch=micro_batches * copies * layout.micro_batch,
     )
 
 

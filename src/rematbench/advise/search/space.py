@@ -98,7 +98,7 @@ def space(
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
-            check_layout(layout, work, cluster, system)
+            check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
             refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
