@@ -22,10 +22,7 @@ from unittest.mock import patch
 import numpy as np
 
 from rematbench.advise.search import best_first, shard_bounds
-from rematbench.advise.search.best_first import Search
-from rematbench.advise.search.closed_bounds import CopyBound
 from rematbench.advise.search.memory_rules import MemoryRules
-from rematbench.advise.search.probe_problems import Pinned
 from rematbench.advise.search.search_job import SearchJob, SearchRequest
 from rematbench.advise.search.shard_bounds import ShardBounds
 from rematbench.advise.search.shards import Shard
@@ -63,16 +60,6 @@ def jobs() -> dict[str, SearchRequest]:
     }
 
 
-def nothing(self: CopyBound) -> Any:
-    """No seconds of copies."""
-    return 0.0 * self.columns.count
-
-
-def alone(self: Search, bound_s: float, place: Any, candidate: Any, depth: int = 0) -> None:
-    """Judge a candidate without the bounds of its first methods."""
-    self.memory.judge(bound_s, place, candidate)
-
-
 def no_bytes(self: ShardBounds, candidate: Any, *pieces: int) -> Any:
     """No bytes of a candidate in more pieces."""
     return np.zeros((self.shard.steps(candidate), len(self.shard.choices)))
@@ -81,18 +68,13 @@ def no_bytes(self: ShardBounds, candidate: Any, *pieces: int) -> Any:
 RULES: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "bytes stored, before a probe": [(MemoryRules, "lacks_bytes", lambda *_: False)],
     "smallest plan of a layout": [(MemoryRules, "may_fit", lambda *_: True)],
-    "first methods of a composition": [(Search, "_root", alone)],
     "bound by the schedule": [(ShardBounds, "tight_s", lambda *_: 0.0)],
     "kernels of a shard": [
         (Shard, "kernels_s", property(lambda self: np.zeros(len(self.choices))))
     ],
     "pieces that free nothing": [(MemoryRules, "_is_flat", lambda *_: False)],
     "chord of the bytes in pieces": [(ShardBounds, "in_more_pieces", no_bytes)],
-    "seconds of copies": [(CopyBound, "outwards", nothing), (CopyBound, "reloads", nothing)],
     "traffic beside copies": [(shard_bounds, "lowest_traffic", lambda *_: NO_TRAFFIC)],
-    "rounding of pinned blocks": [
-        (Pinned, "more_bytes", lambda _, share, layers: 0.0 * share * layers)
-    ],
     "a simulation early": [(best_first, "AHEAD", 1 << 60)],
 }
 """What takes the place of a rule: objects, attributes and substitutes."""

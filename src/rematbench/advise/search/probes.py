@@ -24,11 +24,9 @@ from rematbench.advise.search.pass_costs import (
 )
 from rematbench.advise.search.probe_problems import (
     Measured,
-    Pinned,
     ProbePrograms,
     Small,
     copies,
-    pinned,
     small_problem,
 )
 from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
@@ -46,14 +44,11 @@ MORE_LAYERS = (3, 4)
 
 
 class Probe:
-    """The kinds of change of a method's plan, the plan's transfers, the tensors that an inner chunk
-    copies to the host, and the bytes that the model's end keeps.  `lines`: gives the method's
-    lines, with or without seconds."""
+    """The kinds of change of a method's plan, the plan's transfers, and the bytes that the model's
+    end keeps.  `lines`: gives the method's lines, with or without seconds."""
 
-    def __init__(
-        self, measured: Measured, pinned: Pinned, lines: Callable[[CopyTraffic | None], Facts]
-    ) -> None:
-        self.kinds, self.transfers, self.pinned = measured.kinds, measured.transfers, pinned
+    def __init__(self, measured: Measured, lines: Callable[[CopyTraffic | None], Facts]) -> None:
+        self.kinds, self.transfers = measured.kinds, measured.transfers
         self._measurement, self._lines = measured, lines
 
     @property
@@ -84,14 +79,6 @@ class Probe:
         return self._lines(None)
 
 
-class Floor(NamedTuple):
-    """Lines of a method, without costs of its passes: the bytes that chunks keep on the device and
-    in host memory, and the tensors that an inner chunk copies to the host."""
-
-    nbytes: Facts
-    pinned: Pinned
-
-
 class Refused(NamedTuple):
     """The reason why a method has no plan for a probe; `layers`: the number of layers to try next
     (0: unknown)."""
@@ -120,8 +107,8 @@ class Prober:
         """A method's Probe."""
         return self._of_layers(self._one_rank if self.single else self._pipeline, method)
 
-    def floor(self, method: Composition) -> Floor | Refused:
-        """Return a method's Floor, which needs no lowering."""
+    def floor(self, method: Composition) -> Facts | Refused:
+        """Return the lines of the bytes that a method stores, which need no lowering."""
         try:
             return self._of_layers(self._floor_of_one if self.single else self._floor, method)
         except PlanError as error:
@@ -159,7 +146,7 @@ class Prober:
             line = Line(fewest, base, further(more.cost(0, traffic), base, unit))
             return Facts(line, line, line)
 
-        return Probe(made, made.pinned.further(more.pinned), lines)
+        return Probe(made, lines)
 
     def _pipeline(self, method: Composition, fewest: int) -> Probe | Refused:
         unit = unit_of(method)
@@ -193,7 +180,7 @@ class Prober:
                 Line(fewest, first, slope), Line(fewest, middle, slope), Line(ends, last, ending)
             )
 
-        return Probe(made, made.pinned, lines)
+        return Probe(made, lines)
 
     def _same_end(self, method: Composition, sizes: tuple[int, ...]) -> Measured | None:
         """The plan that a method's last part was added to, where the part copies chunks but changes
@@ -207,7 +194,7 @@ class Prober:
         found = self._measured(before, sizes)
         return None if isinstance(found, Refused) else found
 
-    def _floor_of_one(self, method: Composition, fewest: int) -> Floor | Refused:
+    def _floor_of_one(self, method: Composition, fewest: int) -> Facts | Refused:
         unit = unit_of(method)
         made, more = (self._planned(method, (layers,)) for layers in (fewest, fewest + unit))
         if isinstance(made, Refused) or isinstance(more, Refused):
@@ -217,13 +204,9 @@ class Prober:
             for layers, plan in ((fewest, made), (fewest + unit, more))
         )
         line = Line(fewest, base.cost, further(longer.cost, base.cost, unit))
-        system = self.problem.system
-        moved = pinned(made, fewest, base, system).further(
-            pinned(more, fewest + unit, longer, system)
-        )
-        return Floor(Facts(line, line, line), moved)
+        return Facts(line, line, line)
 
-    def _floor(self, method: Composition, fewest: int) -> Floor | Refused:
+    def _floor(self, method: Composition, fewest: int) -> Facts | Refused:
         """The last rank's chunk may keep other tensors where it waits, if any are copied: then it
         has no floor."""
         unit = unit_of(method)
@@ -236,7 +219,7 @@ class Prober:
         slope, nothing = further(deeper, middle, unit), compute_cost(0.0, 0.0)
         ending = (nothing, nothing) if copies(plan) else (last, slope)
         lines = (Line(fewest, first, slope), Line(fewest, middle, slope), Line(sizes[-1], *ending))
-        return Floor(Facts._make(lines), pinned(plan, fewest, found[1], self.problem.system))
+        return Facts._make(lines)
 
     @cached_property
     def _keeping(self) -> Measured:
