@@ -19,7 +19,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System, ZeroStage
-from rematbench.workload import Workload
+from rematbench.workload import Model, Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
@@ -93,7 +93,7 @@ def space(
         raise LayoutError(
             f"gpus {spec.gpus} must be a multiple of {ranks}, the product of the requested degrees"
         )
-    if dense := _dense_beside_experts(work):
+    if dense := _dense_between_experts(work):
         raise LayoutError(dense)
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system, refused):
@@ -103,21 +103,32 @@ def space(
             rule, _, _ = str(error).partition(", but ")
             refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
             continue
-        found = list(partitions(layout, work.model.num_layers))
+        found = [
+            choice
+            for choice in partitions(layout, work.model.num_layers)
+            if choice.sizes[0] > first_dense(work.model)
+        ]
+        if not found:
+            refused["the first chunk has none of the layers with experts (not searched)"] += 1
         choices += found
         if spec.optimizer is None and may_host(cluster, system) and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
 
 
-def _dense_beside_experts(work: Workload) -> str:
+def first_dense(model: Model) -> int:
+    """The number of dense layers before a model's layers with experts; 0 without experts."""
+    return model.num_layers - model.expert_layers if model.experts else 0
+
+
+def _dense_between_experts(work: Workload) -> str:
     """Why a model cannot be searched; empty if it can."""
     model = work.model
-    if model.expert_layers in (0, model.num_layers):
+    if model.experts is None or set(model.experts.dense_layers) == set(range(first_dense(model))):
         return ""
     return (
-        f"search needs layers of one kind, but {model.name} has {model.expert_layers} layers with "
-        f"experts of {model.num_layers}; simulate and compare take --ep and --etp"
+        f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
+        f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
     )
 
 
@@ -359,22 +370,23 @@ class Columns:
         """Bytes of training states, and of buckets that stay, on a device of the first, the second
         and the last rank."""
         problem = self.problem
-        experts = min(table.expert_parameters for table in problem.layer_kinds)
-        layer = min(table.parameters for table in problem.layer_kinds) - experts
+        dense_layer, layer, experts = least_parameters(problem)
         head, embedding = head_parameters(problem), problem.embedding.parameters
-        single = self.pp == 1
+        single, dense = self.pp == 1, first_dense(problem.workload.model)
+        begun = dense * single  # a single rank is the first one too
+        first, second, last = self.first - dense, self.second - begun, self.last - begun
         counts = (
-            self.first * layer + embedding + np.where(single, head, 0),
-            self.second * layer,
-            self.last * layer + head + np.where(single, embedding, 0),
+            first * layer + dense * dense_layer + embedding + np.where(single, head, 0),
+            second * layer + begun * dense_layer,
+            last * layer + begun * dense_layer + head + np.where(single, embedding, 0),
         )
         system = problem.system
         sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
-        own = [experts * layers for layers in (self.first, self.second, self.last)]
-        first, second, last = (
+        own = [experts * layers for layers in (first, second, last)]
+        at_first, at_second, at_last = (
             held
             + np.asarray(
                 sum(
@@ -384,7 +396,17 @@ class Columns:
             )
             for n, m in zip(counts, own, strict=True)
         )
-        return first, second, last
+        return at_first, at_second, at_last
+
+
+def least_parameters(problem: Problem) -> tuple[int, int, int]:
+    """The fewest parameters of a dense layer that comes before the layers with experts (0 without
+    such layers), of another layer without its experts, and of its experts."""
+    kinds = problem.layer_kinds
+    later = [table for table in kinds if table.expert_parameters] or kinds
+    experts = min(table.expert_parameters for table in later)
+    dense = [table.parameters for table in kinds if table not in later]
+    return min(dense, default=0), min(table.parameters for table in later) - experts, experts
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
