@@ -59,7 +59,11 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     optimizer: Annotated[Home | None, OPTIONS["optimizer"]] = None,
     method: Annotated[
         list[str] | None,
-        Option(metavar="X", help="Only this method and its compositions (repeatable)."),
+        Option(
+            metavar="X",
+            help="Only this method and its compositions (repeatable); optimizer_offload: also "
+            "states on the host, under all methods or those named.",
+        ),
     ] = None,
     methods: Methods = None,
     engine: Annotated[

@@ -276,4 +276,4 @@ class Search:
                 self.queue.postpone(step_s, Item("expand", place, None, candidate))
             self.note_step(step_s)
             place.counted = step_s < self.queue.faster_than_s < inf
-        return None if again else replace(trial, candidate=candidate.text(1))
+        return None if again else replace(trial, candidate=site.named(candidate.text(1)))

@@ -247,7 +247,7 @@ class ShardBounds:
         return known[text]
 
     def _tight_s(self, candidate: Candidate, step: int, pieces: int, index: int) -> float:
-        shard, choice, frame = self.shard, self.shard.choices[index], self.shard.site(index).frame
+        shard, choice, frame = self.shard, self.shard.choices[index], self.shard.frame(index)
         probe, cost, shares = (
             shard.probe(candidate, pieces),
             shard.problem.cost,

@@ -15,7 +15,13 @@ from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, s
 from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, lesser, mixed, no_cost
 from rematbench.advise.search.probe_problems import ProbePrograms
 from rematbench.advise.search.probes import Probe, Prober, Refused, Reply
-from rematbench.advise.search.schedule_bound import after_passes, host_update_s, sent_bytes
+from rematbench.advise.search.schedule_bound import (
+    Frame,
+    after_passes,
+    host_update_s,
+    placed_update_s,
+    sent_bytes,
+)
 from rematbench.advise.search.space import (
     Array,
     Choice,
@@ -23,8 +29,10 @@ from rematbench.advise.search.space import (
     first_dense,
     least_parameters,
 )
-from rematbench.advise.search.trials import Site
+from rematbench.advise.search.trials import Site, states_at
+from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.evaluate.evaluator import Evaluator
+from rematbench.plan import Place, Plan
 from rematbench.plugins.registry import Composition, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
@@ -43,6 +51,7 @@ class Key(NamedTuple):
     etp: int
     single: bool
     hosted: bool
+    states: str
     zero: tuple[int, int]
 
 
@@ -51,8 +60,11 @@ def key(choice: Choice) -> Key:
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
     alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
-    return Key(*alike, lay.pp == 1, choice.hosted, zero)
+    return Key(*alike, lay.pp == 1, choice.hosted, choice.states, zero)
 
+
+NO_PLAN_COUNT = 1 << 40
+"""Parameters whose states fit no device."""
 
 Number = TypeVar("Number", np.float64, np.bool_)
 
@@ -76,7 +88,6 @@ class Shard:
     ) -> None:
         self.choices, self.problem, self.registry = choices, problem, registry
         self._evaluator, self._reserving = evaluator, reserving or _same
-        self.columns = Columns(choices, problem)
         self.prober = Prober(problem, {} if programs is None else programs)
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._sites: dict[int, Site] = {}
@@ -86,6 +97,31 @@ class Shard:
     def _at(self, layout: Layout) -> Problem:
         """The problem at one of the layouts, without its reserve."""
         return replaced(self.problem, layout=layout, _memo={}, _weights={})
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The numbers of the layouts that bounds need."""
+        if not self.choices[0].states:
+            return Columns(self.choices, self.problem)
+        ranks = [(own[0], own[min(1, len(own) - 1)], own[-1]) for own in self.placed]
+        resident = [[rank.get("device", 0) for rank in own] for own in ranks]
+        return Columns(self.choices, self.problem, np.array(resident, dtype=float).T)
+
+    @cached_property
+    def placed(self) -> list[list[dict[Place, int]]]:
+        """Of each layout, the parameters of each rank's optimizer by the place of their states.
+        All are on the device where the method has no plan, and too many to fit."""
+        found = []
+        for choice in self.choices:
+            problem = self._at(choice.layout)
+            plan, ranks = states_at(choice, problem, self.registry), range(choice.layout.pp)
+            if isinstance(plan, Plan):
+                fate = plan.state("optimizer")
+                own = [fate.counts(rank_sharded(problem, plan, rank, fate)) for rank in ranks]
+            else:
+                own = [{"device": NO_PLAN_COUNT} for _ in ranks]
+            found.append(own)
+        return found
 
     @cached_property
     def send_s(self) -> Array:
@@ -108,6 +144,10 @@ class Shard:
             self._end_s(c.layout, int(n * (layer + own)), int(n * own))
             for c, n in zip(self.choices, layers, strict=True)
         ]
+        if self.choices[0].states:
+            cost = self.problem.cost
+            placed_s = [min(placed_update_s(cost, rank) for rank in own) for own in self.placed]
+            return np.array(found) + placed_s
         return np.array(found)
 
     def _end_s(self, layout: Layout, count: int, experts: int) -> float:
@@ -145,6 +185,10 @@ class Shard:
             problem = self._reserving(self._at(choice.layout))
             self._sites[index] = Site(choice, problem, self._evaluator)
         return self._sites[index]
+
+    def frame(self, index: int) -> Frame:
+        """The Frame of the layout at `index`."""
+        return self.site(index).frame(self.registry)
 
     @cached_property
     def kernels_s(self) -> Array:

@@ -50,12 +50,14 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Choice(Struct, frozen=True):
     """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
     the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
-    on the device."""
+    on the device; `states`: the method, with its settings, that places them in pieces (empty:
+    none)."""
 
     layout: Layout
     sizes: tuple[int, ...]
     even: bool = True
     hosted: bool = False
+    states: str = ""
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with: `plan` with this choice's partition."""
@@ -262,10 +264,14 @@ Array = NDArray[np.float64]
 
 
 class Columns:
-    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
+    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout.
+    `resident`: parameters of the first, the second and the last rank whose optimizer states are on
+    the device, where a method places them, [3, layouts]."""
 
-    def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
-        self.choices, self.problem = choices, problem
+    def __init__(
+        self, choices: Sequence[Choice], problem: Problem, resident: Array | None = None
+    ) -> None:
+        self.choices, self.problem, self._resident = choices, problem, resident
         self.gpus_per_node = problem.cluster.gpus_per_node
         layouts = [choice.layout for choice in choices]
         self.pp = np.array([lay.pp for lay in layouts])
@@ -386,15 +392,17 @@ class Columns:
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
         own = [experts * layers for layers in (first, second, last)]
+        kinds = list(enumerate(sizes))
+        placed = self._resident
+        if placed is not None:
+            kinds.pop()
         at_first, at_second, at_last = (
             held
+            + (0 if placed is None else system.optimizer_bytes * placed[rank])
             + np.asarray(
-                sum(
-                    (-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes
-                    for i, nbytes in enumerate(sizes)
-                )
+                sum((-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes for i, nbytes in kinds)
             )
-            for n, m in zip(counts, own, strict=True)
+            for rank, (n, m) in enumerate(zip(counts, own, strict=True))
         )
         return at_first, at_second, at_last
 

@@ -5,7 +5,7 @@ the average work that overlaps copies, not on the work at the time of the copy.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import fsum
 from typing import NamedTuple
@@ -84,13 +84,13 @@ class PieceTraffic(NamedTuple):
     traffic: CopyTraffic = NO_TRAFFIC
 
 
-def piece_traffic(program: Program, param_bytes: int) -> PieceTraffic:
-    """Return what runs beside a program's updates in pieces.  A copy of weights or states is beside
-    what is issued before compute waits for the copy."""
+def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTraffic:
+    """Return what runs beside the updates in pieces of ranks with these blocks.  A copy of weights
+    or states is beside what is issued before compute waits for the copy."""
     visiting = updated = 0
     beside = two_way = False
-    for rank in program.ranks:
-        for block in rank.blocks:
+    for blocks in ranks:
+        for block in blocks:
             flying: dict[str, str] = {}  # the operator of each copy in flight, by its end event
             for action in block.written:
                 if action.op in (WEIGHTS_UP, STATES_UP, STATES_DOWN):

@@ -63,7 +63,8 @@ class ActionCosts:
         self._holds = self._holds or experts is not None
         if program is not None and not self._blocks:
             self.crowd = copy_traffic(problem, program, self._kernels_s)
-            self.pieces = piece_traffic(program, problem.system.param_bytes)
+            blocks = (one.blocks for one in program.ranks)
+            self.pieces = piece_traffic(blocks, problem.system.param_bytes)
             if self.crowd.kernel_delay_share:
                 self._kernels.clear()
 
