@@ -52,6 +52,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         overlaps=fields.get("s", ""),
         scratch=int(fields.get("t", "0")),
         variant=int(fields.get("v", "0")),
+        units=names("u"),
     )
 
 

@@ -120,6 +120,8 @@ def test_states_are_searched_only_where_they_are_asked_for() -> None:
         (("memo+optimizer_offload",), {}, "name single methods only"),
         ((OURS,), {"optimizer": "host"}, "already places the optimizer's states"),
         ((f"{OURS}:order=stale",), {}, "not lossless"),
+        ((f"{OURS}:start=ready",), {}, "nothing can be clipped by it; clip must be false"),
+        ((f"{OURS}:start=ready,clip=false",), {"tp": 1}, "updates in the backward"),
     ],
 )
 def test_what_is_not_bounded_is_refused_by_name(

@@ -29,6 +29,7 @@ from rematbench.engine.program.action import (
     Action,
     Kind,
     gradient_buffer,
+    is_gradient_buffer,
     is_local,
     is_piece,
     is_visit_buffer,
@@ -197,6 +198,12 @@ class _RankCheck:
         del self.touched[key]
 
 
+def _unit(text: str) -> Unit:
+    """The unit of a text `L3.1`."""
+    part, _, chunk = text.rpartition(".")
+    return part, int(chunk)
+
+
 class _Uses:
     """The last tick at which each stream read, and wrote, a unit's weights (or its gradients)."""
 
@@ -227,6 +234,7 @@ class _Pieces:
         self.updated: dict[str, str] = {}  # the stream of each piece's update
         self.up: set[str] = set()  # pieces whose weights are on the device again
         self.back: set[str] = set()  # pieces whose states are on the host again
+        self.units: dict[str, frozenset[Unit]] = {}  # of each piece that has not any unit's
         self.shards_up = False
 
     def fault(self, action: Action, stream: int, clock: VectorClock, *, writes: bool) -> str:
@@ -265,9 +273,15 @@ class _Pieces:
                 return f"frees {name}, which is not cast"
         return ""
 
-    def late(self, stream: int, clock: VectorClock, *, write: bool) -> tuple[str, str] | None:
-        """A piece whose weights are still being written or read, and the stream that does it."""
+    def late(
+        self, unit: Unit, stream: int, clock: VectorClock, *, write: bool
+    ) -> tuple[str, str] | None:
+        """A piece whose weights are still being written or read, and the stream that does it, of
+        the pieces that may have weights of a unit (without a part: of its chunk)."""
         for piece, uses in self.weights.items():
+            own = self.units.get(piece, frozenset({unit}))
+            if not any(one == unit or (not unit[0] and one[1] == unit[1]) for one in own):
+                continue
             late = uses.add(stream, clock, write=write)
             if late:
                 return piece, late
@@ -299,6 +313,7 @@ class _StateCheck:
         self.gradients: dict[Unit, _Uses] = defaultdict(_Uses)
         self.passed: dict[Unit, int] = {}  # micro-batch of the latest backward
         self.reduced: set[Unit] = set()
+        self.sent: set[Unit] = set()  # units of which a piece's gradients are on the host
         self.updated: set[Unit] = set()
         self.pieces = _Pieces()
         actions = [action for block in rank.blocks for action in block.actions]
@@ -357,13 +372,15 @@ class _StateCheck:
         self.passed[unit] = micro_batch
         if unit in self.reduced:
             return f"adds to gradients of {part} after their reduction"
+        if unit in self.sent:
+            return f"adds to gradients of {part} after they went to the host"
         late = self.gradients[unit].add(COMPUTE, clock, write=True)
         return f"adds to gradients of {part} while {late} may still use them" if late else ""
 
     def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
         """Check a gather of the weights of one unit, or of all units of the chunk, into a new
         buffer or in place (where kernels or gathers read)."""
-        used = self.pieces.late(stream, clock, write=in_place)
+        used = self.pieces.late(unit, stream, clock, write=in_place)
         if used:
             return f"gathers weights of {used[0]} while {used[1]} may still use them"
         of_chunk = [one for one in self.weights if one[1] == unit[1]]
@@ -375,14 +392,17 @@ class _StateCheck:
 
     def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
         """The units whose gradients an action exchanges: one unit or all (norms, offload at the
-        step's end), the embedding and the head (tied), or the chunk's units that are due (as the
-        runtime counts them: down to the named unit)."""
+        step's end), the embedding and the head (tied), the units whose buffers a copy to the host
+        reads, or the chunk's units that are due (down to the named unit, as the runtime counts)."""
         if action.op == "norm_gradients" or (action.op == GRADIENTS_DOWN and not action.part):
             return [(action.part, chunk)] if action.part else list(self.gradients)
         if action.op == "tied":
             return [unit for unit in self.gradients if unit[0] in ("E", "H")]
         units = [unit for unit in self.gradients if unit[1] == chunk and unit not in self.reduced]
-        if action.part:
+        named = [(place(name)[0], chunk) for name in action.reads if is_gradient_buffer(name)]
+        if action.op == GRADIENTS_DOWN and named:
+            units = named
+        elif action.part:
             units = [unit for unit in units if self.passed.get(unit) == micro_batch]
             units += [(action.part, chunk)] if (action.part, chunk) not in units else []
         self.reduced.update(units)
@@ -401,37 +421,55 @@ class _StateCheck:
         return ""
 
     def _piece(self, action: Action, stream: int, clock: VectorClock) -> str:
-        """Check an action on a piece of optimizer states.  A piece has weights and gradients of any
-        unit, so it comes after the kernels and reductions of all units; pieces share nothing."""
+        """Check an action on a piece of optimizer states.  A piece has weights and gradients of its
+        units, or of any, so it comes after their kernels and reductions; pieces share nothing."""
         piece = action.part
         if not piece:
             return ""
+        own = frozenset(_unit(text) for text in action.units)
+        if own:
+            self.pieces.units[piece] = own
         updates = action.kind is Kind.OPTIMIZER
         writes = updates and action.stream != HOST_UPDATE
         writes |= action.op == CAST or (action.op == WEIGHTS_UP and not action.allocs)
-        if updates or action.op == GRADIENTS_DOWN:
-            late = self._before_pieces(self.gradients, stream, clock)
-            if late:
-                return f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
+        reads = updates or action.op == GRADIENTS_DOWN
+        if reads and (words := self._unready(piece, own, stream, clock)):
+            return words
         if writes:
-            late = self._before_pieces(self.weights, stream, clock)
+            late = self._before_pieces(self.weights, own, stream, clock)
             if late:
                 return (
                     f"updates weights of {late[0]} for {piece} while {late[1]} may still use them"
                 )
         if updates:
-            if self.reduces and (unit := next(iter(self.gradients.keys() - self.reduced), None)):
+            units = own or self.gradients.keys()
+            if self.reduces and (unit := next(iter(units - self.reduced), None)):
                 return f"updates {piece} with gradients of {unit[0]}, which are not reduced"
-            self.updated.update(self.weights)
+            self.updated.update(own or self.weights)
+            self.reduced.update(own)  # without peers nothing else says so
+        elif action.op == GRADIENTS_DOWN:
+            self.sent.update(own)
         return self.pieces.fault(action, stream, clock, writes=writes)
+
+    def _unready(self, piece: str, own: frozenset[Unit], stream: int, clock: VectorClock) -> str:
+        """Why the gradients of a piece cannot be used yet, in words; empty if they can."""
+        if early := next(iter(own - self.gradients.keys()), None):
+            return f"uses gradients of {early[0]} for {piece} before their backward"
+        late = self._before_pieces(self.gradients, own, stream, clock)
+        return (
+            f"uses gradients of {late[0]} for {piece} while {late[1]} may still use them"
+            if late
+            else ""
+        )
 
     @staticmethod
     def _before_pieces(
-        uses: dict[Unit, "_Uses"], stream: int, clock: VectorClock
+        uses: dict[Unit, "_Uses"], own: frozenset[Unit], stream: int, clock: VectorClock
     ) -> tuple[str, str] | None:
-        """A unit of `uses` with a use that a piece's action does not wait for, and its stream."""
+        """A unit of `uses` (of the piece's `own`, if any) with a use that a piece's action does not
+        wait for, and its stream."""
         for unit, one in uses.items():
-            late = one.late(clock, write=True)
+            late = one.late(clock, write=True) if not own or unit in own else ""
             if late:
                 return unit[0], late
         return None

@@ -158,6 +158,10 @@ class SearchJob:
         if not kept or any(state != base.state(state.kind) for state in others):
             why = "changes more than the optimizer's states (gradients that leave in the backward)"
             raise MethodError(f"{choice.states}: {why}, which search does not bound: use compare")
+        pieces = plan.state("optimizer").pieces
+        if pieces and pieces.start == "ready":
+            why = "updates in the backward, which search does not bound: use compare"
+            raise MethodError(f"{choice.states}: {why}")
 
     @cached_property
     def states(self) -> tuple[str, ...]:

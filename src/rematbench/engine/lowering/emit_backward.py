@@ -1,5 +1,6 @@
 """Writes a chunk's backward block: gradients, collectives, reductions."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from rematbench.engine.lowering.emit_op import emit_alloc
 from rematbench.engine.lowering.emit_rebuild import Rebuilder
 from rematbench.engine.lowering.emit_recompute import Recomputer
 from rematbench.engine.lowering.emit_reload import Reloader
-from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer, Reduced
 from rematbench.engine.lowering.mini_sequences import MiniRun, Piece
 from rematbench.engine.lowering.pieces import write_pieces
+from rematbench.engine.lowering.ready_pieces import ReadyWriter
 from rematbench.engine.lowering.writer import WHOLE, BlockWriter, Share
 from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradient_of
 from rematbench.engine.program.program import Block
@@ -53,10 +55,12 @@ class BackwardEmitter:
         transfers: Transfers,
         gatherer: ParameterGatherer | None,
         reducer: GradReducer | None,
+        updater: Callable[[BlockWriter], ReadyWriter] | None = None,
     ) -> None:
         self.chunk = chunk
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
+        self.updater = updater(self.w) if updater else None
         self.recomputer = Recomputer(chunk, fates, self.w)
         self.share = WHOLE  # the rows of the piece in progress
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
@@ -88,9 +92,20 @@ class BackwardEmitter:
                 self.gatherer.after(w, unit)
             if self.reducer:
                 self.reducer.after(w, unit, last=position == len(order) - 1)
+            if self.updater:
+                self._start_pieces(self.updater, unit)
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
+        if self.updater:
+            survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
+
+    def _start_pieces(self, updater: ReadyWriter, unit: Unit) -> None:
+        """Start the updates of the pieces that are ready after a unit's backward."""
+        if self.reducer:
+            updater.after(self.reducer.take_reduced())
+        elif unit.prefix in updater.due:
+            updater.after([Reduced(unit.prefix, (self.w.mark(COMPUTE),))])
 
     # -- arrivals -------------------------------------------------------------------------------
 

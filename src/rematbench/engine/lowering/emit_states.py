@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 from rematbench.costs.operators.ops import Comm, CommKind, Group
 from rematbench.costs.states import OPTIMIZER_STAGE
@@ -21,6 +22,14 @@ from rematbench.engine.program.action import (
 from rematbench.plan import StateFate
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
+
+
+class Reduced(NamedTuple):
+    """A unit whose gradients are summed, and the events after which nothing works on these or on
+    those of units before it."""
+
+    unit: str
+    events: tuple[str, ...]
 
 
 class ParameterGatherer:
@@ -255,6 +264,8 @@ class GradReducer:
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
         self.width = system.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
+        self.reduced: list[Reduced] = []
+        self.down = ""  # the end of the latest copy to the host
         self.in_flight: list[tuple[str, str]] = []
 
     def buffer(self, unit: Unit) -> str:
@@ -348,11 +359,18 @@ class GradReducer:
             part = self.bucket[-1].prefix
             nbytes = self.system.host_grad_bytes * sum(map(self._leaving, self.bucket))
             if nbytes:
-                event = w.state_copy(
+                event = self.down = w.state_copy(
                     Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names
                 )
         self.in_flight += [(event, name) for name in names]
+        events = (event, self.down) if self.down not in ("", event) else (event,)
+        self.reduced += [Reduced(unit.prefix, events) for unit in self.bucket]
         self.bucket = []
+
+    def take_reduced(self) -> list[Reduced]:
+        """The units that were reduced since the last call."""
+        found, self.reduced = self.reduced, []
+        return found
 
     def _leaving(self, unit: Unit) -> int:
         """The parameters of this rank's part of a unit whose gradients go to the host."""

@@ -21,7 +21,7 @@ from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trail
 from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.engine.lowering.fates import covered, phased
 from rematbench.engine.lowering.late_tensors import late_tensors
-from rematbench.engine.lowering.plan_checks import check_plan, check_rules
+from rematbench.engine.lowering.plan_checks import check_plan, check_ready_order, check_rules
 from rematbench.engine.lowering.rank_steps import (
     ChunkEnds,
     Key,
@@ -29,12 +29,14 @@ from rematbench.engine.lowering.rank_steps import (
     PassKind,
     StepFacts,
     Window,
+    last_backwards,
     pass_kinds,
     rank_steps,
 )
+from rematbench.engine.lowering.ready_pieces import ReadyWriter, ready_pieces
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
-from rematbench.engine.lowering.state_pieces import gradients_that_leave
+from rematbench.engine.lowering.state_pieces import gradients_that_leave, piece_widths
 from rematbench.engine.lowering.step_blocks import (
     Storages,
     d2h_block,
@@ -46,6 +48,7 @@ from rematbench.engine.lowering.step_blocks import (
     wait_block,
 )
 from rematbench.engine.lowering.step_end import emit_step_end
+from rematbench.engine.lowering.writer import BlockWriter
 from rematbench.engine.program.program import Block, Program, RankProgram, Step
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, gathered_bytes, gathers_by_layer, tied_on_one_rank
@@ -146,6 +149,9 @@ class _RankLowering:
         self.buckets = buckets_of(plan, problem, self.chunks)
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.leaving = gradients_that_leave(self.chunks, plan)
+        self.ready = ready_pieces(self.chunks, plan)
+        if self.ready is not None:
+            check_ready_order(last_backwards(self.order), self.order)
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
@@ -198,6 +204,7 @@ class _RankLowering:
             gather_first=self.overlap_gather,
             reduce=self.leaving_gradients or self.update_in_backward,
             reduce_last=self.overlap_reduce,
+            update_last=self.ready is not None,
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
@@ -214,7 +221,9 @@ class _RankLowering:
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
         """The class of a kind of pass; equal chunks that the same rules cover share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
-        own = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
+        own: tuple[object, ...] = tuple(self.leaving[chunk.chunk].values()) if self.leaving else ()
+        if self.ready:
+            own = (*own, *self.ready[chunk.chunk].items())
         key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside, own)
         if key not in classes:
             fates, matched = chunk.fates(self.plan, kind.phase, item.micro_batch)
@@ -248,9 +257,9 @@ class _RankLowering:
             case ("F", int(number), bool(gather)):
                 chunk, cls = self.holders[number]
                 return self._forward_block(chunk, cls.fates, gather)
-            case ("B", int(number), bool(reduce)):
+            case ("B", int(number), bool(reduce), *last):
                 chunk, cls = self.holders[number]
-                return self._backward_block(chunk, cls.fates, reduce)
+                return self._backward_block(chunk, cls.fates, reduce, updates=bool(last))
         return self._copy_block(key) or self._message_block(key)
 
     def _copy_block(self, key: Key) -> Block | None:
@@ -324,7 +333,9 @@ class _RankLowering:
             return layers_ahead(chunk, self.problem.system)
         return self.plan.state("parameter").prefetch_layers
 
-    def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:
+    def _backward_block(
+        self, chunk: ChunkOps, fates: Fates, reduce: bool, *, updates: bool
+    ) -> Block:
         plan, problem = self.plan, self.problem
         parameter = plan.state("parameter")
         states = plan.state("gradient"), plan.state("optimizer")
@@ -347,13 +358,22 @@ class _RankLowering:
                 reducer = GradReducer(
                     *states, problem.system, problem.layout, self.width, tied, leaving
                 )
-            return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
+            updater = self._updater(chunk) if updates else None
+            return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer, updater)
 
         by_unit = self.leaving_gradients or self.update_in_backward
-        if reduce and (self.buckets is not None or not by_unit or leaving):
+        if updates or (reduce and (self.buckets is not None or not by_unit or leaving)):
             return emitter(chunk, fates).block()  # buckets and pieces reach over many layers
         ahead = self._layers_ahead(chunk) if self.layerwise else 0
         return block_of(chunk, fates, plan.transfers, ahead, emitter, forward=False)
+
+    def _updater(self, chunk: ChunkOps) -> Callable[[BlockWriter], ReadyWriter]:
+        """Makes the writer of the updates that start in a chunk's last backward."""
+        cut = self.plan.state("optimizer").pieces
+        assert self.ready is not None
+        assert cut is not None
+        due, widths = self.ready[chunk.chunk], piece_widths(self.plan, self.problem)
+        return lambda w: ReadyWriter(w, due, cut, widths)
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:
         """The embedding's unit if the head of the same rank uses its weight; otherwise None."""

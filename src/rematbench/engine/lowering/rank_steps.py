@@ -61,6 +61,7 @@ class StepFacts(NamedTuple):
     gather_first: bool  # parameters are gathered in each chunk's first forward
     reduce: bool  # gradients are reduced in every backward
     reduce_last: bool  # gradients are reduced in each chunk's last backward
+    update_last: bool = False  # pieces of states are updated from each chunk's last backward on
 
 
 class RankSteps(NamedTuple):
@@ -195,7 +196,8 @@ class _Walk:
         if not ends.last:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
-        self._add(("B", number, reduce), item)
+        updates = (True,) if facts.update_last and item in self.final else ()
+        self._add(("B", number, reduce, *updates), item)
         if facts.holds_outputs and not ends.last:
             self._add(("free_held", ends.output), item)
         if not ends.first:

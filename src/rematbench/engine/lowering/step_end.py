@@ -14,6 +14,7 @@ from rematbench.engine.lowering.emit_states import (
 )
 from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import last_backwards
+from rematbench.engine.lowering.ready_pieces import ready_end_block, ready_pieces
 from rematbench.engine.lowering.state_pieces import piece_widths, update_block
 from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.engine.lowering.step_blocks import (
@@ -88,6 +89,16 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
         steps.add(("OPT", count, down), update, Pass(False, 0, 0))
         return
     pieces, widths = optimizer.cut(count), piece_widths(plan, problem)
+    ready, cut = ready_pieces(steps.chunks, plan), optimizer.pieces
+    if ready is not None and cut is not None:
+        sites = last_backwards(steps.order)
+        for chunk in reversed(steps.chunks):
+            due = tuple(ready[chunk.chunk].values())
+            last = chunk.chunk == 0
+            end = partial(ready_end_block, due, cut, widths, last=last)
+            if due:
+                steps.add(("OPT_READY", due, widths, last), end, sites[chunk.chunk])
+        return
     update = partial(update_block, pieces, optimizer.pieces, widths)
     steps.add(("OPT_HOST", pieces, widths), update, Pass(False, 0, 0))
 

@@ -154,6 +154,7 @@ class BlockWriter:
         after: str,
         reads: tuple[str, ...] = (),
         allocs: tuple[Alloc, ...] = (),
+        units: tuple[str, ...] = (),
     ) -> str:
         """Append a copy of states between device and host that starts after event `after`, and
         return its end event.  States have resident memory in host memory; `allocs` is a buffer on
@@ -171,6 +172,7 @@ class BlockWriter:
                 allocs=allocs,
                 nbytes=nbytes,
                 event=event,
+                units=units,
             )
         )
         return event

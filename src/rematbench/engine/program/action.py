@@ -89,7 +89,8 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     event `wait`.  `fraction`: the share of rows processed; `offset`: the share of rows before them;
     `columns`: the share of an operator's output columns computed.  `comm`: the collective;
     `nbytes`: a copy's payload; `overlaps`: the stream of a collective that runs during a compute
-    action; `scratch`: bytes that only the action itself uses.
+    action; `scratch`: bytes that only the action itself uses.  `units`: the units, each with its
+    chunk (`L3.1`), whose gradients and weights a piece has (empty: any unit's).
     """
 
     kind: Kind
@@ -110,6 +111,7 @@ class Action(Struct, frozen=True, kw_only=True, gc=False):
     overlaps: str = ""
     scratch: int = 0
     variant: int = 0
+    units: tuple[str, ...] = ()
 
 
 def _fields(action: Action) -> list[str]:
@@ -128,6 +130,7 @@ def _fields(action: Action) -> list[str]:
         ("s", action.overlaps),
         ("t", str(action.scratch) if action.scratch else ""),
         ("v", str(action.variant) if action.variant else ""),
+        ("u", ",".join(action.units)),
     ]
     return [f"{key}={value}" for key, value in pairs if value]
 

@@ -21,6 +21,7 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
+    is_local,
 )
 from rematbench.engine.program.program import Block, Program, RankProgram
 from rematbench.problem import Problem
@@ -86,7 +87,8 @@ class PieceTraffic(NamedTuple):
 
 def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTraffic:
     """Return what runs beside the updates in pieces of ranks with these blocks.  A copy of weights
-    or states is beside what is issued before compute waits for the copy."""
+    or states is beside what is issued before compute waits for the copy, and copies of later blocks
+    are beside an update whose end they wait for."""
     visiting = updated = 0
     beside = two_way = False
     for blocks in ranks:
@@ -100,7 +102,7 @@ def piece_traffic(ranks: Iterable[Sequence[Block]], param_bytes: int) -> PieceTr
                     two_way |= STATES_DOWN in flying.values()
                 if action.stream == HOST_UPDATE and action.kind is Kind.OPTIMIZER:
                     updated += action.nbytes // param_bytes
-                    beside |= bool(flying)
+                    beside |= bool(flying) or not is_local(action.event)
                 if action.stream == COMPUTE:
                     flying.pop(action.wait, None)
     return PieceTraffic(
