@@ -33,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"dp": 2, "zero_stage": 1, "global_batch": 4, "system": "megatron-core"},
     "zero3": {"dp": 2, "zero_stage": 3, "global_batch": 4},
     "whole buckets": {"dp": 2, "zero_stage": 2, "global_batch": 4, "system": "deepspeed"},
+    "sequence parallel": {"tp": 2, "sp": True, "dp": 2, "zero_stage": 3, "global_batch": 4},
+    "one replica": {"tp": 2, "sp": True},
     "interleaved": {
         **{"pp": 2, "vpp": 2, "dp": 2, "global_batch": 8, "system": "megatron-core"},
         "model": replace(LLAMA, num_layers=8),
@@ -104,6 +106,20 @@ def test_a_slow_host_starts_with_the_first_gradients() -> None:
     saved = evaluate(slow, norm).step_s - evaluate(slow, plan).step_s
     passes = evaluate(slow, slow.base_plan)
     assert 0.3 * passes.step_s < saved < passes.step_s
+
+
+def test_gradients_of_norms_are_summed_before_their_reduction() -> None:
+    """Per unit, in the last backward, and not again after the passes."""
+    made = given("sequence parallel")
+    plan, norm = both(made, "k2")
+    kinds = []
+    for one in (plan, norm):
+        actions = [a for a, _, _ in lower(one, made).ranks[0].actions()]
+        sums = [a for a in actions if a.op == "norm_gradients"]
+        kinds.append([a.part for a in sums])
+        last = max(i for i, a in enumerate(actions) if a.op == "norm_gradients")
+        assert any(a.op == "gradients" and a.comm for a in actions[last:]) == (one is plan)
+    assert kinds == [["H", "L3", "L2", "L1", "L0"], [""]]
 
 
 def test_reloads_of_activations_do_not_wait_for_the_host() -> None:
@@ -184,7 +200,10 @@ def test_a_piece_that_starts_a_unit_early_is_found(monkeypatch: pytest.MonkeyPat
         ({}, {"clip": True}, "nothing can be clipped by it; clip must be false"),
         ({}, {"wire": "master"}, "wire must be param"),
         ({}, {"places": ("visit",), "slots": 0}, "their visits need slots"),
-        ({"tp": 2, "sp": True}, {}, "gradients of norms after the backward; start must be norm"),
+        (
+            {"tp": 2, "sp": True, "system": "deepspeed"},
+            *({}, "system deepspeed has whole buckets; start must be norm"),
+        ),
         ({"dp": 2, "global_batch": 2}, {}, "system rematbench reduces gradients after the backw"),
         (
             {"pp": 2, "global_batch": 2, "model": replace(LLAMA, tied_embeddings=True)},

@@ -49,7 +49,7 @@ def test_bytes_are_the_ledgers(mix: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp2", "dp2-zero3"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2-zero3"])
 def test_sharded(layout: str) -> None:
     given = [part for mix in ("all three", "k2") for part in early(layout, "keep", mix)]
     results = execute_cases(given, timeout_s=240.0)

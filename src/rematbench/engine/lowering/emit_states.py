@@ -264,6 +264,8 @@ class GradReducer:
         self.reductions = partial(gradient_reductions, layout, optimizer.shards, gradient.shards)
         self.width = system.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
+        self.sums_in_last = False  # norms are summed before each reduction, not after the passes
+        self.norms: list[str] = []
         self.reduced: list[Reduced] = []
         self.down = ""  # the end of the latest copy to the host
         self.in_flight: list[tuple[str, str]] = []
@@ -304,6 +306,8 @@ class GradReducer:
             return
         if unit.parameters:
             self.bucket.append(unit)
+        if self.sums_in_last and unit.norm_parameters:
+            self._sum_norms(w, unit)
         size = sum(self.system.reduce_bytes * u.parameters for u in self.bucket)
         due = self.transient or last or size >= self.system.bucket_bytes
         if self.bucket and due:
@@ -312,6 +316,12 @@ class GradReducer:
             self._drain(w, 0 if last or not self.beside else 1)
         if last:
             self._record_end(w)
+
+    def _sum_norms(self, w: BlockWriter, unit: Unit) -> None:
+        """Sum the norms' gradients of a unit over the tensor-parallel peers."""
+        reads = [self.buffer(unit)] if self.transient else []
+        norms = norm_reduction(self.system, unit.norm_parameters)
+        self.norms.append(w.collective(norms, unit.prefix, "norm_gradients", reads, []))
 
     def _record_end(self, w: BlockWriter) -> None:
         """Record the end of the block's reductions, if there are peers."""
@@ -354,6 +364,9 @@ class GradReducer:
         """Reduce the bucket's `size` bytes, which are in the storages `names` or in the new
         `allocs`, and copy this rank's part to the host if gradients are there."""
         event = self._exchange(w, size, names, allocs) if self.shared else w.mark(COMPUTE)
+        if self.norms and not self.shared:
+            event = self.norms[-1]
+        self.norms = []
         names = (*names, *(alloc.name for alloc in allocs))
         if self.leaves:
             part = self.bucket[-1].prefix
@@ -383,6 +396,8 @@ class GradReducer:
     ) -> str:
         """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
+        for norm in self.norms[-1:]:
+            w.wait("dp", norm)
         experts = sum(unit.expert_parameters for unit in self.bucket)
         comms = self.reductions(size, self.system.reduce_bytes * experts)
         event = ""

@@ -352,12 +352,15 @@ class _RankLowering:
                 gatherer = ParameterGatherer(
                     parameter, problem.system, self.width, tied, peers=peers, release=True
                 )
+            sums = updates and problem.layout.sequence_parallel
             if reduce and self.buckets is not None:
                 reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
-            elif reduce:
+            elif reduce or sums:
                 reducer = GradReducer(
                     *states, problem.system, problem.layout, self.width, tied, leaving
                 )
+            if reducer:
+                reducer.sums_in_last = sums
             updater = self._updater(chunk) if updates else None
             return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer, updater)
 

@@ -129,9 +129,8 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         "parameters at home on the host are updated after the backward; start must be norm": (
             plan.state("parameter").home == "host"
         ),
-        "sequence parallelism sums gradients of norms after the backward; start must be norm": (
-            lay.sequence_parallel
-        ),
+        f"sequence parallelism sums gradients of norms whole, and system {system.name} has whole "
+        "buckets; start must be norm": (lay.sequence_parallel and system.whole_buckets),
         "tied embeddings exchange their gradient after the backward; start must be norm": (
             problem.workload.model.tied_embeddings and lay.pp > 1
         ),

@@ -59,7 +59,8 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
                 build = partial(reduce_block, comms, scratch)
                 steps.add(("reduce", comms), build, sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
-    if lay.sequence_parallel and not updated:
+    summed = ready_pieces(steps.chunks, plan) is not None
+    if lay.sequence_parallel and not updated and not summed:
         comm = _norm_reduction(plan, problem, steps.chunks)
         steps.add(("norms", comm), partial(norm_block, comm), sites[0])
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
