@@ -92,11 +92,12 @@ class BackwardEmitter:
                 self.gatherer.after(w, unit)
             if self.reducer:
                 self.reducer.after(w, unit, last=position == len(order) - 1)
-            if self.updater:
+            if self.updater and unit is not order[-1]:
                 self._start_pieces(self.updater, unit)
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
-        if self.updater:
+        if self.updater:  # the message to the stage before does not wait for the last pieces
+            self._start_pieces(self.updater, order[-1])
             survivors |= self.updater.finish(last=chunk.chunk == 0)
         return w.finish("B", survivors, self.arrivals)
 
