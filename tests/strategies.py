@@ -77,7 +77,7 @@ def problems(draw: st.DrawFn, deeper: int = 0) -> Problem:
         "pp": pp,
         "vpp": vpp,
         "dp": dp,
-        "zero_stage": draw(st.integers(0, 1 if pp > 1 else 3)),
+        "zero_stage": draw(st.integers(0, 1 if pp > 1 and system == "deepspeed" else 3)),
         "micro_batch": micro_batch,
         "global_batch": m * dp * micro_batch,
     }

@@ -390,8 +390,10 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards the
     optimizer, stage 2 also the gradients, stage 3 also the parameters, which are gathered per layer
     before each use.  Sharded gradients are in host memory if the stack keeps them there with its
-    optimizer."""
-    shards = layout.state_shards
+    optimizer.  A pipeline gathers and reduces once in a step: FSDP2's stages of a pipeline neither
+    reshard nor reduce before the last backward (torch 2.13, torch/distributed/pipelining/stage.py,
+    backward_maybe_with_nosync and perform_reduce_grad)."""
+    shards, held = layout.state_shards, layout.pp > 1
     stage = layout.zero_stage
     sharded_grad = shards if stage >= 2 else 1
     leaves = system.optimizer_on_host and system.host_gradients and stage >= 2
@@ -401,15 +403,21 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             kind="parameter",
             shards=shards,
             gather="layer",
-            release="forward",
-            keeps_ends=system.data_parallel == "fsdp",
+            release="step" if held else "forward",
+            keeps_ends=system.data_parallel == "fsdp" and not held,
             home="host" if system.parameters_on_host else "device",
         )
     elif stage == 2 and system.data_parallel == "fsdp":
-        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="backward")
+        release: Literal["step", "backward"] = "step" if held else "backward"
+        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release=release)
     return (
         parameter,
-        StateFate(kind="gradient", shards=sharded_grad, home="host" if leaves else "device"),
+        StateFate(
+            kind="gradient",
+            shards=sharded_grad,
+            home="host" if leaves else "device",
+            release="step" if held and sharded_grad > 1 and not leaves else "never",
+        ),
         StateFate(
             kind="optimizer",
             shards=shards if stage >= 1 else 1,

@@ -16,6 +16,10 @@ DEGREE_WORDS = {
     "vpp": "interleaved pipelines",
     "cp": "context parallelism",
 }
+GATHERED_CHUNKS = 3
+"""Chunks of a rank that torch keeps gathered in a pipeline: a further one is resharded and gathered
+again (torch 2.13, distributed/pipelining/schedules.py, _add_unshard_reshard: max_active_stages)."""
+
 MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
@@ -192,6 +196,16 @@ def _stack_rules(lay: Layout, system: System) -> list[tuple[bool, str]]:
             lay.state_shards > 1 and stage not in system.zero_stages,
             f"system {system.name} has no ZeRO stage {stage} (its stages: {stages})",
         ),
+        (
+            lay.pp > 1 and stage not in system.pipeline_zero_stages,
+            f"zero_stage {stage} with pp = {lay.pp}: in a pipeline, system {system.name} has ZeRO "
+            f"stages {', '.join(map(str, system.pipeline_zero_stages))} alone",
+        ),
+        (
+            stage > 1 and lay.vpp > GATHERED_CHUNKS,
+            f"zero_stage {stage} with vpp = {lay.vpp}: torch keeps at most {GATHERED_CHUNKS} "
+            "chunks of a rank gathered, and gathering a chunk again is not modelled",
+        ),
     ]
 
 
@@ -300,10 +314,6 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
         (
             lay.vpp > 1 and micro_batches % lay.pp != 0,
             f"interleaved 1F1B needs micro-batches % pp == 0, but {micro_batches} % {lay.pp} != 0",
-        ),
-        (
-            lay.zero_stage >= 2 and lay.pp > 1,
-            f"zero_stage {lay.zero_stage} with pp = {lay.pp} is not modelled (gradient sharding)",
         ),
     ]
 

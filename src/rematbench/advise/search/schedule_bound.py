@@ -54,7 +54,8 @@ def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
     if not lay.has_peers:
         return []
     found: list[Comm] = []
-    if not system.reduce_overlap and fates["gradient"].shards == 1:
+    sums = fates["gradient"].release == "step"
+    if sums or (not system.reduce_overlap and fates["gradient"].shards == 1):
         width, shards = system.reduce_bytes, fates["optimizer"].shards
         found += gradient_reductions(lay, shards, 1, width * count, width * experts)
     if not system.gather_overlap and fates["parameter"].gather == "step":

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.state_shards import shards_experts
 from rematbench.plan import Plan
-from rematbench.problem import Problem, head_parameters, state_fates
+from rematbench.problem import (
+    Problem,
+    gathered_bytes,
+    gathers_by_layer,
+    head_parameters,
+    state_fates,
+)
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
@@ -154,7 +160,7 @@ def layouts(
                 _row_shards(fixed.sp, tp),
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
-                _stages(fixed.zero_stage, pp, dp * cp, work),
+                _stages(fixed.zero_stage, pp, dp * cp, work, system),
                 _expert_degrees(fixed, tp, tp * cp * dp, work),
             ):
                 yield Layout(
@@ -216,15 +222,21 @@ def _expert_degrees(
     ]
 
 
-def _stages(fixed: ZeroStage | None, pp: int, shards: int, work: Workload) -> list[ZeroStage]:
-    """The modelled ZeRO stages; only stage 1 without data-parallel peers, where all are equal."""
+def _stages(
+    fixed: ZeroStage | None, pp: int, shards: int, work: Workload, system: System
+) -> list[ZeroStage]:
+    """The ZeRO stages to try, in a pipeline those that the stack has there; only stage 1 without
+    data-parallel peers, where all are equal.  Stage 2 of FSDP in a pipeline is its stage 3."""
     if fixed is None and work.model.experts is not None:
         return [0, 1]
     if fixed is not None:
         return [fixed]
     if shards == 1:
         return [1]
-    return [0, 1] if pp > 1 else [0, 1, 2, 3]
+    if pp == 1:
+        return [0, 1, 2, 3]
+    same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
+    return [stage for stage in system.pipeline_zero_stages if not (same and stage == 2)]
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
@@ -355,9 +367,20 @@ class Columns:
         return tuple(found)
 
     @cached_property
-    def state_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of training states, and of buckets that stay, on a device of the first, the second
-        and the last rank."""
+    def sum_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of the sums of whole gradients that the first, the second and the last rank hold
+        while the most passes are in flight, if there are passes after these."""
+        width = np.array([_held(c.layout, self.problem)[1] for c in self.choices])
+        turn = np.where(self.vpp > 1, (2 * self.vpp - 1) * self.pp, 1)
+        first, second, last = (
+            np.where(self.count * self.vpp - flights >= turn, width * (rest + own), 0.0)
+            for flights, (rest, own) in zip(self.in_flight, self._parameters, strict=True)
+        )
+        return first, second, last
+
+    @cached_property
+    def _parameters(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Parameters of the first, the second and the last rank: of experts, and all others."""
         problem = self.problem
         experts = min(table.expert_parameters for table in problem.layer_kinds)
         layer = min(table.parameters for table in problem.layer_kinds) - experts
@@ -368,23 +391,40 @@ class Columns:
             self.second * layer,
             self.last * layer + head + np.where(single, embedding, 0),
         )
-        system = problem.system
+        own = [experts * layers for layers in (self.first, self.second, self.last)]
+        return [*zip(counts, own, strict=True)]
+
+    @cached_property
+    def state_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
+        holds, on a device of the first, the second and the last rank."""
+        problem, system = self.problem, self.problem.system
         sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
-        own = [experts * layers for layers in (self.first, self.second, self.last)]
+        whole = np.array([_held(c.layout, problem)[0] for c in self.choices])
         first, second, last = (
             held
+            + whole * (n + m)
             + np.asarray(
                 sum(
                     (-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes
                     for i, nbytes in enumerate(sizes)
                 )
             )
-            for n, m in zip(counts, own, strict=True)
+            for n, m in self._parameters
         )
         return first, second, last
+
+
+def _held(layout: Layout, problem: Problem) -> tuple[int, int]:
+    """Bytes of a parameter in the gathered copies, and in the sums of whole gradients, that a
+    pipeline holds until its last pass."""
+    parameter, gradient, _ = state_fates(layout, problem.system)
+    holds = gathers_by_layer(parameter, layout) and parameter.release == "step"
+    sums = problem.system.reduce_bytes if gradient.release == "step" else 0
+    return gathered_bytes(problem) if holds else 0, sums
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:

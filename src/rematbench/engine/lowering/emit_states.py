@@ -16,6 +16,7 @@ from rematbench.engine.program.action import (
     Alloc,
     Kind,
     gradient_buffer,
+    held,
     parameter_buffer,
 )
 from rematbench.plan import StateFate
@@ -63,7 +64,8 @@ class ParameterGatherer:
 
     def buffer(self, unit: Unit) -> str:
         """Return the storage name of a unit's gathered parameters."""
-        return parameter_buffer(unit.prefix)
+        name = parameter_buffer(unit.prefix)
+        return held(name) if self.fate.release == "step" else name
 
     def _read(self, unit: Unit) -> list[Unit]:
         """The units whose weights a unit's kernels read."""
@@ -256,6 +258,7 @@ class GradReducer:
         self.width = system.grad_bytes if self.update else width
         self.bucket: list[Unit] = []
         self.in_flight: list[tuple[str, str]] = []
+        self.survivors: set[str] = set()  # storages that the block leaves
 
     def buffer(self, unit: Unit) -> str:
         """Return the storage name of a unit's full gradients."""

@@ -20,6 +20,12 @@ from rematbench.engine.lowering.emit_fetches import (
 from rematbench.engine.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.engine.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.engine.lowering.fates import covered, phased
+from rematbench.engine.lowering.held_states import (
+    GradientSums,
+    HeldParameters,
+    holds_parameters,
+    sums_gradients,
+)
 from rematbench.engine.lowering.late_tensors import late_tensors
 from rematbench.engine.lowering.plan_checks import check_plan, check_rules
 from rematbench.engine.lowering.rank_steps import (
@@ -143,10 +149,11 @@ class _RankLowering:
         parameter, peers = plan.state("parameter"), lay.has_peers
         self.update_in_backward = plan.state("optimizer").update == "backward"
         gradient = plan.state("gradient")
+        self.sums, self.holds = sums_gradients(plan), holds_parameters(plan, problem)
         self.buckets = buckets_of(plan, problem, self.chunks)
         self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.leaving = gradients_that_leave(self.chunks, plan)
-        self.overlap_reduce = system.reduce_overlap and peers
+        self.overlap_reduce = system.reduce_overlap and peers and not self.sums
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise, self.width = gathers_by_layer(parameter, lay), gathered_bytes(problem)
         one_pass = parameter.release == "forward" and not parameter.keeps_ends
@@ -194,10 +201,11 @@ class _RankLowering:
             hold_phases=transfers.before_send_phases,
             overlapped_sends=self.problem.system.sends_beside(self.problem.layout.vpp),
             holds_outputs=self.problem.system.holds_outputs,
-            gather=self.layerwise,
-            gather_first=self.overlap_gather,
-            reduce=self.leaving_gradients or self.update_in_backward,
+            gather=self.layerwise and not self.holds,
+            gather_first=self.overlap_gather or self.holds,
+            reduce=self.update_in_backward or (self.leaving_gradients and not self.sums),
             reduce_last=self.overlap_reduce,
+            sum_first=self.sums,
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
@@ -305,6 +313,8 @@ class _RankLowering:
                     release=release,
                     keeps_ends=ends,
                 )
+            elif self.holds:
+                gatherer = HeldParameters(parameter, system, self.width, peers=peers, release=False)
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
@@ -338,10 +348,13 @@ class _RankLowering:
             if self.by_matrix:
                 gatherer = self._matrix_gatherer(chunk, fates, forward=False)
             elif self.layerwise:
-                gatherer = ParameterGatherer(
+                kind = HeldParameters if self.holds else ParameterGatherer
+                gatherer = kind(
                     parameter, problem.system, self.width, tied, peers=peers, release=True
                 )
-            if reduce and self.buckets is not None:
+            if self.sums:
+                reducer = GradientSums(plan, problem, first=reduce)
+            elif reduce and self.buckets is not None:
                 reducer = BucketReducer(*states, problem, tied, self.buckets, leaving)
             elif reduce:
                 reducer = GradReducer(

@@ -12,8 +12,16 @@ from rematbench.engine.lowering.emit_states import (
     norm_reduction,
     parameter_gathers,
 )
+from rematbench.engine.lowering.held_states import (
+    free_block,
+    held_copies,
+    holds_parameters,
+    sums_block,
+    sums_gradients,
+    unit_sums,
+)
 from rematbench.engine.lowering.late_tensors import flat_update
-from rematbench.engine.lowering.rank_steps import last_backwards
+from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
 from rematbench.engine.lowering.state_pieces import piece_widths, update_block
 from rematbench.engine.lowering.state_shards import rank_sharded
 from rematbench.engine.lowering.step_blocks import (
@@ -50,7 +58,8 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     gradient = plan.state("gradient")
     reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
     buckets = buckets_of(plan, problem, steps.chunks)
-    if lay.has_peers and not updated:
+    _end_held(steps, plan, problem)
+    if lay.has_peers and not updated and not sums_gradients(plan):
         for chunk in reversed(steps.chunks):
             if not reduced_already:
                 comms = _reductions(plan, problem, chunk)
@@ -71,6 +80,20 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
             counts = _parameters(chunk), _expert_parameters(chunk)
             for comm in parameter_gathers(lay, system, *counts):
                 steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Free the parameters and reduce the gradients that a rank holds until its last pass.  They
+    belong to the micro-batches that allocated them."""
+    opening = first_passes(steps.order, forward=True)
+    summing = first_passes(steps.order, forward=False)
+    for chunk in reversed(steps.chunks):
+        if holds_parameters(plan, problem):
+            names = held_copies(chunk)
+            steps.add(("release", names), partial(free_block, names), opening[chunk.chunk])
+        if sums_gradients(plan):
+            units = unit_sums(plan, problem, chunk)
+            steps.add(("sums", units), partial(sums_block, units), summing[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
