@@ -57,6 +57,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "kwai": {"system": "megatron-kwai", "tp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
     "ring": {"system": "megatron-core", "cp": 2, "tp": 2, "model": replace(GPT, num_layers=2)},
     "fsdp": {"system": "torchtitan", "dp": 2, "zero_stage": 2, "global_batch": 2},
+    "fsdp in a pipeline": {
+        **{"system": "torchtitan", "pp": 2, "vpp": 2, "dp": 2},
+        **{"zero_stage": 3, "global_batch": 8},
+    },
     "unfused": {"system": "megatron-lm", "model": GPT, "attention": "unfused", "tp": 2},
     "experts": {"model": EXPERTS, "dp": 4, "pp": 2, "ep": 4, "global_batch": 8},
     "split experts": {"model": EXPERTS, "tp": 2, "dp": 2, "ep": 2, "etp": 2, "global_batch": 4},

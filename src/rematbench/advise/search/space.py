@@ -429,15 +429,21 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int]:
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
-    leaves next to nothing on the device."""
+    leaves next to nothing on the device, and for gradients that are sums until the reduction."""
     fates = state_fates(layout, problem.system)
-    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+    away = [f.home == "host" or (f.kind == "gradient" and f.release == "step") for f in fates]
+    return [1 << 60 if gone else fate.shards for gone, fate in zip(away, fates, strict=True)]
 
 
 def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of states of experts is sharded."""
     fates = state_fates(layout, problem.system)
-    return [layout.expert_dp if shards_experts(fate, layout) else 1 for fate in fates]
+    return [
+        (1 << 60 if fate.release == "step" and fate.kind == "gradient" else layout.expert_dp)
+        if shards_experts(fate, layout)
+        else 1
+        for fate in fates
+    ]
 
 
 def _rank_layers(choice: Choice) -> tuple[int, ...]:

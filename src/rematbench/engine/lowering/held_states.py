@@ -8,6 +8,8 @@ Deviations: torch reduces a chunk after the chunk's last backward, here all chun
 reduced after the rank's last pass.  The seconds of adding to a sum are left out.
 """
 
+from typing import NamedTuple
+
 from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.emit_states import (
@@ -21,6 +23,7 @@ from rematbench.engine.program.action import (
     Action,
     Alloc,
     Kind,
+    gradient_shard,
     gradient_sums,
     held,
     parameter_buffer,
@@ -40,6 +43,12 @@ def sums_gradients(plan: Plan) -> bool:
     """Whether whole gradients add up until the rank's last pass."""
     updated = plan.state("optimizer").update == "backward"
     return plan.state("gradient").release == "step" and not updated
+
+
+def lends_gradients(plan: Plan) -> bool:
+    """Whether no gradients are alive throughout: each unit's live only until its update, or the
+    program allocates and frees them."""
+    return plan.state("optimizer").update == "backward" or sums_gradients(plan)
 
 
 class HeldParameters(ParameterGatherer):
@@ -65,7 +74,8 @@ class HeldParameters(ParameterGatherer):
 
 class GradientSums(GradReducer):
     """Adds each unit's gradients to a sum of `reduce_bytes`, which the chunk's `first` backward
-    allocates.  Gradients of another width are in a buffer of the unit before."""
+    allocates.  Gradients of another width are in a buffer of the unit first.  A rank has no shard
+    of gradients until the reduction (zero_grad(set_to_none=True))."""
 
     def __init__(self, plan: Plan, problem: Problem, *, first: bool) -> None:
         states = plan.state("gradient"), plan.state("optimizer")
@@ -108,36 +118,38 @@ def held_copies(chunk: ChunkOps) -> tuple[str, ...]:
 
 
 def free_block(names: tuple[str, ...]) -> Block:
-    """Free the gathered parameters of a chunk."""
+    """Free a chunk's gathered parameters, or its shards of gradients."""
     return Block("release", (Action(kind=Kind.FREE, stream=COMPUTE, frees=names),))
 
 
-UnitSums = tuple[str, tuple[Comm, ...]]
-"""A unit, and the collectives that reduce its gradients."""
+class UnitSums(NamedTuple):
+    """A unit, the collectives that reduce its gradients, and the rank's shard of the result."""
+
+    part: str
+    comms: tuple[Comm, ...]
+    shard: Alloc
 
 
 def sums_block(units: tuple[UnitSums, ...]) -> Block:
-    """Reduce the sums of a chunk's gradients unit by unit, and free them."""
+    """Reduce the sums of a chunk's gradients to shards, unit by unit, and free the sums."""
     w = BlockWriter()
-    for part, comms in units:
-        name = gradient_sums(part)
+    for part, comms, shard in units:
+        reads, allocs = [gradient_sums(part)], [shard]
         for comm in comms:
-            w.wait(COMPUTE, w.collective(comm, part, "gradients", [name], []))
-        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(name,)))
+            w.wait(COMPUTE, w.collective(comm, part, "gradients", reads, allocs))
+            reads, allocs = [gradient_sums(part), shard.name], []
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(gradient_sums(part),)))
     return Block("reduce", tuple(w.actions))
 
 
 def unit_sums(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[UnitSums, ...]:
     """The units of a chunk that have gradients, from the last one on."""
-    lay, width = problem.layout, problem.system.reduce_bytes
-    shards = plan.state("optimizer").shards, plan.state("gradient").shards
-    return tuple(
-        (
-            unit.prefix,
-            gradient_reductions(
-                lay, *shards, width * unit.parameters, width * unit.expert_parameters
-            ),
-        )
-        for unit in reversed(chunk.units)
-        if unit.parameters
-    )
+    lay, system, gradient = problem.layout, problem.system, plan.state("gradient")
+    shards, width = (plan.state("optimizer").shards, gradient.shards), system.reduce_bytes
+    found = []
+    for unit in reversed(chunk.units):
+        count, experts = unit.parameters, unit.expert_parameters
+        comms = gradient_reductions(lay, *shards, width * count, width * experts)
+        nbytes = system.grad_bytes * unit.updated(gradient, lay)
+        found.append(UnitSums(unit.prefix, comms, Alloc(gradient_shard(unit.prefix), nbytes)))
+    return tuple(one for one in found if one.comms[0].nbytes)

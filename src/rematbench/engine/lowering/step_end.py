@@ -74,6 +74,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
         _tied_embeddings(steps, problem)
     if not updated:
         _update(steps, plan, problem)
+    _free_shards(steps, plan, problem)
     gathered = plan.state("parameter").gather == "step" and lay.has_peers
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
@@ -94,6 +95,14 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
         if sums_gradients(plan):
             units = unit_sums(plan, problem, chunk)
             steps.add(("sums", units), partial(sums_block, units), summing[chunk.chunk])
+
+
+def _free_shards(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Free the shards of gradients that a rank has for its update alone."""
+    summing = first_passes(steps.order, forward=False)
+    for chunk in steps.chunks if sums_gradients(plan) else ():
+        names = tuple(unit.shard.name for unit in unit_sums(plan, problem, chunk))
+        steps.add(("release", names), partial(free_block, names), summing[chunk.chunk])
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:

@@ -162,7 +162,7 @@ def place(storage: str) -> tuple[str, str]:
 GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
 _FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
 _BUFFER, _WEIGHTS, _STATES = ".gradients", ".parameters", ".states"
-_SUMS, HELD = ".sums", "^"
+_SUMS, _SHARD, HELD = ".sums", ".shard", "^"
 
 
 def identity(storage: str) -> str:
@@ -239,6 +239,11 @@ def is_held(storage: str) -> bool:
 def gradient_sums(part: str) -> str:
     """The storage name of the sums of a part's gradients over the micro-batches."""
     return held(f"{part}{_SUMS}")
+
+
+def gradient_shard(part: str) -> str:
+    """The storage name of a rank's shard of a part's reduced gradients."""
+    return held(f"{part}{_SHARD}")
 
 
 def is_parameter_buffer(storage: str) -> bool:
