@@ -13,7 +13,6 @@ from rematbench.costs.estimators import PipelineOffloadEstimator, pipeline_offlo
 from rematbench.costs.operators.block import embedding_table, head_table, layer_table
 from rematbench.costs.operators.ops import Op, OpTable, rebuild_ops
 from rematbench.costs.states import (
-    GRADIENT_STAGE,
     StateBytes,
     non_torch_bytes,
     room_bytes,
@@ -266,7 +265,6 @@ def _refuse_experts(problem: Problem) -> None:
     if model.experts is None:
         return
     refused = {
-        f"zero_stage {lay.zero_stage}": lay.zero_stage >= GRADIENT_STAGE,
         f"the experts of system {system.name}": "ep" not in system.model_parallel,
         "CUDA graphs": system.cuda_graphs,
         "an optimizer in host memory": system.optimizer_on_host,
@@ -318,7 +316,7 @@ def tied_on_one_rank(problem: Problem) -> bool:
 def gathers_by_layer(parameter: StateFate, layout: Layout) -> bool:
     """Whether the weights of a layer are brought into a buffer before each use: gathered from the
     peers that hold them, or copied from host memory, or both."""
-    elsewhere = layout.state_shards > 1 or parameter.home == "host"
+    elsewhere = layout.has_peers or parameter.home == "host"
     return parameter.gather == "layer" and elsewhere
 
 
@@ -416,7 +414,7 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
             kind="gradient",
             shards=sharded_grad,
             home="host" if leaves else "device",
-            release="step" if held and sharded_grad > 1 and not leaves else "never",
+            release="step" if held and stage >= 2 and layout.has_peers and not leaves else "never",
         ),
         StateFate(
             kind="optimizer",

@@ -28,6 +28,7 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
+    expert_buffer,
     gradient_buffer,
     gradient_sums,
     held,
@@ -306,7 +307,8 @@ class _Pieces:
 
 def _gathered(part: str) -> set[str]:
     """The storage names that a part's gathered parameters may have."""
-    return {parameter_buffer(part), held(parameter_buffer(part))}
+    names = parameter_buffer(part), expert_buffer(part)
+    return {*names, *map(held, names)}
 
 
 class _StateCheck:

@@ -64,6 +64,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "unfused": {"system": "megatron-lm", "model": GPT, "attention": "unfused", "tp": 2},
     "experts": {"model": EXPERTS, "dp": 4, "pp": 2, "ep": 4, "global_batch": 8},
     "split experts": {"model": EXPERTS, "tp": 2, "dp": 2, "ep": 2, "etp": 2, "global_batch": 4},
+    "experts under fsdp": {
+        **{"model": EXPERTS, "system": "torchtitan", "dp": 4, "ep": 2},
+        **{"zero_stage": 3, "global_batch": 8},
+    },
+    "experts under fsdp in a pipeline": {
+        **{"model": EXPERTS, "system": "torchtitan", "dp": 4, "ep": 2, "pp": 2},
+        **{"zero_stage": 3, "global_batch": 8},
+    },
     "gathered experts": {
         "model": EXPERTS,
         "tp": 2,

@@ -17,7 +17,6 @@ from rematbench.plan import Plan
 from rematbench.problem import (
     Problem,
     gathered_bytes,
-    gathers_by_layer,
     head_parameters,
     state_fates,
 )
@@ -225,14 +224,13 @@ def _expert_degrees(
 def _stages(
     fixed: ZeroStage | None, pp: int, shards: int, work: Workload, system: System
 ) -> list[ZeroStage]:
-    """The ZeRO stages to try, in a pipeline those that the stack has there; only stage 1 without
-    data-parallel peers, where all are equal.  Stage 2 of FSDP in a pipeline is its stage 3."""
-    if fixed is None and work.model.experts is not None:
-        return [0, 1]
+    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without data-parallel
+    peers all are equal: only stage 1, and stage 0 too for experts, which may have other peers.
+    Stage 2 of FSDP in a pipeline is its stage 3."""
     if fixed is not None:
         return [fixed]
     if shards == 1:
-        return [1]
+        return [0, 1] if work.model.experts is not None else [1]
     if pp == 1:
         return [0, 1, 2, 3]
     same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
@@ -370,7 +368,7 @@ class Columns:
     def sum_bytes(self) -> tuple[Array, Array, Array]:
         """Bytes of the sums of whole gradients that the first, the second and the last rank hold
         while the most passes are in flight, if there are passes after these."""
-        width = np.array([_held(c.layout, self.problem)[1] for c in self.choices])
+        width = np.array([_held(c.layout, self.problem)[2] for c in self.choices])
         turn = np.where(self.vpp > 1, (2 * self.vpp - 1) * self.pp, 1)
         first, second, last = (
             np.where(self.count * self.vpp - flights >= turn, width * (rest + own), 0.0)
@@ -403,10 +401,11 @@ class Columns:
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
-        whole = np.array([_held(c.layout, problem)[0] for c in self.choices])
+        whole = np.array([_held(c.layout, problem)[:2] for c in self.choices])
         first, second, last = (
             held
-            + whole * (n + m)
+            + whole[:, 0] * n
+            + whole[:, 1] * m
             + np.asarray(
                 sum(
                     (-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes
@@ -418,13 +417,14 @@ class Columns:
         return first, second, last
 
 
-def _held(layout: Layout, problem: Problem) -> tuple[int, int]:
-    """Bytes of a parameter in the gathered copies, and in the sums of whole gradients, that a
-    pipeline holds until its last pass."""
+def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
+    """Bytes of a parameter that a pipeline holds until its last pass: in gathered copies, in those
+    of experts, and in the sums of whole gradients."""
     parameter, gradient, _ = state_fates(layout, problem.system)
-    holds = gathers_by_layer(parameter, layout) and parameter.release == "step"
+    width = gathered_bytes(problem) if parameter.release == "step" else 0
+    here = layout.state_shards == 1 and parameter.home == "device"
     sums = problem.system.reduce_bytes if gradient.release == "step" else 0
-    return gathered_bytes(problem) if holds else 0, sums
+    return 0 if here else width, width if layout.expert_dp > 1 else 0, sums
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:

@@ -15,6 +15,7 @@ from rematbench.engine.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.engine.lowering.emit_states import (
     GradReducer,
     ParameterGatherer,
+    gathered_parts,
     gradient_reductions,
 )
 from rematbench.engine.lowering.writer import BlockWriter
@@ -25,8 +26,6 @@ from rematbench.engine.program.action import (
     Kind,
     gradient_shard,
     gradient_sums,
-    held,
-    parameter_buffer,
 )
 from rematbench.engine.program.program import Block
 from rematbench.plan import Plan
@@ -61,8 +60,7 @@ class HeldParameters(ParameterGatherer):
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
         """Name the copies that a unit's kernels read."""
-        if unit.parameters:
-            w.parameters[unit.prefix] = self.buffers(unit)
+        w.parameters[unit.prefix] = self.buffers(unit)
 
     def arrive(self, w: BlockWriter, units: list[Unit]) -> set[str]:
         """Return the storages that the block frees: none."""
@@ -112,9 +110,10 @@ class GradientSums(GradReducer):
             self.survivors.add(name)
 
 
-def held_copies(chunk: ChunkOps) -> tuple[str, ...]:
+def held_copies(plan: Plan, problem: Problem, chunk: ChunkOps) -> tuple[str, ...]:
     """The storage names of a chunk's gathered parameters."""
-    return tuple(held(parameter_buffer(u.prefix)) for u in chunk.units if u.parameters)
+    fate, lay = plan.state("parameter"), problem.layout
+    return tuple(part.name for unit in chunk.units for part in gathered_parts(unit, fate, lay))
 
 
 def free_block(names: tuple[str, ...]) -> Block:

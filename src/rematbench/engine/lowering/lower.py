@@ -41,6 +41,7 @@ from rematbench.engine.lowering.rank_steps import (
 from rematbench.engine.lowering.repeated_layers import block_of
 from rematbench.engine.lowering.schedule import passes
 from rematbench.engine.lowering.state_pieces import gradients_that_leave
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_blocks import (
     Storages,
     d2h_block,
@@ -151,7 +152,7 @@ class _RankLowering:
         gradient = plan.state("gradient")
         self.sums, self.holds = sums_gradients(plan), holds_parameters(plan, problem)
         self.buckets = buckets_of(plan, problem, self.chunks)
-        self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
+        self.leaving_gradients = gradient.home == "host" or has_whole_gradients(gradient, lay)
         self.leaving = gradients_that_leave(self.chunks, plan)
         self.overlap_reduce = system.reduce_overlap and peers and not self.sums
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
@@ -295,7 +296,7 @@ class _RankLowering:
         plan, system = self.plan, self.problem.system
         parameter = plan.state("parameter")
         release, ends = parameter.release == "forward", parameter.keeps_ends
-        peers = self.problem.layout.state_shards > 1
+        of_layout = parameter, system, self.problem.layout, self.width
 
         def emitter(chunk: ChunkOps, fates: Fates) -> ForwardEmitter:
             gatherer: ParameterGatherer | None = None
@@ -303,18 +304,9 @@ class _RankLowering:
                 gatherer = self._matrix_gatherer(chunk, fates, forward=True)
             elif gather:
                 tied = self._tied(chunk)
-                gatherer = ParameterGatherer(
-                    parameter,
-                    system,
-                    self.width,
-                    tied,
-                    peers=peers,
-                    expert_peers=self.problem.layout.expert_dp > 1,
-                    release=release,
-                    keeps_ends=ends,
-                )
+                gatherer = ParameterGatherer(*of_layout, tied, release=release, keeps_ends=ends)
             elif self.holds:
-                gatherer = HeldParameters(parameter, system, self.width, peers=peers, release=False)
+                gatherer = HeldParameters(*of_layout, release=False)
             return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
@@ -325,8 +317,8 @@ class _RankLowering:
         back = backward_order(chunk, fates)
         kept = kept_matrices(chunk, back, system)
         order = forward_order(chunk) if forward else back
-        peers = self.problem.layout.state_shards > 1
-        return MatrixGatherer(parameter, system, order, kept, forward=forward, peers=peers)
+        lay = self.problem.layout
+        return MatrixGatherer(parameter, system, order, kept, forward=forward, layout=lay)
 
     def _layers_ahead(self, chunk: ChunkOps) -> int:
         """The most layers by which gathers per layer run ahead."""
@@ -338,7 +330,6 @@ class _RankLowering:
         plan, problem = self.plan, self.problem
         parameter = plan.state("parameter")
         states = plan.state("gradient"), plan.state("optimizer")
-        peers = problem.layout.state_shards > 1
         leaving = self.leaving[chunk.chunk] if self.leaving else None
 
         def emitter(chunk: ChunkOps, fates: Fates) -> BackwardEmitter:
@@ -349,9 +340,8 @@ class _RankLowering:
                 gatherer = self._matrix_gatherer(chunk, fates, forward=False)
             elif self.layerwise:
                 kind = HeldParameters if self.holds else ParameterGatherer
-                gatherer = kind(
-                    parameter, problem.system, self.width, tied, peers=peers, release=True
-                )
+                of_layout = parameter, problem.system, problem.layout, self.width
+                gatherer = kind(*of_layout, tied, release=True)
             if self.sums:
                 reducer = GradientSums(plan, problem, first=reduce)
             elif reduce and self.buckets is not None:

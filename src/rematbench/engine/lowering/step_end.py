@@ -23,7 +23,7 @@ from rematbench.engine.lowering.held_states import (
 from rematbench.engine.lowering.late_tensors import flat_update
 from rematbench.engine.lowering.rank_steps import first_passes, last_backwards
 from rematbench.engine.lowering.state_pieces import piece_widths, update_block
-from rematbench.engine.lowering.state_shards import rank_sharded
+from rematbench.engine.lowering.state_shards import has_whole_gradients, rank_sharded
 from rematbench.engine.lowering.step_blocks import (
     gather_block,
     norm_block,
@@ -56,7 +56,8 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
     gradient = plan.state("gradient")
-    reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
+    in_passes = has_whole_gradients(gradient, lay) or gradient.home == "host"
+    reduced_already = in_passes or steps.overlap_reduce
     buckets = buckets_of(plan, problem, steps.chunks)
     _end_held(steps, plan, problem)
     if lay.has_peers and not updated and not sums_gradients(plan):
@@ -90,7 +91,7 @@ def _end_held(steps: Steps, plan: Plan, problem: Problem) -> None:
     summing = first_passes(steps.order, forward=False)
     for chunk in reversed(steps.chunks):
         if holds_parameters(plan, problem):
-            names = held_copies(chunk)
+            names = held_copies(plan, problem, chunk)
             steps.add(("release", names), partial(free_block, names), opening[chunk.chunk])
         if sums_gradients(plan):
             units = unit_sums(plan, problem, chunk)

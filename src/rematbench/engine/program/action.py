@@ -162,6 +162,7 @@ def place(storage: str) -> tuple[str, str]:
 GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
 _FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
 _BUFFER, _WEIGHTS, _STATES = ".gradients", ".parameters", ".states"
+_EXPERTS = f".experts{_WEIGHTS}"
 _SUMS, _SHARD, HELD = ".sums", ".shard", "^"
 
 
@@ -198,6 +199,16 @@ def is_gradient_buffer(storage: str) -> bool:
 def parameter_buffer(part: str) -> str:
     """The storage name of the buffer for the gathered parameters of a part."""
     return f"{part}{_WEIGHTS}"
+
+
+def expert_buffer(part: str) -> str:
+    """The storage name of the buffer for the gathered parameters of a part's experts."""
+    return f"{part}{_EXPERTS}"
+
+
+def is_expert_buffer(storage: str) -> bool:
+    """Whether a storage is a buffer of gathered parameters of experts."""
+    return storage.removesuffix(HELD).endswith(_EXPERTS)
 
 
 def piece_part(number: int) -> str:
