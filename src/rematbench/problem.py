@@ -292,7 +292,7 @@ def rank_states(problem: Problem, plan: Plan, rank: int) -> StateBytes:
     rest = rank_parameters(problem, plan, rank) - experts
     lay, system = problem.layout, problem.system
     one = state_bytes(rest, lay, system)
-    two = state_bytes(experts, lay, system, shards=lay.expert_dp)
+    two = state_bytes(experts, lay, system, shards=lay.expert_shards)
     return StateBytes(
         parameter=one.parameter + two.parameter,
         gradient=one.gradient + two.gradient,

@@ -92,9 +92,19 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that hold the same part of the same experts, over which ZeRO shards their
-        states."""
+        """Ranks that hold the same part of the same experts."""
         return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
+
+    @property
+    def state_replicas(self) -> int:
+        """Groups of ranks that hold the same shards of states."""
+        return self.dp * self.cp // self.state_shards
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which ZeRO shards the states of experts: their peers inside a replica of
+        sharded states (torchtitan, distributed/parallel_dims.py, efsdp)."""
+        return self.expert_dp // self.state_replicas
 
     @property
     def has_peers(self) -> bool:
@@ -295,8 +305,9 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
         ),
         (lay.ulysses > 1, f"experts with ulysses = {lay.ulysses} are not modelled"),
         (
-            lay.shard_degree > 0,
-            f"experts with shard_degree = {lay.shard_degree} are not modelled",
+            lay.shard_degree > 0 and lay.tp * lay.shard_degree % (etp * lay.ep) != 0,
+            f"tp x shard_degree = {lay.tp * lay.shard_degree} must be a multiple of etp x ep = "
+            f"{etp} x {lay.ep} (experts are spread inside a replica)",
         ),
     ]
 

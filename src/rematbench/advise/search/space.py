@@ -424,7 +424,7 @@ def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
     width = gathered_bytes(problem) if parameter.release == "step" else 0
     here = layout.state_shards == 1 and parameter.home == "device"
     sums = problem.system.reduce_bytes if gradient.release == "step" else 0
-    return 0 if here else width, width if layout.expert_dp > 1 else 0, sums
+    return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
@@ -439,7 +439,7 @@ def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of states of experts is sharded."""
     fates = state_fates(layout, problem.system)
     return [
-        (1 << 60 if fate.release == "step" and fate.kind == "gradient" else layout.expert_dp)
+        (1 << 60 if fate.release == "step" and fate.kind == "gradient" else layout.expert_shards)
         if shards_experts(fate, layout)
         else 1
         for fate in fates

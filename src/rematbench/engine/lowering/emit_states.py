@@ -45,7 +45,7 @@ def gathered_parts(unit: Unit, fate: StateFate, layout: Layout) -> list[Gathered
     found: list[Gathered] = []
     if unit.parameters > experts and not (by_layer and _is_here(fate, layout)):
         found.append(Gathered(parameter_buffer(unit.prefix), unit.parameters - experts, "dp"))
-    if experts and layout.expert_dp > 1:
+    if experts and layout.expert_shards > 1:
         found.append(Gathered(expert_buffer(unit.prefix), experts, "edp"))
     if fate.release == "step":
         return [part._replace(name=held(part.name)) for part in found]
@@ -235,11 +235,15 @@ def gradient_reductions(
         found = gradient_reductions(layout, optimizer_shards, gradient_shards, nbytes - experts)
         alone = layout.state_shards == 1 and layout.zero_stage >= OPTIMIZER_STAGE
         kind: CommKind = "reduce_scatter" if optimizer_shards > 1 or alone else "all_reduce"
-        return (*found, Comm(kind, "edp", experts)) if layout.expert_dp > 1 else found
+        found += (Comm(kind, "edp", experts),) if layout.expert_shards > 1 else ()
+        if layout.state_replicas > 1:
+            shard = -(-experts // layout.expert_shards)
+            found += (Comm("all_reduce", "expert_replica", shard),)
+        return found
     if optimizer_shards == 1 and gradient_shards == 1:
         return (Comm("all_reduce", "dp", nbytes),)
     scatter = Comm("reduce_scatter", "dp", nbytes)
-    if layout.state_shards == layout.dp * layout.cp:
+    if layout.state_replicas == 1:
         return (scatter,)
     return (scatter, Comm("all_reduce", "replica", -(-nbytes // layout.state_shards)))
 
@@ -249,7 +253,7 @@ def parameter_gathers(layout: Layout, system: System, count: int, experts: int) 
     their own."""
     width = system.gather_bytes
     found = [Comm("all_gather", "dp", width * (count - experts))]
-    more = experts > 0 and layout.expert_dp > 1
+    more = experts > 0 and layout.expert_shards > 1
     return [*found, Comm("all_gather", "edp", width * experts)] if more else found
 
 

@@ -12,7 +12,7 @@ STAGES = {"optimizer": OPTIMIZER_STAGE, "gradient": GRADIENT_STAGE}
 def sharded(rest: int, experts: int, fate: StateFate, layout: Layout) -> int:
     """The number of parameters of which the fullest rank holds a state, of `rest` parameters and of
     those of `experts`, whose states expert data parallelism shards."""
-    shards = layout.expert_dp if shards_experts(fate, layout) else 1
+    shards = layout.expert_shards if shards_experts(fate, layout) else 1
     return shard(rest, fate.shards) + shard(experts, shards)
 
 
@@ -28,7 +28,7 @@ def shards_experts(fate: StateFate, layout: Layout) -> bool:
 def has_whole_gradients(gradient: StateFate, layout: Layout) -> bool:
     """Whether the gradients of a unit are whole for a while only, because peers share some of
     them."""
-    return gradient.shards > 1 or (layout.expert_dp > 1 and shards_experts(gradient, layout))
+    return gradient.shards > 1 or (layout.expert_shards > 1 and shards_experts(gradient, layout))
 
 
 def rank_sharded(problem: Problem, plan: Plan, rank: int, fate: StateFate) -> int:
