@@ -85,7 +85,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"dp": 2, "ulysses": 2}},
     ),
     (
-        "cp = 2 together with ulysses = 2 is not modelled",
+        "system rematbench has no Ulysses inside context parallelism, but cp = 2 with ulysses = 2",
         {"layout": {"dp": 2, "ulysses": 2, "cp": 2}, "system": "rematbench"},
     ),
     (

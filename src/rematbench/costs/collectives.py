@@ -31,8 +31,7 @@ class GroupShape(Struct, frozen=True):
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """Ranks per group, by kind of group.  Ulysses ranks are consecutive dp ranks and form the `cp`
-    group."""
+    """Ranks per axis.  Ulysses ranks are neighbours inside the axis `cp`."""
     inner = layout.cp * layout.ulysses
     return {"tp": layout.tp, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
 
@@ -49,6 +48,8 @@ def group_ranks(
 ) -> list[tuple[int, ...]]:
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
+    With Ulysses inside context parallelism, neighbours on the axis `cp` form the groups `ulysses`,
+    and the ranks of equal place in these the groups `cp`.
     The data- and context-parallel peers are cut into groups `state` of neighbours, over which ZeRO
     shards states (`Layout.state_shards`); the ranks of equal place in them form groups `replica`.
     Experts fold onto the ranks of a stage: neighbours form the groups `etp`, the ranks of equal
@@ -64,7 +65,8 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     if group == "expert_replica" or group in EXPERT_AXES:
         return _expert_ranks(layout, group, stage, order)
     sizes = degrees(layout)
-    members = ("cp", "dp") if group in ("state", "replica") else (group,)
+    wider = {"state": ("cp", "dp"), "replica": ("cp", "dp"), "ulysses": ("cp",)}
+    members = wider.get(group, (group,))
     shape = [sizes[name] for name in order]
     grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
     axes = list(order[::-1])
@@ -75,6 +77,8 @@ def _ranks(layout: Layout, group: str, stage: int, order: tuple[str, ...]) -> ND
     outside = [i for i in range(len(axes)) if i not in inside]
     size = prod(grid.shape[i] for i in inside)
     rows = grid.transpose(outside + inside).reshape(-1, size)
+    if group == "ulysses" or (group == "cp" and layout.cp > 1):
+        return _cut(rows, layout.ulysses, replicas=group == "cp")
     if group not in ("state", "replica"):
         return rows
     return _cut(rows, layout.state_shards, replicas=group == "replica")

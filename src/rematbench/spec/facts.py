@@ -21,6 +21,7 @@ FEATURES = (
     "optimizer_offload",
     "param_offload",
     "ulysses",
+    "ulysses_in_cp",
 )
 DEGREES = ("tp", "cp", "dp", "pp")
 WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")

@@ -1,5 +1,7 @@
 """The layout: parallel degrees, micro-batch and batch, and the rules that a layout must obey."""
 
+from math import lcm
+
 from msgspec import Struct
 
 from rematbench.host.errors import UserError
@@ -29,7 +31,8 @@ class LayoutError(UserError):
 
 class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parallel degrees and batch sizes.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all
-    sequence parallelism, which takes ranks from dp; `shard_degree` is the number of ranks that
+    sequence parallelism, which takes ranks from dp (with `cp` each of its ranks is such a group of
+    neighbours, which share a slice's heads); `shard_degree` is the number of ranks that
     share sharded states, whose replicas all-reduce their gradients (0: all data- and
     context-parallel peers share them); `sp` is Megatron's sequence parallelism (no
     effect at tp = 1); `micro_batch` and `global_batch` count sequences.
@@ -250,14 +253,12 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
     degree = lay.ulysses
     kv_heads = max(1, work.model.num_kv_heads // lay.tp)
     parts = degree * (lay.tp if lay.sp else 1)
+    if degree > 1 and lay.cp > 1:
+        return _nested_rules(lay, work, system, kv_heads)
     return [
         (
             degree > 1 and "ulysses" not in system.features,
             f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
-        ),
-        (
-            degree > 1 and lay.cp > 1,
-            f"cp = {lay.cp} together with ulysses = {degree} is not modelled",
         ),
         (
             degree > 1 and work.seq_len % parts != 0,
@@ -267,6 +268,32 @@ def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bo
             max(kv_heads, degree) % min(kv_heads, degree) != 0,
             f"{kv_heads} KV heads per rank and ulysses = {degree}: one must divide the other",
         ),
+    ]
+
+
+def _nested_rules(
+    lay: Layout, work: Workload, system: System, kv_heads: int
+) -> list[tuple[bool, str]]:
+    """The rules of an all-to-all inside context parallelism (TransformerEngine, a2a+p2p of
+    context_parallel.py: whole KV heads, no packed sequences)."""
+    degree, ranks = lay.ulysses, lay.cp * lay.ulysses
+    parts = ranks * lcm(2, lay.tp if lay.sp else 1)
+    return [
+        (
+            "ulysses_in_cp" not in system.features,
+            f"system {system.name} has no Ulysses inside context parallelism, but cp = {lay.cp} "
+            f"with ulysses = {degree}",
+        ),
+        (
+            work.seq_len % parts != 0,
+            f"seq_len {work.seq_len} must be a multiple of {parts}: cp x ulysses = {ranks} ranks "
+            "take two slices, or tp of them (with sp)",
+        ),
+        (
+            kv_heads % degree != 0,
+            f"{kv_heads} KV heads per rank must be a multiple of ulysses = {degree} inside cp",
+        ),
+        (work.packed, f"packed documents with cp = {lay.cp} and ulysses = {degree}"),
     ]
 
 

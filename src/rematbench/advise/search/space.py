@@ -147,7 +147,7 @@ def layouts(
         dp, rest = divmod(asked, tp * cp * pp)
         if rest or dp == 0:
             continue
-        for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
+        for ulysses in _degrees(fixed.ulysses, dp, dp if _exchanges(system, cp) else 1):
             replicas, rest = divmod(dp, ulysses)
             if rest or not replicas:
                 refused["dp is not a multiple of ulysses"] += 1
@@ -171,6 +171,11 @@ def layouts(
 
 def _rings(system: System) -> bool:
     return system.cp_kind in ("allgather", "ring")
+
+
+def _exchanges(system: System, cp: int) -> bool:
+    """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:

@@ -40,6 +40,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
         "ring attention (use a system with `cp_kind: allgather`)": lay.cp > 1
         and system.cp_kind != "allgather",
+        "Ulysses inside context parallelism": lay.cp > 1 and lay.ulysses > 1,
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "parameters gathered matrix by matrix": system.prefetch_elements > 0
         and plan.state("parameter").gather == "layer",
