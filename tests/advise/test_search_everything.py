@@ -221,6 +221,24 @@ def test_what_a_pipeline_holds_is_searched_too() -> None:
     assert best.problem.layout.zero_stage == 3
 
 
+def test_ulysses_inside_context_parallelism_is_searched_too() -> None:
+    """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
+    model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)
+    spec = ProblemSpec(
+        model=model,
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "megatron-bridge", "seq_len": 65536, "gpus": 32, "global_batch": 1},
+    )
+    fixed = Fixed(tp=1, pp=1, micro_batch=1, zero_stage=1)
+    one = SearchRequest(spec=spec, only=("keep_all", "full_recompute"), within=0.0, fixed=fixed)
+    found = everything(one)
+    edge = at_the_edge(one, found, 0.75)
+    held(edge, found)
+    best = fastest_that_fits(edge, found)
+    assert best is not None
+    assert min(best.problem.layout.cp, best.problem.layout.ulysses) > 1
+
+
 def whole(seed: int, most: int) -> SearchRequest:
     """A job of which no degree is fixed, with `most` plans at most and a third of these at least;
     tensor parallelism without sequence parallelism is among its layouts."""
