@@ -86,7 +86,7 @@ class Problem:
             object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
             self._check_attention()
-        check_layout(self.layout, self.workload, self.cluster, self.system)
+        check_layout(self.layout, self.workload, self.system)
         _refuse_experts(self)
 
     def _check_attention(self) -> None:

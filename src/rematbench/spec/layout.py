@@ -5,7 +5,6 @@ from math import lcm
 from msgspec import Struct
 
 from rematbench.host.errors import UserError
-from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import wrong_field
 from rematbench.spec.load import load_system
 from rematbench.spec.stackfacts import other_versions
@@ -120,11 +119,11 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.pp * self.vpp
 
 
-def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: System) -> None:
+def check_layout(layout: Layout, workload: Workload, system: System) -> None:
     """Raise LayoutError for the first broken rule."""
     _check(_size_rules(layout, workload))
     _check(_batch_rules(layout))
-    _check(_rules(layout, workload, cluster, system))
+    _check(_rules(layout, workload, system))
 
 
 def _check(rules: list[tuple[bool, str]]) -> None:
@@ -160,7 +159,7 @@ def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
     ]
 
 
-def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> list[tuple[bool, str]]:
+def _rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
     return [
         *_model_rules(lay, work),
         (
@@ -175,11 +174,6 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
         *_ulysses_rules(lay, work, system),
         *_expert_rules(lay, work, system),
         *_stack_rules(lay, system),
-        (
-            lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
-            f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill whole nodes of "
-            f"{cluster.gpus_per_node} GPUs",
-        ),
     ]
 
 

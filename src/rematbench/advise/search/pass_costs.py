@@ -403,6 +403,11 @@ def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
     return Facts._make(lines)
 
 
+def lesser(a: Line, b: Line) -> Line:
+    """The line with the lesser of every two numbers of two lines of as many layers."""
+    return Line(a.layers, combined(a.base, b.base, min), combined(a.slope, b.slope, min))
+
+
 def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
     found = combined(a, b, lambda x, y: x if x == y else x + (y - x) * share)
     forward = min(a.forward.high_bytes, b.forward.high_bytes)

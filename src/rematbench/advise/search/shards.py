@@ -12,11 +12,17 @@ from numpy.typing import NDArray
 
 from rematbench.advise.search.candidates import Candidate
 from rematbench.advise.search.closed_bounds import ROUNDING_BYTES, host_bound, step_bound
-from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, mixed, no_cost
-from rematbench.advise.search.probe_problems import NOTHING, Pinned, ProbePrograms
-from rematbench.advise.search.probes import Floor, Probe, Prober, Refused, Reply
+from rematbench.advise.search.pass_costs import Facts, Line, layer_cost, lesser, mixed, no_cost
+from rematbench.advise.search.probe_problems import ProbePrograms
+from rematbench.advise.search.probes import Probe, Prober, Refused, Reply
 from rematbench.advise.search.schedule_bound import after_passes, host_update_s, sent_bytes
-from rematbench.advise.search.space import Array, Choice, Columns
+from rematbench.advise.search.space import (
+    Array,
+    Choice,
+    Columns,
+    first_dense,
+    least_parameters,
+)
 from rematbench.advise.search.trials import Site
 from rematbench.evaluate.evaluator import Evaluator
 from rematbench.plugins.registry import Composition, MethodError, Registry
@@ -75,7 +81,7 @@ class Shard:
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._sites: dict[int, Site] = {}
         self._probes: dict[str, Probe | Refused] = {}
-        self._floors: dict[str, Floor | Refused] = {}
+        self._floors: dict[str, Facts | Refused] = {}
 
     def _at(self, layout: Layout) -> Problem:
         """The problem at one of the layouts, without its reserve."""
@@ -95,12 +101,11 @@ class Shard:
     def end_s(self) -> Array:
         """Lower bound of the seconds after a rank's last pass: one gradient reduction and one
         parameter gather, if nothing hides them, and the update of states in host memory."""
-        kinds = self.problem.layer_kinds
-        layer = min(table.parameters for table in kinds)
-        own = min(table.expert_parameters for table in kinds)
-        layers = np.minimum(self.columns.first, self.columns.last)
+        _, layer, own = least_parameters(self.problem)
+        begun = self.columns.first - first_dense(self.problem.workload.model)
+        layers = np.minimum(begun, self.columns.last)
         found = [
-            self._end_s(c.layout, int(n * layer), int(n * own))
+            self._end_s(c.layout, int(n * (layer + own)), int(n * own))
             for c, n in zip(self.choices, layers, strict=True)
         ]
         return np.array(found)
@@ -167,12 +172,12 @@ class Shard:
             self._probes[text] = self._resolved(text, self.prober)
         return self._probes[text]
 
-    def floors(self, candidate: Candidate) -> tuple[Floor, Floor] | Refused:
+    def floors(self, candidate: Candidate) -> tuple[Facts, Facts] | Refused:
         """The floors at both ends of a candidate's share; two equal ones for a candidate without a
         share."""
         return _both_ends(candidate, self._floor)
 
-    def _floor(self, candidate: Candidate) -> Floor | Refused:
+    def _floor(self, candidate: Candidate) -> Facts | Refused:
         text = _at_end(candidate, 1)
         if text not in self._floors:
             self._floors[text] = self._resolved(text, self.prober.floor)
@@ -193,16 +198,14 @@ class Shard:
         return candidate.share.scalar.steps or int(self.columns.most.max())
 
     def stored(
-        self, candidate: Candidate, ends: tuple[Facts, Facts], pinned: Pinned
+        self, candidate: Candidate, ends: tuple[Facts, Facts]
     ) -> tuple[Facts, NDArray[np.float64]]:
         """Along a candidate's share: its facts, at the shares of the shortest chunks, and the
         fewest host bytes of a node, [steps of the share, layouts]. `ends`: the facts at both ends
-        of the share, `pinned`: the tensors copied at its last step."""
+        of the share."""
         longest, shortest = self.shares(candidate)
         quick = self.at_share(candidate, ends, longest)
-        known = bool(pinned.budget) == (candidate.share is not None)
-        more = (pinned if known else NOTHING).more_bytes
-        host_bytes = host_bound(self.columns, quick, partial(more, longest))
+        host_bytes = host_bound(self.columns, quick)
         lean = quick if shortest is longest else self.at_share(candidate, ends, shortest)
         rounding = self.rounding_bytes(candidate) * self.columns.gpus_per_node
         return lean, self.wide(candidate, host_bytes - rounding)
@@ -221,7 +224,12 @@ class Shard:
         """Return the facts of a candidate at one value (`share`) of its share."""
         if candidate.share is None:
             return ends[1]
-        return mixed(*ends, share)
+        found = mixed(*ends, share)
+        scalar = candidate.share.scalar
+        if first_dense(self.problem.workload.model) and scalar and scalar.scale == "layers":
+            # The first chunk's layers are not alike: neither end's numbers are the share's.
+            return found._replace(first=lesser(ends[0].first, ends[1].first))
+        return found
 
     def shares(self, candidate: Candidate) -> tuple[Array, Array]:
         """Shares of the longest and of the shortest chunk, [steps of the candidate's share,

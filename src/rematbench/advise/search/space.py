@@ -24,7 +24,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System, ZeroStage
-from rematbench.workload import Workload
+from rematbench.workload import Model, Workload
 
 DEGREES = ("tp", "cp", "pp", "vpp", "dp")
 """The degrees that tables show of every layout, in this order."""
@@ -98,31 +98,42 @@ def space(
         raise LayoutError(
             f"gpus {spec.gpus} must be a multiple of {ranks}, the product of the requested degrees"
         )
-    if dense := _dense_beside_experts(work):
+    if dense := _dense_between_experts(work):
         raise LayoutError(dense)
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system, refused):
         try:
-            check_layout(layout, work, cluster, system)
+            check_layout(layout, work, system)
         except LayoutError as error:
             rule, _, _ = str(error).partition(", but ")
             refused[re.sub(r"\b[1-9]\d*\b(?! x )", "N", rule)] += 1  # 2 x cp is the rule's own
             continue
-        found = list(partitions(layout, work.model.num_layers))
+        found = [
+            choice
+            for choice in partitions(layout, work.model.num_layers)
+            if choice.sizes[0] > first_dense(work.model)
+        ]
+        if not found:
+            refused["the first chunk has none of the layers with experts (not searched)"] += 1
         choices += found
         if spec.optimizer is None and may_host(cluster, system) and work.model.experts is None:
             choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
 
 
-def _dense_beside_experts(work: Workload) -> str:
+def first_dense(model: Model) -> int:
+    """The number of dense layers before a model's layers with experts; 0 without experts."""
+    return model.num_layers - model.expert_layers if model.experts else 0
+
+
+def _dense_between_experts(work: Workload) -> str:
     """Why a model cannot be searched; empty if it can."""
     model = work.model
-    if model.expert_layers in (0, model.num_layers):
+    if model.experts is None or set(model.experts.dense_layers) == set(range(first_dense(model))):
         return ""
     return (
-        f"search needs layers of one kind, but {model.name} has {model.expert_layers} layers with "
-        f"experts of {model.num_layers}; simulate and compare take --ep and --etp"
+        f"search needs dense layers to come first, but {model.name} has {model.expert_layers} "
+        f"layers with experts of {model.num_layers}; simulate and compare take --ep and --etp"
     )
 
 
@@ -383,18 +394,20 @@ class Columns:
 
     @cached_property
     def _parameters(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Parameters of the first, the second and the last rank: of experts, and all others."""
+        """Parameters of the first, the second and the last rank: all but those of experts, and
+        those."""
         problem = self.problem
-        experts = min(table.expert_parameters for table in problem.layer_kinds)
-        layer = min(table.parameters for table in problem.layer_kinds) - experts
+        dense_layer, layer, experts = least_parameters(problem)
         head, embedding = head_parameters(problem), problem.embedding.parameters
-        single = self.pp == 1
+        single, dense = self.pp == 1, first_dense(problem.workload.model)
+        begun = dense * single  # a single rank is the first one too
+        first, second, last = self.first - dense, self.second - begun, self.last - begun
         counts = (
-            self.first * layer + embedding + np.where(single, head, 0),
-            self.second * layer,
-            self.last * layer + head + np.where(single, embedding, 0),
+            first * layer + dense * dense_layer + embedding + np.where(single, head, 0),
+            second * layer + begun * dense_layer,
+            last * layer + begun * dense_layer + head + np.where(single, embedding, 0),
         )
-        own = [experts * layers for layers in (self.first, self.second, self.last)]
+        own = [experts * layers for layers in (first, second, last)]
         return [*zip(counts, own, strict=True)]
 
     @cached_property
@@ -420,6 +433,16 @@ class Columns:
             for n, m in self._parameters
         )
         return first, second, last
+
+
+def least_parameters(problem: Problem) -> tuple[int, int, int]:
+    """The fewest parameters of a dense layer that comes before the layers with experts (0 without
+    such layers), of another layer without its experts, and of its experts."""
+    kinds = problem.layer_kinds
+    later = [table for table in kinds if table.expert_parameters] or kinds
+    experts = min(table.expert_parameters for table in later)
+    dense = [table.parameters for table in kinds if table not in later]
+    return min(dense, default=0), min(table.parameters for table in later) - experts, experts
 
 
 def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
