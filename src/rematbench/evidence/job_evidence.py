@@ -293,7 +293,8 @@ def methods_of(family: str) -> frozenset[str]:
 NO_SPEED = frozenset(
     (
         *("name", "version", "sources", "constants", "non_torch_bytes", "scales"),
-        *("model_parallel", "zero_stages", "pinned_blocks", "wide_attention"),
+        *("model_parallel", "zero_stages", "pipeline_zero_stages"),
+        *("pinned_blocks", "wide_attention"),
     )
 )
 """Fields of a stack that are not compared: they do not change the seconds of a step, except

@@ -89,6 +89,8 @@ class BackwardEmitter:
             if self.reducer:
                 self.reducer.after(w, unit, last=position == len(order) - 1)
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
+        if self.reducer:
+            survivors |= self.reducer.survivors
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
         return w.finish("B", survivors, self.arrivals)
 
