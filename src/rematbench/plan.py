@@ -188,8 +188,9 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `shards`: the number of ranks that share the state.  `gather`: per step (after the optimizer) or
     per layer (before each use, `prefetch_layers` ahead).  `release`: whether a layer's gathered
-    copy is freed after its forward or after its backward (never: a state gathered per step is
-    gathered in place).
+    copy is freed after its forward, after its backward, or after the rank's last pass, so that one
+    gather serves all micro-batches (never: a state gathered per step is gathered in place).  Whole
+    gradients that are released after the last pass add up until then, and are reduced once.
     `keeps_ends`: embedding and head are released only after their backward, not after their forward
     (the root group of FSDP).  `update` (optimizer): once per step, or per layer as soon as the
     layer's gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
@@ -201,7 +202,7 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shards: PositiveInt = 1
     home: Literal["device", "host"] = "device"
     gather: Literal["none", "step", "layer"] = "none"
-    release: Literal["never", "forward", "backward"] = "never"
+    release: Literal["never", "forward", "backward", "step"] = "never"
     keeps_ends: bool = False
     prefetch_layers: PositiveInt = 1
     update: Literal["step", "backward"] = "step"

@@ -208,6 +208,42 @@ def test_nothing_faster_is_missed(seed: int, short: bool) -> None:
         held(at_the_edge(one, found, share), found)
 
 
+def test_what_a_pipeline_holds_is_searched_too() -> None:
+    """ZeRO 3 of FSDP2, which gathers once in a step, wins where the states of ZeRO 1 do not fit."""
+    spec = ProblemSpec(
+        model=replace(load_model("gpt-1.3b"), name="near", num_layers=4),
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "torchtitan", "seq_len": 2048, "gpus": 16, "global_batch": 32},
+    )
+    only = ("keep_all", "selective_recompute", "full_recompute")
+    fixed = Fixed(tp=1, pp=2, micro_batch=1)
+    one = SearchRequest(spec=spec, only=only, within=0.0, fixed=fixed)
+    found = everything(one)
+    tight = at_the_edge(one, found, 0.4)
+    held(tight, found)
+    best = fastest_that_fits(tight, found)
+    assert best is not None
+    assert best.problem.layout.zero_stage == 3
+
+
+def test_ulysses_inside_context_parallelism_is_searched_too() -> None:
+    """More ranks share a sequence than it has KV heads: the exchange stays inside a node."""
+    model = replace(load_model("llama-3.1-8b"), name="near", num_layers=2)
+    spec = ProblemSpec(
+        model=model,
+        cluster=replace(load_cluster("h100-80gb-dos"), hbm_bytes=ENDLESS),
+        **{"system": "megatron-bridge", "seq_len": 65536, "gpus": 32, "global_batch": 1},
+    )
+    fixed = Fixed(tp=1, pp=1, micro_batch=1, zero_stage=1)
+    one = SearchRequest(spec=spec, only=("keep_all", "full_recompute"), within=0.0, fixed=fixed)
+    found = everything(one)
+    edge = at_the_edge(one, found, 0.75)
+    held(edge, found)
+    best = fastest_that_fits(edge, found)
+    assert best is not None
+    assert min(best.problem.layout.cp, best.problem.layout.ulysses) > 1
+
+
 def whole(seed: int, most: int, sizes: Sequence[int] = (2, 4, 4, 8)) -> SearchRequest:
     """A job of which no degree is fixed, on as many GPUs as one of `sizes`, with `most` plans at
     most and a third of these at least; tensor parallelism without sequence parallelism is among

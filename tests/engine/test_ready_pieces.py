@@ -206,6 +206,10 @@ def test_a_piece_that_starts_a_unit_early_is_found(monkeypatch: pytest.MonkeyPat
         ),
         ({"dp": 2, "global_batch": 2}, {}, "system rematbench reduces gradients after the backw"),
         (
+            {"pp": 2, "dp": 2, "zero_stage": 3, "global_batch": 8, "system": "torchtitan"},
+            *({}, "the pipeline sums gradients and reduces them after its last pass"),
+        ),
+        (
             {"pp": 2, "global_batch": 2, "model": replace(LLAMA, tied_embeddings=True)},
             *({}, "tied embeddings exchange their gradient after the backward"),
         ),

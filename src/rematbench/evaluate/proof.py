@@ -12,7 +12,7 @@ storages.
 """
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -28,12 +28,17 @@ from rematbench.engine.program.action import (
     WEIGHTS_UP,
     Action,
     Kind,
+    expert_buffer,
     gradient_buffer,
+    gradient_sums,
+    held,
     is_gradient_buffer,
+    is_held,
     is_local,
     is_piece,
     is_visit_buffer,
     master_buffer,
+    parameter_buffer,
     place,
     tenant,
 )
@@ -43,6 +48,9 @@ from rematbench.engine.simulate.op_level import simulate
 Key = tuple[str, int, int]
 Unit = tuple[str, int]
 """(part, chunk) of one unit of a rank."""
+
+Alive = Callable[[str, int, int], bool]
+"""Whether a storage (name, micro-batch, chunk) is alive."""
 
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
@@ -93,6 +101,7 @@ class _RankCheck:
         self.events: dict[Key, VectorClock] = {}
         self.local: dict[str, VectorClock] = {}
         self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
+        self.held: dict[tuple[str, int], Key] = {}  # storages of a chunk, by name and chunk
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[str, set[Key]] = {}
         self.states = _StateCheck(rank)
@@ -134,13 +143,17 @@ class _RankCheck:
             self._alloc(key, stream, clock, alloc.slot)
             begun = clock[stream] - (1 if action.begin else 0)
             self.made[key] = (stream, begun, clock[stream])
-        wrong = self.states.fault(action, micro_batch, chunk, clock, self.made)
+        wrong = self.states.fault(action, micro_batch, chunk, clock, self._alive)
         if wrong:
             raise CheckError(f"{self.where}: {wrong}")
         for name in action.frees:
             self._free((name, micro_batch, chunk))
         if action.event:
             self._record(action.event, micro_batch, chunk, clock)
+
+    def _alive(self, name: str, micro_batch: int, chunk: int) -> bool:
+        """Whether a storage of a (micro-batch, chunk), or of its chunk, is alive."""
+        return self.held.get((name, chunk), (name, micro_batch, chunk)) in self.made
 
     def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
         seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
@@ -156,6 +169,7 @@ class _RankCheck:
             self.events[(event, micro_batch, chunk)] = clock.copy()
 
     def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
+        key = self.held.get((key[0], key[2]), key)
         if key not in self.made:
             raise CheckError(f"{self.where}: reads {key[0]}, which is not allocated")
         producer, begun, at = self.made[key]
@@ -171,12 +185,14 @@ class _RankCheck:
         if key in self.made:
             raise CheckError(f"{self.where}: allocates {key[0]}, which is already allocated")
         if slot:
-            held = {k for k in self.slots.get(slot, set()) if k in self.made}
+            tenants = {k for k in self.slots.get(slot, set()) if k in self.made}
             mine = (*key[1:], tenant(key[0], slot))
-            conflicts = [k for k in held if (*k[1:], tenant(k[0], slot)) != mine]
+            conflicts = [k for k in tenants if (*k[1:], tenant(k[0], slot)) != mine]
             if conflicts:
                 raise CheckError(f"{self.where}: slot {slot} still holds {conflicts[0][0]}")
-            self.slots[slot] = held | {key}
+            self.slots[slot] = tenants | {key}
+        if is_held(key[0]):
+            self.held[key[0], key[2]] = key
         if stream in REUSING and clock[COMPUTE] < self.freed_at:
             raise CheckError(
                 f"{self.where}: allocates {key[0]} in memory that compute may still use"
@@ -303,6 +319,12 @@ class _Pieces:
         return f"weights of {left[0]} never go up after their update" if left else ""
 
 
+def _gathered(part: str) -> set[str]:
+    """The storage names that a part's gathered parameters may have."""
+    names = parameter_buffer(part), expert_buffer(part)
+    return {*names, *map(held, names)}
+
+
 class _StateCheck:
     """The order of uses of each unit's weights and gradients on one rank: kernels read weights,
     backward kernels add to gradients, then come reductions and exchanges, then the update, then
@@ -318,7 +340,7 @@ class _StateCheck:
         self.pieces = _Pieces()
         actions = [action for block in rank.blocks for action in block.actions]
         self.buffers = {alloc.name for action in actions for alloc in action.allocs}
-        self.weighted = {a.op for a in actions if f"{a.part}.parameters" in a.reads}
+        self.weighted = {a.op for a in actions if not _gathered(a.part).isdisjoint(a.reads)}
         self.reduces = any(a.op == "gradients" and a.comm for a in actions)
 
     def fault(
@@ -327,7 +349,7 @@ class _StateCheck:
         micro_batch: int,
         chunk: int,
         clock: VectorClock,
-        alive: Container[Key],
+        alive: Alive,
     ) -> str:
         """The rule that an action on weights or gradients breaks, in words; empty if none."""
         stream, unit = STREAM_INDEX[action.stream], (action.part, chunk)
@@ -348,16 +370,18 @@ class _StateCheck:
             self.reduced.discard(unit)
         return ""
 
-    def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Container[Key]) -> str:
+    def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Alive) -> str:
         """The buffer that a kernel needs and that is not alive, in words; empty if none.  A kernel
         issued before its gather names no buffer in `reads`: the same operator elsewhere shows that
         it has weights."""
-        full, buffer = gradient_buffer(action.part), f"{action.part}.parameters"
-        transient = action.kind in BACKWARD and full in self.buffers
-        if transient and (full, micro_batch, chunk) not in alive:
+        part = action.part
+        names = (gradient_buffer(part), gradient_sums(part))
+        full = next((name for name in names if name in self.buffers), "")
+        if action.kind in BACKWARD and full and not alive(full, micro_batch, chunk):
             return f"adds to {full}, which is not allocated"
-        if action.op in self.weighted and buffer in self.buffers and buffer not in action.reads:
-            return f"uses weights of {action.part}, which are not gathered"
+        buffers = _gathered(part) & self.buffers
+        if action.op in self.weighted and buffers and buffers.isdisjoint(action.reads):
+            return f"uses weights of {part}, which are not gathered"
         return ""
 
     def _kernel(self, kind: Kind, unit: Unit, micro_batch: int, clock: VectorClock) -> str:

@@ -95,76 +95,74 @@ def test_equal_lengths_are_told_by_no_lengths(monkeypatch: pytest.MonkeyPatch) -
     assert set(seen) == set(forward[2:4]) == {None}
 
 
+def drawn() -> list[Tensor]:
+    """Queries, keys, values and a gradient: four heads, two KV heads, 40 rows."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(2, count, 40, 16, dtype=torch.float64, generator=generator)
+        for count in (4, 2, 2, 4)
+    ]
+
+
+class OnStandIns:
+    """An operator of attention that plain products stand in for, with the conditions of torch's
+    kernel in `forward` and `backward`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, forward: Any, backward: Any) -> None:
+        self.patch, self.name = patch, name
+        operator = f"_scaled_dot_product_{name}_attention"
+        patch.setattr(torch.ops.aten, operator, forward)
+        patch.setattr(torch.ops.aten, f"{operator}_backward", backward)
+
+    def equals_plain_products(self) -> None:
+        q, k, v, grad = drawn()
+        found = []
+        for row in ("exact", self.name):
+            self.patch.setattr(attention_backends, "backend", lambda *_, row=row: row)
+            out, lse = attention_backends.attend(q, k, v, (0,), "cudnn")
+            back = attention_backends.attend_backward(grad, q, k, v, out, lse, (0,), "cudnn")
+            found.append((out, lse, *back))
+        for a, b in zip(*found, strict=True):
+            assert a.shape == b.shape
+            assert torch.allclose(a, b, atol=1e-12)
+
+
+def plainly(call: Any, *args: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_backends, "backend", lambda *_: "exact")
+        return call(*args)
+
+
 def test_the_efficient_operator_gets_its_padding_and_equal_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its arithmetic by the plain products, its conditions as torch's kernel has them."""
-    generator = torch.Generator().manual_seed(1)
-    q, k, v, grad = (
-        torch.randn(2, count, 40, 16, dtype=torch.float64, generator=generator)
-        for count in (4, 2, 2, 4)
-    )
-    monkeypatch.setattr(attention_backends, "backend", lambda *_: "exact")
-    want = attention_backends.flash(q, k, v, True)
-    gradients = attention_backends.flash_backward(grad, q, k, v, *want, True)
-    exact, exact_backward = attention_backends.flash, attention_backends.flash_backward
-
-    def plainly(call: Any, *args: Any) -> Any:
-        with monkeypatch.context() as inner:
-            inner.setattr(attention_backends, "backend", lambda *_: "exact")
-            return call(*args)
-
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float, c: bool) -> Any:
         assert k.shape[1] == q.shape[1]
-        out, found = plainly(exact, q, k, v, c)
+        out, found = plainly(attention_backends.flash, q, k, v, c)
         return out, torch.nn.functional.pad(found, (0, 24), value=float("inf")), None, None
 
     def backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
         out, lse, _, _, _, mask, causal = rest
         assert (lse.shape[2] % 32, mask[3]) == (0, False)
         assert torch.isinf(lse[:, :, 40:]).all()
-        return *plainly(exact_backward, g, q, k, v, out, lse[:, :, :40], causal), None
+        exact = attention_backends.flash_backward
+        return *plainly(exact, g, q, k, v, out, lse[:, :, :40], causal), None
 
-    aten = torch.ops.aten
-    monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention", forward)
-    monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention_backward", backward)
-    monkeypatch.setattr(attention_backends, "backend", lambda *_: "efficient")
-    out, lse = attention_backends.flash(q, k, v, True)
-    assert lse.shape == (2, 4, 40)
-    found = attention_backends.flash_backward(grad, q, k, v, out, lse, True)
-    for a, b in zip((out, lse, *found), (*want, *gradients), strict=True):
-        assert torch.allclose(a, b, atol=1e-12)
+    OnStandIns(monkeypatch, "efficient", forward, backward).equals_plain_products()
 
 
-def test_cudnn_s_operators_get_lse_as_one_column_and_their_own_heads(
+def test_cudnn_gets_lse_as_one_column_and_the_heads_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q, grad = (torch.randn(2, 4, 40, 16, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(2, 2, 40, 16, dtype=torch.float64) for _ in range(2))
-    exact, exact_backward = attention_backends.flash, attention_backends.flash_backward
-
-    def plainly(call: Any, *args: Any) -> Any:
-        with monkeypatch.context() as inner:
-            inner.setattr(attention_backends, "backend", lambda *_: "exact")
-            return call(*args)
-
     def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float, c: bool) -> Any:
         assert (k.shape[1], lse, p) == (2, True, 0.0)
-        out, found = plainly(exact, q, k, v, c)
+        out, found = plainly(attention_backends.flash, q, k, v, c)
         return out, found[..., None]
 
     def backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Any:
         lse, _, _, _, _, _, rows, keys, p, causal = rest
         assert (lse.shape, rows, keys, p) == ((2, 4, 40, 1), 40, 40, 0.0)
-        return plainly(exact_backward, g, q, k, v, out, lse.squeeze(-1), causal)
+        exact = attention_backends.flash_backward
+        return plainly(exact, g, q, k, v, out, lse.squeeze(-1), causal)
 
-    want = plainly(attention_backends.attend, q, k, v, (0,))
-    gradients = plainly(attention_backends.attend_backward, grad, q, k, v, *want, (0,))
-    aten = torch.ops.aten
-    monkeypatch.setattr(aten, "_scaled_dot_product_cudnn_attention", forward)
-    monkeypatch.setattr(aten, "_scaled_dot_product_cudnn_attention_backward", backward)
-    monkeypatch.setattr(attention_backends, "backend", lambda *_: "cudnn")
-    found = attention_backends.attend(q, k, v, (0,), "cudnn")
-    back = attention_backends.attend_backward(grad, q, k, v, *found, (0,), "cudnn")
-    for a, b in zip((*found, *back), (*want, *gradients), strict=True):
-        assert torch.allclose(a, b, atol=1e-12)
+    OnStandIns(monkeypatch, "cudnn", forward, backward).equals_plain_products()

@@ -175,7 +175,9 @@ def peak_bound(
         """Bytes of a rank: states, pools, activations that the other passes in flight keep or that
         are being copied, and the highest point of the running pass."""
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
-        inside = states[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
+        inside = (
+            states[rank] + still * c.sum_bytes[rank] + (flights[rank] - 1) * np.maximum(others, 0.0)
+        )
         if still:
             backward = backward_bytes + np.maximum(0.0, high)
             return np.asarray(inside + np.maximum(backward, chunk.forward_high_bytes))

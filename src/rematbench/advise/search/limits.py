@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rematbench.advise.search.candidates import LARGEST_UNIT, Variant
 from rematbench.advise.search.search_job import SearchJob
 from rematbench.advise.search.space import MOST_MICRO_BATCH
-from rematbench.spec.layout import Layout
+from rematbench.spec.layout import GATHERED_CHUNKS, Layout
 
 
 def space_words(job: SearchJob) -> str:
@@ -63,10 +63,8 @@ def _of_methods(job: SearchJob) -> Iterator[str]:
 
 
 def _not_modelled(job: SearchJob, layouts: list[Layout]) -> Iterator[str]:
-    system, gpus = job.system, job.request.spec.gpus
+    system = job.system
     if any(layout.pp > 1 for layout in layouts):
-        if {2, 3} & set(system.zero_stages):
-            yield "ZeRO 2 and 3 with pipelines (not modelled)"
+        if {2, 3} & set(system.pipeline_zero_stages):
+            yield f"ZeRO 2 and 3 with more than {GATHERED_CHUNKS} chunks of a rank (not modelled)"
         yield "interleaving with micro-batches that are not a multiple of pp (not modelled)"
-    if gpus > 1 and system.cp_kind != "none" and "ulysses" in system.features:
-        yield "context parallelism with ulysses (not modelled)"

@@ -274,7 +274,8 @@ def placed_alike(problem: Problem) -> bool:
     layout: their ranks are neighbours, and a group's size (of experts: that of the groups of
     neighbours among which they are spread) divides a node or is a number of whole nodes."""
     lay, node = problem.layout, problem.cost.domain
-    sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses, lay.ep * lay.expert_tp)
+    nested = lay.tp * lay.ulysses
+    sizes = (lay.tp, nested, nested * lay.cp, lay.ep * lay.expert_tp)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
     return whole and problem.system.rank_order[:2] == ("tp", "cp")
 

@@ -19,6 +19,7 @@ from rematbench.costs.copies import NO_TRAFFIC, CopyTraffic
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.fates import ChunkPlace, covered, phased
 from rematbench.engine.lowering.lower import lower
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.program.profile import program_profiles
 from rematbench.engine.program.program import Program
 from rematbench.engine.simulate.seconds import ActionCosts
@@ -226,7 +227,8 @@ def _without_overlaps(system: System, layout: Layout) -> System:
     Limits of bytes of gathers and buckets, which a short chunk does not reach, are the least."""
     fates = {fate.kind: fate for fate in state_fates(layout, system)}
     peers = layout.has_peers
-    reduces, gathers = fates["gradient"].shards > 1, fates["parameter"].gather == "layer"
+    reduces = has_whole_gradients(fates["gradient"], layout)
+    gathers = fates["parameter"].gather == "layer"
     bounded = peers and gathers and system.prefetch_elements > 0
     bucketed = peers and reduces and system.whole_buckets
     return replace(

@@ -124,7 +124,8 @@ class Prober:
         where the methods needed so many with other settings."""
         unit = unit_of(method)
         names = (*(each.name for each in method.methods), str(unit))
-        least = self._layers.get(names, 3 if self.problem.layout.zero_stage > 1 else 1)
+        exchanges = self.single and self.problem.layout.zero_stage > 1
+        least = self._layers.get(names, 3 if exchanges else 1)
         fewest = whole(least, unit)
         found = measure(method, fewest)
         for layers in MORE_LAYERS:

@@ -37,6 +37,7 @@ from rematbench.costs.operators.ops import Comm
 from rematbench.engine.lowering.chunk_ops import ChunkOps
 from rematbench.engine.lowering.emit_states import gradient_reductions, parameter_gathers
 from rematbench.engine.lowering.schedule import passes
+from rematbench.engine.lowering.state_shards import has_whole_gradients
 from rematbench.engine.lowering.step_end import emit_step_end
 from rematbench.engine.program.program import Block
 from rematbench.engine.simulate.block_rows import rows_with
@@ -55,7 +56,9 @@ def after_passes(problem: Problem, count: int, experts: int = 0) -> list[Comm]:
     if not lay.has_peers:
         return []
     found: list[Comm] = []
-    if not system.reduce_overlap and fates["gradient"].shards == 1:
+    sums = fates["gradient"].release == "step"
+    whole = has_whole_gradients(fates["gradient"], lay)
+    if sums or (not system.reduce_overlap and not whole):
         width, shards = system.reduce_bytes, fates["optimizer"].shards
         found += gradient_reductions(lay, shards, 1, width * count, width * experts)
     if not system.gather_overlap and fates["parameter"].gather == "step":

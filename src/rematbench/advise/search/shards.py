@@ -39,8 +39,8 @@ from rematbench.spec.layout import Layout
 
 
 class Key(NamedTuple):
-    """The facts that the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3, whose
-    passes gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
+    """The facts that the layouts of one shard share.  `zero`: (stage, dp) of ZeRO 2 and 3 without a
+    pipeline, whose passes gather or reduce among data-parallel ranks; (0, 0) of other layouts."""
 
     tp: int
     sp: bool
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 def key(choice: Choice) -> Key:
     """The key of a choice's shard."""
     lay = choice.layout
-    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
+    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 and lay.pp == 1 else (0, 0)
     alike = (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.ep, lay.expert_tp)
     return Key(*alike, lay.pp == 1, choice.hosted, choice.states, zero)
 

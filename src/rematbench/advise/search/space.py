@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 from rematbench.costs.states import reduce_buckets
 from rematbench.engine.lowering.state_shards import shards_experts
 from rematbench.plan import Plan
-from rematbench.problem import Problem, head_parameters, state_fates
+from rematbench.problem import (
+    Problem,
+    gathered_bytes,
+    head_parameters,
+    state_fates,
+)
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, check_layout, even_partition
 from rematbench.spec.problemspec import ProblemSpec
@@ -155,7 +160,7 @@ def layouts(
         dp, rest = divmod(asked, tp * cp * pp)
         if rest or dp == 0:
             continue
-        for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
+        for ulysses in _degrees(fixed.ulysses, dp, dp if _exchanges(system, cp) else 1):
             replicas, rest = divmod(dp, ulysses)
             if rest or not replicas:
                 refused["dp is not a multiple of ulysses"] += 1
@@ -167,7 +172,7 @@ def layouts(
                 _row_shards(fixed.sp, tp),
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
                 _chunks(fixed.vpp, pp, work.model.num_layers),
-                _stages(fixed.zero_stage, pp, dp * cp, work),
+                _stages(fixed.zero_stage, pp, dp * cp, work, system),
                 _expert_degrees(fixed, tp, tp * cp * dp, work),
             ):
                 yield Layout(
@@ -179,6 +184,11 @@ def layouts(
 
 def _rings(system: System) -> bool:
     return system.cp_kind in ("allgather", "ring")
+
+
+def _exchanges(system: System, cp: int) -> bool:
+    """Whether the stack has an all-to-all of heads, inside context parallelism of `cp` ranks."""
+    return ("ulysses_in_cp" if cp > 1 else "ulysses") in system.features
 
 
 def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
@@ -229,15 +239,20 @@ def _expert_degrees(
     ]
 
 
-def _stages(fixed: ZeroStage | None, pp: int, shards: int, work: Workload) -> list[ZeroStage]:
-    """The modelled ZeRO stages; only stage 1 without data-parallel peers, where all are equal."""
-    if fixed is None and work.model.experts is not None:
-        return [0, 1]
+def _stages(
+    fixed: ZeroStage | None, pp: int, shards: int, work: Workload, system: System
+) -> list[ZeroStage]:
+    """The ZeRO stages to try, in a pipeline those that the stack has there.  Without data-parallel
+    peers all are equal: only stage 1, and stage 0 too for experts, which may have other peers.
+    Stage 2 of FSDP in a pipeline is its stage 3."""
     if fixed is not None:
         return [fixed]
     if shards == 1:
-        return [1]
-    return [0, 1] if pp > 1 else [0, 1, 2, 3]
+        return [0, 1] if work.model.experts is not None else [1]
+    if pp == 1:
+        return [0, 1, 2, 3]
+    same = system.data_parallel == "fsdp" and 3 in system.pipeline_zero_stages
+    return [stage for stage in system.pipeline_zero_stages if not (same and stage == 2)]
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
@@ -372,9 +387,21 @@ class Columns:
         return tuple(found)
 
     @cached_property
-    def state_bytes(self) -> tuple[Array, Array, Array]:
-        """Bytes of training states, and of buckets that stay, on a device of the first, the second
-        and the last rank."""
+    def sum_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of the sums of whole gradients that the first, the second and the last rank hold
+        while the most passes are in flight, if there are passes after these."""
+        width = np.array([_held(c.layout, self.problem)[2] for c in self.choices])
+        turn = np.where(self.vpp > 1, (2 * self.vpp - 1) * self.pp, 1)
+        first, second, last = (
+            np.where(self.count * self.vpp - flights >= turn, width * (rest + own), 0.0)
+            for flights, (rest, own) in zip(self.in_flight, self._parameters, strict=True)
+        )
+        return first, second, last
+
+    @cached_property
+    def _parameters(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Parameters of the first, the second and the last rank: all but those of experts, and
+        those."""
         problem = self.problem
         dense_layer, layer, experts = least_parameters(problem)
         head, embedding = head_parameters(problem), problem.embedding.parameters
@@ -386,25 +413,33 @@ class Columns:
             second * layer + begun * dense_layer,
             last * layer + begun * dense_layer + head + np.where(single, embedding, 0),
         )
-        system = problem.system
+        own = [experts * layers for layers in (first, second, last)]
+        return [*zip(counts, own, strict=True)]
+
+    @cached_property
+    def state_bytes(self) -> tuple[Array, Array, Array]:
+        """Bytes of training states, of buckets that stay and of gathered parameters that a pipeline
+        holds, on a device of the first, the second and the last rank."""
+        problem, system = self.problem, self.problem.system
         sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
         held = np.array([reduce_buckets(0, c.layout, system).standing for c in self.choices])
         apart = np.array([_expert_shards(c.layout, problem) for c in self.choices])
-        own = [experts * layers for layers in (first, second, last)]
-        kinds = list(enumerate(sizes))
-        placed = self._resident
+        whole = np.array([_held(c.layout, problem)[:2] for c in self.choices])
+        kinds, placed = list(enumerate(sizes)), self._resident
         if placed is not None:
             kinds.pop()
-        at_first, at_second, at_last = (
+        first, second, last = (
             held
             + (0 if placed is None else system.optimizer_bytes * placed[rank])
+            + whole[:, 0] * n
+            + whole[:, 1] * m
             + np.asarray(
                 sum((-(-n // per[:, i]) - (-m // apart[:, i])) * nbytes for i, nbytes in kinds)
             )
-            for rank, (n, m) in enumerate(zip(counts, own, strict=True))
+            for rank, (n, m) in enumerate(self._parameters)
         )
-        return at_first, at_second, at_last
+        return first, second, last
 
 
 def least_parameters(problem: Problem) -> tuple[int, int, int]:
@@ -417,17 +452,33 @@ def least_parameters(problem: Problem) -> tuple[int, int, int]:
     return min(dense, default=0), min(table.parameters for table in later) - experts, experts
 
 
+def _held(layout: Layout, problem: Problem) -> tuple[int, int, int]:
+    """Bytes of a parameter that a pipeline holds until its last pass: in gathered copies, in those
+    of experts, and in the sums of whole gradients."""
+    parameter, gradient, _ = state_fates(layout, problem.system)
+    width = gathered_bytes(problem) if parameter.release == "step" else 0
+    here = layout.state_shards == 1 and parameter.home == "device"
+    sums = problem.system.reduce_bytes if gradient.release == "step" else 0
+    return 0 if here else width, width if layout.expert_shards > 1 else 0, sums
+
+
 def _shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
-    leaves next to nothing on the device."""
+    leaves next to nothing on the device, and for gradients that are sums until the reduction."""
     fates = state_fates(layout, problem.system)
-    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+    away = [f.home == "host" or (f.kind == "gradient" and f.release == "step") for f in fates]
+    return [1 << 60 if gone else fate.shards for gone, fate in zip(away, fates, strict=True)]
 
 
 def _expert_shards(layout: Layout, problem: Problem) -> list[int]:
     """Ranks over which each kind of states of experts is sharded."""
     fates = state_fates(layout, problem.system)
-    return [layout.expert_dp if shards_experts(fate, layout) else 1 for fate in fates]
+    return [
+        (1 << 60 if fate.release == "step" and fate.kind == "gradient" else layout.expert_shards)
+        if shards_experts(fate, layout)
+        else 1
+        for fate in fates
+    ]
 
 
 def _rank_layers(choice: Choice) -> tuple[int, ...]:

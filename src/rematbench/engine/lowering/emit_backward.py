@@ -95,6 +95,8 @@ class BackwardEmitter:
             if self.updater and unit is not order[-1]:
                 self._start_pieces(self.updater, unit)
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
+        if self.reducer:
+            survivors |= self.reducer.survivors
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
         if self.updater:  # the message to the stage before does not wait for the last pieces
             self._start_pieces(self.updater, order[-1])

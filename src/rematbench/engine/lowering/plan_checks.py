@@ -134,6 +134,9 @@ def too_early(plan: Plan, problem: Problem, pieces: Pieces) -> str:
         "tied embeddings exchange their gradient after the backward; start must be norm": (
             problem.workload.model.tied_embeddings and lay.pp > 1
         ),
+        "the pipeline sums gradients and reduces them after its last pass; start must be norm": (
+            gradient.release == "step"
+        ),
         f"system {system.name} reduces gradients after the backward; start must be norm": (
             lay.has_peers and late
         ),

@@ -32,7 +32,7 @@ DIRECTION: dict[Kind, Direction] = {
 }
 
 
-DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "dp", "pp", "replica")
+DENSE_GROUPS: tuple[Group, ...] = ("tp", "cp", "ulysses", "dp", "pp", "replica")
 """The groups of models without experts."""
 
 
@@ -125,7 +125,7 @@ class ActionCosts:
             return False
         graphs = self.problem.system.cuda_graphs
         if action.comm is not None:
-            return graphs and action.comm.group in ("tp", "cp")
+            return graphs and action.comm.stream in ("tp", "cp")
         if action.kind not in DIRECTION:
             return graphs and action.kind not in (Kind.D2H, Kind.H2D)
         first = self._begins[action.variant].get(action.kind, frozenset())
