@@ -283,7 +283,7 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
     target = tmp_path / "layouts.csv"
     sheet = data_dir("published") / "runs.csv"
-    words = ["searches", "layouts", str(sheet), "-o", str(target), "--within", "0.5", "--table"]
+    words = ["searches", "layouts", str(sheet), "-o", str(target), "--within", "2", "--table"]
     told = RUN.invoke(app, [*words, "AE minimum demo"])
     assert told.exit_code == 0, (told.output, told.exception)
     rows = list(csv.DictReader(target.open()))
@@ -291,7 +291,7 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     for row in (row for row in rows if row.get("loss")):
         loss = 1.0 - float(row["step_s"]) / float(row["pred_step_s"])
         assert float(row["loss"]) == pytest.approx(loss)
-        assert float(row["gap"]) <= 0.005
+        assert float(row["gap"]) <= 0.02
         assert row["decides"] in PARTS
     wrong = RUN.invoke(app, [*words, "Figure 99"])
     assert "has no row for table 'Figure 99'" in str(wrong.exception)
