@@ -278,7 +278,7 @@ def test_a_search_interrupted_at_once_counts_no_plans(monkeypatch: pytest.Monkey
     assert "0 of 0" not in answer.output
 
 
-@pytest.mark.full
+@pytest.mark.soak
 def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
     """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
     target = tmp_path / "layouts.csv"
