@@ -29,6 +29,7 @@ DISPATCHERS = {
     "deepep": "flex --moe-flex-dispatcher-backend deepep",
     "hybridep": "flex --moe-flex-dispatcher-backend hybridep",
 }
+EP_OVERLAPS = {"none": "", "interleaved": "--overlap-moe-expert-parallel-comm"}
 
 
 def _attention(system: System) -> str | None:
@@ -83,6 +84,8 @@ OPTIONS: dict[str, Callable[[System], str | None]] = {
     "bucket_bytes": _bucket,
     "cp_kind": lambda system: f"--cp-comm-type {CP_KINDS.get(system.cp_kind, 'p2p')}",
     "dispatcher": lambda system: f"--moe-token-dispatcher-type {DISPATCHERS[system.dispatcher]}",
+    "ep_overlap": lambda system: EP_OVERLAPS.get(system.ep_overlap),
+    "delayed_wgrad": lambda system: "--delay-wgrad-compute" * system.delayed_wgrad,
     "cuda_graphs": lambda system: "--cuda-graph-impl local" * system.cuda_graphs,
     "optimizer_on_host": lambda system: (
         "--optimizer-cpu-offload --use-precision-aware-optimizer" * system.optimizer_on_host
@@ -104,6 +107,7 @@ NAMES = frozenset({
     *("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "tp_comm_overlap"),
     *("grad_reduce_in_bf16", "no_overlap_p2p_communication", "use_tp_pp_dp_mapping"),
     *("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size", "cp_comm_type"),
+    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     *("moe_flex_dispatcher_backend", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     *("optimizer_cpu_offload", "make_vocab_size_divisible_by", "cuda_graph_impl", "swiglu"),
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "vocab_size"),

@@ -95,6 +95,9 @@ OPTIONS = {
         metavar="F",
         help="Tokens of the experts of the worst rank, over balanced ones; or the capacity factor.",
     ),
+    "ep_overlap": Option(
+        help="Experts' exchanges beside another micro-batch; replaces the stack's value."
+    ),
     "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
     "sp": Option("--no-sp", help="Turn off sequence parallelism, which tp uses by default."),
     "attention": Option(help="Attention kernel."),

@@ -60,6 +60,11 @@ class Use(NamedTuple):
         return self.system.optimizer_on_host
 
     @property
+    def pairs(self) -> bool:
+        """Whether a forward follows a backward, so that experts' exchanges of both may overlap."""
+        return self.layout.ep > 1 and self.layout.num_micro_batches > 1
+
+    @property
     def by_layer(self) -> bool:
         """Whether parameters are gathered per layer."""
         sharded = self.stage == 3 or (self.stage == 2 and self.system.data_parallel == "fsdp")
@@ -183,6 +188,8 @@ ACTS: dict[str, Acts] = {
     "flat_step": _flat,
     "cp_kind": lambda use: use.layout.cp > 1,
     "dispatcher": lambda use: use.layout.ep > 1,
+    "ep_overlap": lambda use: use.pairs,
+    "delayed_wgrad": lambda use: use.pairs and use.system.ep_overlap != "none",
     "cublas_bytes": _always,
     "workspaces": _always,
     "expert_workspaces": lambda use: use.model.experts is not None,

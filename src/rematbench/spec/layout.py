@@ -157,6 +157,7 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
         ),
         *_ulysses_rules(lay, work, system),
         *_expert_rules(lay, work, system),
+        *_ep_overlap_rules(lay, work, system),
         *_stack_rules(lay, system),
         (
             lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
@@ -283,6 +284,34 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
         (
             lay.shard_degree > 0,
             f"experts with shard_degree = {lay.shard_degree} are not modelled",
+        ),
+    ]
+
+
+def _ep_overlap_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of exchanges beside another micro-batch, as Megatron-core asserts them
+    (0.16.1, core/transformer/transformer_config.py)."""
+    if system.ep_overlap == "none":
+        return []
+    option = "overlap_moe_expert_parallel_comm is"
+    return [
+        (
+            "ep_overlap" not in system.features,
+            f"system {system.name} has no overlap of experts' exchanges (ep_overlap)",
+        ),
+        (lay.ep == 1, f"{option} only supported with expert model parallelism, but ep = 1"),
+        (
+            lay.pp > 1 and lay.vpp == 1 and system.ep_overlap == "interleaved",
+            "virtual_pipeline_model_parallel_size must be specified with ep_overlap over pipeline "
+            f"stages, but pp = {lay.pp} and vpp = {lay.vpp}",
+        ),
+        (
+            system.dispatcher == "allgather",
+            f"{option} supported with alltoall/flex token dispatcher, but it is allgather",
+        ),
+        (
+            work.precision not in ("bf16", "fp16"),
+            f"{option} only supported with bf16 or fp16 model, but precision is {work.precision}",
         ),
     ]
 

@@ -8,7 +8,7 @@ from msgspec.structs import fields
 from rematbench.spec.cluster import Bytes, Cluster
 from rematbench.spec.configfile import ConfigError, require_among, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.system import AttentionChoice, Home, System, ZeroStage
+from rematbench.spec.system import AttentionChoice, EpOverlapChoice, Home, System, ZeroStage
 from rematbench.workload import (
     Imbalance,
     Model,
@@ -51,7 +51,8 @@ class ProblemSpec(
     `optimizer` and `parameters` replace the stack's choice of memory for the optimizer states and
     for the parameters.  `document_len` is the mean length of packed documents (0: not packed).
     `etp` None: equal to tp.  `imbalance`: tokens of the experts of the worst rank over the balanced
-    number.
+    number.  `ep_overlap` replaces the stack's choice to run experts' exchanges beside another
+    micro-batch.
     """
 
     model: str | Model
@@ -78,6 +79,7 @@ class ProblemSpec(
     ep: PositiveInt = 1
     etp: PositiveInt | None = None
     imbalance: Imbalance = 1.0
+    ep_overlap: EpOverlapChoice | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""

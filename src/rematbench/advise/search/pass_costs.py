@@ -8,12 +8,13 @@ from math import fsum
 from operator import add
 from typing import Any, NamedTuple
 
-from rematbench.costs.operators.ops import Comm, Op, OpTable
+from rematbench.costs.operators.ops import OpTable
 from rematbench.engine.program.action import COMPUTE as COMPUTE_STREAM
 from rematbench.engine.program.action import Kind
 from rematbench.engine.program.ledger import pool_bytes
 from rematbench.engine.program.profile import Profile
 from rematbench.engine.program.program import Block, Part, Program
+from rematbench.engine.simulate.beside import Exposed, exposed_shares, op_seconds
 from rematbench.engine.simulate.block_rows import rows_with
 from rematbench.engine.simulate.copy_contention import (
     KERNELS,
@@ -288,36 +289,18 @@ def compute_cost(forward_s: float, backward_s: float) -> ChunkCost:
 
 def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
     """Seconds of a layer's kernels and of the collectives for which compute waits."""
-    found = [_op_s(problem, op) for op in table.ops]
-    return compute_cost(fsum(forward for forward, _ in found), fsum(back for _, back in found))
+    comm_s = problem.cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
+    shares = exposed_shares(problem, table, 0, comm_s) if problem.ep_overlaps else {}
+    forward, backward = [], []
+    for op in table.ops:
+        found, left = op_seconds(problem, op, 0, comm_s), shares.get(op.name, WHOLE)
+        forward.append(found.forward_s * left.forward)
+        backward.append((found.inputs_s + found.weights_s) * left.backward)
+    return compute_cost(fsum(forward), fsum(backward))
 
 
-def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
-    """Seconds of an operator's forward and backward, with its collectives before, after or beside
-    its kernels as emit_op and emit_backward place them."""
-    cost = problem.cost
-    gemm = problem.tp_overlap == "gemm"
-    split = op.has_weight and problem.tp_overlap in ("backward", "gemm")
-    comm_s = cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
-
-    def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:
-        beside_s = kernel_s
-        for comm, beside in comms:
-            if comm and (beside or comm.kind == "ring"):
-                beside_s = max(beside_s, comm_s(comm, 0))
-            elif comm:
-                kernel_s += comm_s(comm, 0)
-        return max(kernel_s, beside_s)
-
-    fused = gemm and op.name != "attention"
-    forward = after(
-        cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)
-    )
-    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
-    inputs = after(cost.op_s(op, "backward_input"), *brought)
-    return forward, inputs + after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split))
-
-
+WHOLE = Exposed(1.0, 1.0)
+"""The shares of operators that are not exchanges beside another micro-batch."""
 NEAR = 0.99
 """Factor on these seconds: those of a chunk are not exactly linear in its layers, since the first
 kernel of a kind may wait for its launch."""

@@ -24,6 +24,9 @@ from rematbench.engine.program.action import COMPUTE, Action, Alloc, Kind, gradi
 from rematbench.engine.program.program import Block
 from rematbench.plan import Transfers
 
+BESIDE = "beside"
+"""The storage of what the forward beside a backward keeps of one layer."""
+
 
 class InputGradients(NamedTuple):
     """The storages of an operator's input gradients.  `written`: storages that a kernel writes;
@@ -53,10 +56,13 @@ class BackwardEmitter:
         transfers: Transfers,
         gatherer: ParameterGatherer | None,
         reducer: GradReducer | None,
+        *,
+        beside: bool = False,
     ) -> None:
-        self.chunk = chunk
+        self.chunk, self.fates = chunk, fates
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
+        self.w.beside = "forward" * beside
         self.recomputer = Recomputer(chunk, fates, self.w)
         self.share = WHOLE  # the rows of the piece in progress
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
@@ -72,8 +78,11 @@ class BackwardEmitter:
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
+        beside = self._beside_bytes() if w.beside else 0
         for position, unit in enumerate(order):
             w.begin_unit()
+            if beside and position == int(chunk.last):
+                emit_alloc(w, BESIDE, beside)
             self.reload.before(order, position)
             if self.gatherer:
                 self.gatherer.before(w, order, position)
@@ -88,9 +97,21 @@ class BackwardEmitter:
                 self.gatherer.after(w, unit)
             if self.reducer:
                 self.reducer.after(w, unit, last=position == len(order) - 1)
+        if beside:
+            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(BESIDE,)))
         survivors = set() if chunk.first else {self.grads[chunk.input_name]}
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
         return w.finish("B", survivors, self.arrivals)
+
+    def _beside_bytes(self) -> int:
+        """Bytes that a layer of the forward beside this backward keeps before the backward's layer
+        has freed its own: the largest layer's of this chunk, whose equals the forward runs.  From
+        then on the forward keeps what the backward has freed."""
+        stored = self.chunk.stored(self.fates)
+        return max(
+            sum(part.nbytes for _, _, site in self.chunk.saved(unit) for part in stored[site])
+            for unit in self.chunk.layer_unit.values()
+        )
 
     # -- arrivals -------------------------------------------------------------------------------
 
@@ -176,7 +197,10 @@ class BackwardEmitter:
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self.share)
+        comm, variant = op.grad_gather, unit.variant
+        event = self.w.exchange(
+            comm, unit.prefix, op.name, reads, made, self.share, variant=variant
+        )
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 

@@ -198,6 +198,7 @@ class _RankLowering:
             gather_first=self.overlap_gather,
             reduce=self.leaving_gradients or self.update_in_backward,
             reduce_last=self.overlap_reduce,
+            pairs=self.problem.ep_overlaps,
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, PassFacts], ...]:
@@ -245,12 +246,12 @@ class _RankLowering:
 
     def _block(self, key: Key) -> Block:
         match key:
-            case ("F", int(number), bool(gather)):
+            case ("F", int(number), bool(gather), bool(beside)):
                 chunk, cls = self.holders[number]
-                return self._forward_block(chunk, cls.fates, gather)
-            case ("B", int(number), bool(reduce)):
+                return self._forward_block(chunk, cls.fates, gather, beside=beside)
+            case ("B", int(number), bool(reduce), bool(beside)):
                 chunk, cls = self.holders[number]
-                return self._backward_block(chunk, cls.fates, reduce)
+                return self._backward_block(chunk, cls.fates, reduce, beside=beside)
         return self._copy_block(key) or self._message_block(key)
 
     def _copy_block(self, key: Key) -> Block | None:
@@ -283,7 +284,7 @@ class _RankLowering:
                 return release_block("sent_b", (f"d:{output}",))
         raise AssertionError(f"no block of {key}")
 
-    def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool) -> Block:
+    def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool, *, beside: bool) -> Block:
         plan, system = self.plan, self.problem.system
         parameter = plan.state("parameter")
         release, ends = parameter.release == "forward", parameter.keeps_ends
@@ -305,7 +306,7 @@ class _RankLowering:
                     release=release,
                     keeps_ends=ends,
                 )
-            return ForwardEmitter(chunk, fates, plan.transfers, gatherer)
+            return ForwardEmitter(chunk, fates, plan.transfers, gatherer, beside=beside)
 
         ahead = self._layers_ahead(chunk) if self.layerwise else len(chunk.units)
         return block_of(chunk, fates, plan.transfers, ahead if gather else 0, emitter, forward=True)
@@ -324,7 +325,9 @@ class _RankLowering:
             return layers_ahead(chunk, self.problem.system)
         return self.plan.state("parameter").prefetch_layers
 
-    def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:
+    def _backward_block(
+        self, chunk: ChunkOps, fates: Fates, reduce: bool, *, beside: bool
+    ) -> Block:
         plan, problem = self.plan, self.problem
         parameter = plan.state("parameter")
         states = plan.state("gradient"), plan.state("optimizer")
@@ -347,7 +350,8 @@ class _RankLowering:
                 reducer = GradReducer(
                     *states, problem.system, problem.layout, self.width, tied, leaving
                 )
-            return BackwardEmitter(chunk, fates, plan.transfers, gatherer, reducer)
+            transfers = plan.transfers
+            return BackwardEmitter(chunk, fates, transfers, gatherer, reducer, beside=beside)
 
         by_unit = self.leaving_gradients or self.update_in_backward
         if reduce and (self.buckets is not None or not by_unit or leaving):

@@ -61,6 +61,7 @@ class StepFacts(NamedTuple):
     gather_first: bool  # parameters are gathered in each chunk's first forward
     reduce: bool  # gradients are reduced in every backward
     reduce_last: bool  # gradients are reduced in each chunk's last backward
+    pairs: bool = False  # a backward and the forward after it overlap their exchanges
 
 
 class RankSteps(NamedTuple):
@@ -175,7 +176,8 @@ class _Walk:
             self._add(("recv_f",), item)
         gather = facts.gather or (facts.gather_first and item.chunk not in self.started)
         self.started.add(item.chunk)
-        self._add(("F", number, gather), item)
+        beside = facts.pairs and position > 0 and not facts.order[position - 1].forward
+        self._add(("F", number, gather, beside), item)
         if leaves:
             if whole:
                 self._add(("D2H", number), item)
@@ -195,7 +197,9 @@ class _Walk:
         if not ends.last:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
-        self._add(("B", number, reduce), item)
+        after = facts.order[position + 1 : position + 2]
+        beside = facts.pairs and any(one.forward for one in after)
+        self._add(("B", number, reduce, beside), item)
         if facts.holds_outputs and not ends.last:
             self._add(("free_held", ends.output), item)
         if not ends.first:

@@ -229,6 +229,8 @@ def _rest(values: dict[str, Any]) -> dict[str, str]:
     for name, default in defaults.items():
         if values.get(name, default) != default:
             options[name] = str(values[name])
+    if values.get("ep_overlap"):
+        options["ep_overlap"] = str(values["ep_overlap"])
     if values.get("document_len"):
         options["document_len"] = str(values["document_len"])
     if values.get("partition"):

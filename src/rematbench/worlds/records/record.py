@@ -47,6 +47,8 @@ OPTIMIZER = "optimizer"
 """A further key of the base: the optimizer states are in host memory."""
 PARAMETERS = "parameters"
 """A further key of the base: the parameters are in host memory."""
+EP_OVERLAP = "ep_overlap"
+"""A further key of the base: experts' exchanges run beside another micro-batch."""
 
 
 class RecordError(UserError):
@@ -210,6 +212,8 @@ def run_spec(
     own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
     own |= {OPTIMIZER: "host"} if problem.system.optimizer_on_host else {}
     own |= {PARAMETERS: "host"} if problem.system.parameters_on_host else {}
+    delayed = "delayed_wgrad" if problem.system.delayed_wgrad else "on"
+    own |= {EP_OVERLAP: delayed} if problem.ep_overlaps else {}
     return RunSpec(
         method=method.name,
         parameters={**method.parameters, **({"base": own} if own else {})},
