@@ -221,7 +221,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += [f"--{work.precision}"] * (work.precision in ("bf16", "fp16"))
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")
         words += ["--qk-layernorm"] * work.model.qk_norm
-        words += options.expert_words(lay, work.model.experts)
+        words += options.expert_words(lay, work)
         words += options.stack_words(problem)
         if plan is not None:
             words += options.partition_words(_sizes(plan), lay) or []
@@ -367,6 +367,7 @@ def _experts(setup: Setup) -> list[Reason]:
         (experts.router_bias, "a bias of the router (not run here)"),
         (experts.shared_gate, "a gate of the shared expert (not run here)"),
         (experts.groups > 1, "groups of experts (not run here)"),
+        (setup.drops_tokens, "a capacity of experts without padding (not run here)"),
         (
             experts.aux_loss > 0 and lay.tp > 1,
             "an auxiliary loss under tp, per token as here: 0.16.1 scales its gradient by a rank's "

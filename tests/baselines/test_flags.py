@@ -360,6 +360,18 @@ def test_an_overlap_of_exchanges_is_printed_and_refused_beside_recomputed_expert
     )
 
 
+def test_a_capacity_of_experts_is_printed() -> None:
+    layout = {"tp": 1, "pp": 1, "dp": 4, "ep": 4}
+    asked: dict[str, Any] = {"model": "tiny-experts", "capacity_factor": 1.25}
+    dropping = printed(layout={**layout}, **asked)
+    assert "--moe-expert-capacity-factor 1.25" in dropping.flags
+    assert "--moe-pad-expert" not in dropping.flags
+    assert any("capacity of experts without padding" in line for line in dropping.not_run)
+    padded = printed(layout={**layout}, expert_padding="capacity", **asked)
+    assert "--moe-pad-expert-input-to-capacity" in padded.flags
+    assert not any("capacity" in line for line in padded.not_run)
+
+
 def test_a_job_that_is_not_run_here_has_options_all_the_same() -> None:
     answer = printed(system="megatron-core", optimizer="host")
     assert "--optimizer-cpu-offload" in answer.flags

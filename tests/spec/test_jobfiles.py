@@ -143,6 +143,20 @@ def test_experts_are_read_from_a_launch_line(tmp_path: Path) -> None:
     assert "ep_overlap" in stack.features
 
 
+def test_a_capacity_of_experts_is_read(tmp_path: Path) -> None:
+    text = (JOBS / "megatron_experts.sh").read_text()
+    file = tmp_path / "capacity.sh"
+    more = "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity"
+    file.write_text(text.replace("--moe-grouped-gemm", more))
+    options = file_job(read_files([file]), {}, "", "capacity").options
+    assert (options["capacity_factor"], options["expert_padding"]) == ("1.25", "capacity")
+    file.write_text(text.replace("--moe-grouped-gemm", "--moe-expert-capacity-factor -1"))
+    assert "capacity_factor" not in file_job(read_files([file]), {}, "", "capacity").options
+    file.write_text(text.replace("--moe-grouped-gemm", "--moe-expert-capacity-factor much"))
+    with pytest.raises(ConfigError, match="'much' is not a number"):
+        read_files([file])
+
+
 @pytest.mark.parametrize(
     ("frequency", "dense"),
     [("1", ()), ("2", (1, 3)), ("'([0]*1+[1]*3)'", (0,)), ("[0,1,0,1]", (0, 2))],

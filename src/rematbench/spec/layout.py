@@ -280,10 +280,32 @@ def _expert_rules(lay: Layout, work: Workload, system: System) -> list[tuple[boo
             lay.tp > 1 and not lay.sp,
             f"experts with tp = {lay.tp} need sequence parallelism (sp)",
         ),
+        *_capacity_rules(work, system),
         (lay.ulysses > 1, f"experts with ulysses = {lay.ulysses} are not modelled"),
         (
             lay.shard_degree > 0,
             f"experts with shard_degree = {lay.shard_degree} are not modelled",
+        ),
+    ]
+
+
+def _capacity_rules(work: Workload, system: System) -> list[tuple[bool, str]]:
+    """The rules of experts with a capacity, in Megatron-core's words (0.16.1,
+    core/transformer/transformer_config.py)."""
+    padded = work.expert_padding == "capacity"
+    option = "moe_pad_expert_input_to_capacity"
+    return [
+        (
+            padded and not work.capacity_factor,
+            f"moe_expert_capacity_factor must be set to use {option}",
+        ),
+        (
+            padded and system.dispatcher == "deepep",
+            f"Flex token dispatcher with deepep backend does not support {option}",
+        ),
+        (
+            padded and system.dispatcher == "allgather",
+            "experts padded to their capacity with the dispatcher allgather are not modelled",
         ),
     ]
 

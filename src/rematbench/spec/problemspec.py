@@ -10,6 +10,8 @@ from rematbench.spec.configfile import ConfigError, require_among, wrong_field
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.system import AttentionChoice, EpOverlapChoice, Home, System, ZeroStage
 from rematbench.workload import (
+    Capacity,
+    ExpertPadding,
     Imbalance,
     Model,
     NonNegativeInt,
@@ -52,7 +54,7 @@ class ProblemSpec(
     for the parameters.  `document_len` is the mean length of packed documents (0: not packed).
     `etp` None: equal to tp.  `imbalance`: tokens of the experts of the worst rank over the balanced
     number.  `ep_overlap` replaces the stack's choice to run experts' exchanges beside another
-    micro-batch.
+    micro-batch.  `capacity_factor` and `expert_padding` are those of Workload.
     """
 
     model: str | Model
@@ -80,6 +82,8 @@ class ProblemSpec(
     etp: PositiveInt | None = None
     imbalance: Imbalance = 1.0
     ep_overlap: EpOverlapChoice | None = None
+    capacity_factor: Capacity = 0.0
+    expert_padding: ExpertPadding = "none"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
@@ -95,6 +99,8 @@ class ProblemSpec(
             precision=self.precision,
             document_len=self.document_len,
             imbalance=self.imbalance,
+            capacity_factor=self.capacity_factor,
+            expert_padding=self.expert_padding,
         )
 
     @classmethod

@@ -91,9 +91,12 @@ def test_flags_in_a_note_are_facts_of_the_model_and_the_stack() -> None:
 
 
 def test_a_capacity_factor_pads_the_experts_of_every_rank() -> None:
-    assert case(router="natural, capacity factor 1.0, padded to capacity").imbalance == 1.0
-    padded = case(router="natural, capacity factor 1.25, padded to capacity").problem()
-    rows = [one.layer(0).activations["expert_fc2_in"].rows for one in (padded, case().problem())]
+    router, alltoall = "natural, capacity factor 1.25, padded to capacity", "alltoall"
+    with pytest.raises(RowError, match="deepep backend does not support"):
+        case(router=router).problem()
+    padded = case(router=router, dispatcher=alltoall).problem()
+    dropless = case(dispatcher=alltoall).problem()
+    rows = [one.layer(0).activations["expert_fc2_in"].rows for one in (padded, dropless)]
     assert rows[0] == 1.25 * rows[1]
 
 
@@ -113,7 +116,7 @@ def test_balance_is_an_assumption_unless_it_was_forced() -> None:
         ({"offload": "paged stash"}, "offload: 'paged stash': is not modelled"),
         ({"pp_layout": "Et|(tt|)*30L"}, "pp_layout: 'Et|(tt|)*30L': stages of a layout string"),
         ({"router": "token drop"}, "router: 'token drop': is not modelled (dropless, or"),
-        ({"router": "capacity factor 0.5, padded"}, "is not modelled (dropless, or capacity"),
+        ({"router": "capacity factor 0.5"}, "is not modelled (dropless, or capacity factor F"),
         ({"optimizer": "muon"}, "optimizer: 'muon': is not modelled"),
         ({"recompute_modules": "mla_up_proj"}, "recompute_modules: 'mla_up_proj' is not modelled"),
         ({"dispatcher": "mori"}, "dispatcher 'mori' is not modelled (known: alltoall, allgather"),

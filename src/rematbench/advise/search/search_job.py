@@ -339,7 +339,7 @@ class SearchJob:
         request = self.request.spec
         names = (
             *("seq_len", "document_len", "attention", "precision", "hbm_bytes", "optimizer"),
-            *("imbalance", "ep_overlap"),
+            *("imbalance", "ep_overlap", "capacity_factor", "expert_padding"),
         )
         others: dict[str, Any] = {name: getattr(request, name) for name in names}
         others |= {"optimizer": "host"} if choice.hosted else {}

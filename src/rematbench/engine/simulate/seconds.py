@@ -59,7 +59,8 @@ class ActionCosts:
         self._blocks = system.launch_blocking
         layout, experts = problem.layout, problem.workload.model.experts
         alone = layout.ep * layout.expert_tp == 1
-        self._counts_alone = alone or system.dispatcher == "allgather"
+        padded = problem.workload.expert_padding == "capacity"
+        self._counts_alone = not padded and (alone or system.dispatcher == "allgather")
         self._groups = get_args(Group) if experts else DENSE_GROUPS
         self._holds = self._waits_for_messages or self._blocks or system.blocking_copies
         self._holds = self._holds or experts is not None

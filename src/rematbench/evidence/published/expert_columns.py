@@ -20,7 +20,7 @@ REFUSED = {
     "pp_layout": "stages of a layout string are not modelled",
 }
 """Columns whose features are not modelled, each with the reason."""
-BALANCED = re.compile(r"^$|dropless|capacity factor ([1-9][\d.]*), padded")
+ROUTERS = re.compile(r"^$|dropless|capacity factor ([\d.]+), padded")
 """Routers under which an expert receives as many tokens as another, forced to or by assumption: a
 capacity factor pads each expert to so many of its shares, and drops what is beyond."""
 FLAGS = re.compile(r"flags \{([^}]*)\}")
@@ -66,8 +66,8 @@ def refuse_unmodelled(row: Row) -> None:
     for column, reason in REFUSED.items():
         if text(row, column).lower() not in NONE:
             _refuse(row, column, reason)
-    if not BALANCED.search(text(row, "router")):
-        _refuse(row, "router", "is not modelled (dropless, or capacity factor 1 or more, padded)")
+    if not ROUTERS.search(text(row, "router")):
+        _refuse(row, "router", "is not modelled (dropless, or capacity factor F, padded)")
     if text(row, "ep_overlap").lower() not in OVERLAPS:
         _refuse(row, "ep_overlap", f"is not modelled (known: {', '.join(filter(None, OVERLAPS))})")
     if text(row, "optimizer") not in OPTIMIZERS:
@@ -178,11 +178,12 @@ def module_settings(row: Row) -> dict[str, Any] | None:
     return {"modules": tuple(modules)}
 
 
-def imbalance(row: Row) -> float:
-    """The tokens that experts receive over balanced ones: the capacity factor of padded experts,
-    whose ranks receive alike."""
-    found = BALANCED.search(text(row, "router"))
-    return float(found[1]) if found and found[1] else 1.0
+def capacity(row: Row) -> dict[str, Any]:
+    """The capacity of a row's experts; empty for a router that drops no token."""
+    found = ROUTERS.search(text(row, "router"))
+    if not found or not found[1]:
+        return {}
+    return {"capacity_factor": float(found[1]), "expert_padding": "capacity"}
 
 
 def balance_remark(row: Row) -> str:

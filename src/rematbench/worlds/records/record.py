@@ -28,7 +28,7 @@ from rematbench.problem import Problem
 from rematbench.spec.constants import Calibration
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import AttentionChoice
-from rematbench.workload import Model, Precision
+from rematbench.workload import ExpertPadding, Model, Precision
 from rematbench.worlds.records.measured import Engine, Measured
 
 World = Literal["published", "simulated", "traced", "executed"]
@@ -77,6 +77,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     world: World = "simulated"
     document_len: int = 0
     imbalance: float = 1.0
+    capacity_factor: float = 0.0
+    expert_padding: ExpertPadding = "none"
 
     @property
     def run_id(self) -> str:
@@ -230,6 +232,8 @@ def run_spec(
         world=world,
         document_len=work.document_len,
         imbalance=work.imbalance,
+        capacity_factor=work.capacity_factor,
+        expert_padding=work.expert_padding,
     )
 
 

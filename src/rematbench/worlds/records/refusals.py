@@ -78,6 +78,7 @@ def _refused_of_experts(problem: Problem, plan: Plan) -> dict[str, bool]:
     homes = {plan.state(kind).home for kind in ("parameter", "gradient", "optimizer")}
     return {
         f"experts of unequal load ({problem.workload.balance})": problem.workload.imbalance != 1,
+        "a capacity of experts": problem.workload.capacity_factor > 0,
         "experts that the tokens of a rank do not fill evenly": uneven_experts(problem),
         f"the dispatcher {system.dispatcher}": system.dispatcher != "alltoall",
         "experts' exchanges beside another micro-batch": problem.ep_overlaps,
