@@ -299,6 +299,33 @@ def layer_cost(problem: Problem, table: OpTable) -> ChunkCost:
     return compute_cost(fsum(forward), fsum(backward))
 
 
+class More(NamedTuple):
+    """Seconds by which a forward and a backward of a chunk are longer."""
+
+    forward_s: float
+    backward_s: float
+
+
+def wider(problem: Problem) -> tuple[More, ...]:
+    """By which each layer's passes are longer than those of the layers of probes, which have the
+    narrowest attention window.  Every pass runs each attention whole, so this holds for all plans
+    whose compute waits for nothing else meanwhile."""
+    model = problem.workload.model
+    windows = [window or problem.workload.seq_len for window in model.attention_window]
+    if len(set(windows)) < 2:
+        return ()
+    kinds = [layer_cost(problem, table) for table in problem.layer_kinds]
+    least = kinds[problem.variant(windows.index(min(windows)))]
+    own = [kinds[problem.variant(layer)] for layer in range(model.num_layers)]
+    return tuple(
+        More(
+            max(0.0, one.forward.compute_s - least.forward.compute_s),
+            max(0.0, one.backward.compute_s - least.backward.compute_s),
+        )
+        for one in own
+    )
+
+
 WHOLE = Exposed(1.0, 1.0)
 """The shares of operators that are not exchanges beside another micro-batch."""
 NEAR = 0.99
@@ -306,15 +333,8 @@ NEAR = 0.99
 kernel of a kind may wait for its launch."""
 
 
-class More(NamedTuple):
-    """Seconds that the pieces of a head add to the forward and the backward of the last chunk."""
-
-    forward_s: float
-    backward_s: float
-
-
 def in_pieces(cut: Line, whole: Line) -> More:
-    """Return the costs that pieces of the head add to the last chunk: `cut` has a head in pieces,
+    """Return the seconds that pieces of the head add to the last chunk: `cut` has a head in pieces,
     `whole` a whole head.  Layers may be in pieces in `cut`, so their costs are left out of both."""
 
     def head_s(line: Line) -> list[float]:
@@ -330,6 +350,11 @@ def with_head(facts: Facts, more: More, *, single: bool) -> Facts:
     whole head.  `single`: there is one rank, whose chunk is first and last."""
     last = facts.last._replace(base=_longer(facts.last.base, more))
     return Facts(last, last, last) if single else facts._replace(last=last)
+
+
+def lengthened(line: Line, more: More) -> Line:
+    """Return the line of a chunk whose passes are longer."""
+    return line._replace(base=_longer(line.base, more))
 
 
 def _longer(chunk: ChunkCost, more: More) -> ChunkCost:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rematbench.advise.search.candidates import KEEP, Candidate
 from rematbench.advise.search.closed_bounds import (
+    AS_PROBED,
     Bounds,
     CopyBound,
     Total,
@@ -24,6 +25,7 @@ from rematbench.advise.search.pass_costs import (
     chord,
     height,
     in_pieces,
+    lengthened,
     no_cost,
     only_kept,
     with_head,
@@ -196,10 +198,11 @@ class ShardBounds:
         timed = shard.at_share(
             candidate, self._timed(candidate, pieces), shard.shares(candidate)[0]
         )
-        kernels_s = found = step_bound(columns, timed, send_s)
+        layerwise = one.copies and one.transfers.granularity == "layer"
+        more = AS_PROBED if layerwise else shard.wider  # compute may wait for copies meanwhile
+        kernels_s = found = step_bound(columns, timed, send_s, more=more)
         if not one.copies:
             return shard.wide(candidate, found + shard.end_s)
-        layerwise = one.transfers.granularity == "layer"
         copies = CopyBound(columns, timed, shard.problem.cost, shard.sent_bytes, by_layer=layerwise)
         if layerwise and candidate.share is None:
             found = step_bound(columns, timed, send_s, copies.reloads())
@@ -284,6 +287,9 @@ class ShardBounds:
         facts = shard.at_share(candidate, self._timed(candidate, pieces), share)
         waits = bool(shard.columns.waits[index])
         chunks = stages(facts, choice.sizes, waits=waits)
+        layerwise = probe.copies and probe.transfers.granularity == "layer"
+        if more := [] if layerwise else shard.wider_at(index):
+            chunks = chunks._replace(lines=list(map(lengthened, chunks.lines, more)))
         traffic = NO_TRAFFIC
         if chunks.moves:
             sent_bytes = float(shard.sent_bytes[index])
